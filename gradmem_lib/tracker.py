@@ -170,7 +170,8 @@ class MemoryTracker:
             Optimizers that step inside the block are found without it.
         budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that passes it raises
             ``BudgetExceeded``, which turns any machine into a card of that size.
-        live: draw the memory while it moves. ``None``: yes in a notebook, unless ``GRADMEM_LIVE=0``.
+        live: ``False`` draws nothing. Otherwise a notebook shows the memory while it moves and a still picture at the
+            end; with ``GRADMEM_LIVE=0``, the still picture alone.
         title: a heading for the plots.
         device: the device to count. ``None``: the model's, or torch's default device.
 
@@ -185,7 +186,7 @@ class MemoryTracker:
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         budget: int | str | None = None,
-        live: bool | None = None,
+        live: bool = True,
         title: str = "",
         device: torch.device | str | None = None,
     ):
@@ -380,7 +381,7 @@ class MemoryTracker:
             self._sample()
             if self.budget is not None and self._total > self.budget:
                 raise self._over_budget(self._total, "what exists before the first step")
-            self._start_live(undo)
+            self._start_live()
             for handle in (
                 register_module_forward_pre_hook(self._before_forward),
                 # always_call: checkpointing leaves a recomputed forward early, by an exception
@@ -430,8 +431,7 @@ class MemoryTracker:
         with self._lock:
             self._op += 1
             before = self._total
-            if self._freed:
-                self._drain()
+            self._drain()
             in_backward = _graph_task() != -1
             self._phase = phase = BACKWARD if in_backward and not self._stepping else self._host_phase
             if in_backward and self._host_phase == FORWARD:
@@ -458,11 +458,7 @@ class MemoryTracker:
         key, nbytes = storage._cdata, storage.nbytes()
         entry = self._storages.get(key)
         if entry is not None:
-            if entry() is storage:
-                if entry.nbytes == nbytes:
-                    return 0
-                return self._resize(entry, nbytes)
-            self._drain()  # freed since the last look, and its address is in use again
+            return 0 if entry.nbytes == nbytes else self._resize(entry, nbytes)
         if nbytes == 0 or not self._is_here(storage):
             return 0
         if self._aliases(func):
@@ -521,10 +517,8 @@ class MemoryTracker:
             for part in _parts(tensor):
                 self._tag(part, category, owner)
             return
+        self._drain()  # its address may have been another storage's a moment ago
         entry = self._storages.get(storage._cdata)
-        if entry is not None and entry() is not storage:
-            self._drain()
-            entry = None
         if entry is None:
             if storage.nbytes() and self._is_here(storage):
                 self._enter(storage, category, owner, "")
@@ -634,7 +628,6 @@ class MemoryTracker:
             self._host_phase = OPTIMIZER_STEP
             self._step_optimizer = optimizer
             self._states_seen.setdefault(id(optimizer), 0)
-            self._drain()
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self._names.get(id(parameter), "parameter")
@@ -660,7 +653,6 @@ class MemoryTracker:
                 self._stepping.clear()  # a step that raised never came to its end
                 self._host_phase = FORWARD
                 self._root_has_grad = torch.is_grad_enabled()
-                self._drain()
                 self._sync_model()
                 for tensor in _tensors(args):
                     self._tag_input(tensor)
@@ -731,12 +723,12 @@ class MemoryTracker:
 
     # The picture ---------------------------------------------------------------------------------------------------
 
-    def _start_live(self, undo: ExitStack) -> None:
-        if self._live_wanted is False:
+    def _start_live(self) -> None:
+        if not self._live_wanted:
             return
-        from .view.live import LivePlot, live_enabled
+        from .view.live import LivePlot, in_kernel
 
-        if self._live_wanted or live_enabled():
+        if in_kernel():
             self._plot = LivePlot(title=self.title, budget=self.budget)
             self._draw(lambda plot: plot.start())
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import signal
+import sys
 import threading
 import weakref
 
@@ -545,8 +546,16 @@ def hook_counts(model):
     )
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it, also where the test run was started in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("how", ["end", "exception", "ctrl_c", "budget", "at_the_door"])
-def test_everything_is_uninstalled(how):
+def test_everything_is_uninstalled(how, interruptible):
     model, opt, _, step = build("llama")
     before = hook_counts(model)
     error = {"exception": ZeroDivisionError, "ctrl_c": KeyboardInterrupt, "end": None}.get(
@@ -676,6 +685,29 @@ def test_decimate_by_hand():
     assert len(Timeline(rows[:0])) == 0
 
 
+def test_phases_come_back_step_after_step_under_checkpointing():
+    """Recomputation leaves a block's forward early, by an exception: the next forward must still be seen as one."""
+    model, opt, _, step = build("llama", checkpointed=True)
+    with MemoryTracker(model, opt, live=False) as tracker:
+        for _ in range(3):
+            step()
+    phases = tracker.timeline.phases
+    order = [p for i, p in enumerate(phases) if p != "idle" and (i == 0 or phases[i - 1] != p)]
+    assert order == ["forward", "backward", "optimizer_step"] * 3
+
+
+def test_a_forward_that_failed_leaves_the_next_one_right():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10**6))
+        step()
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+    with MemoryTracker(model, opt, live=False) as alone:
+        step()
+    assert tracker.timeline.by_category["activations"][-1] == alone.timeline.by_category["activations"][-1]
+
+
 def test_by_module_adds_up_to_the_peak():
     model, opt, _, step = build("llama")
     with MemoryTracker(model, opt, live=False) as tracker:
@@ -703,14 +735,17 @@ def test_the_watch_sees_backward_threads_too():
 
     def work():
         with _Watch(tracker._observe):
-            for _ in range(200):
+            for _ in range(500):
                 torch.zeros(64)
             done.append(torch.zeros(64))
 
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     with MemoryTracker(live=False) as tracker:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for t in threads:
             t.start()
         for t in threads:
             t.join()
+        sys.setswitchinterval(before)
         assert tracker.current.total == 4 * 256

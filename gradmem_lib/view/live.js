@@ -1,0 +1,364 @@
+// The drawing half of the live plot. One frame (see encode_frame in live.py) holds the whole picture.
+
+const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+const PAD = { left: 52, right: 14, top: 26, bottom: 38 };
+const ALARM = "#e0483f";
+const SHORT = ["", "fwd", "bwd", "step"]; // phases by index, where the strip is too narrow for their names
+
+// Ties go to the even digit, as in Python, so that the moving and the still picture say the same.
+function twoDigits(x) {
+  const hundredths = Math.round(x * 100), tie = (x * 100) % 1 === 0.5;
+  return ((tie && hundredths % 2 ? hundredths - 1 : hundredths) / 100).toFixed(2);
+}
+function formatBytes(n) {
+  for (const [unit, factor] of UNITS) if (n >= factor) return `${twoDigits(n / factor)} ${unit}`;
+  return `${Math.round(n)} B`;
+}
+const grouped = (n) => Math.round(n).toLocaleString("en-US");
+
+function niceStep(span, parts) {
+  const wanted = Math.max(span, 1e-9) / parts, power = 10 ** Math.floor(Math.log10(wanted));
+  return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= wanted * 0.8);
+}
+
+function isDark(color) {
+  const probe = isDark.context || (isDark.context = document.createElement("canvas").getContext("2d"));
+  probe.fillStyle = "#000"; probe.fillStyle = color;
+  const text = probe.fillStyle;
+  const [r, g, b] = text[0] === "#" ? [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)) : text.match(/[\d.]+/g).map(Number);
+  return 0.299 * r + 0.587 * g + 0.114 * b < 110;
+}
+
+function decode(view, categories) {
+  if (!view || view.byteLength < 64) return null;
+  const copy = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+  const head = new Float64Array(copy, 0, 8 + 2 * categories), n = head[1];
+  const body = new Float32Array(copy, head.byteLength, n * (2 + categories));
+  const row = (i) => body.subarray(i * n, (i + 1) * n);
+  const parts = Array.from({ length: categories }, (_, i) => row(2 + i));
+  const totals = Float64Array.from({ length: n }, (_, i) => parts.reduce((sum, part) => sum + part[i], 0));
+  return {
+    n, finished: head[2] === 1, op: row(0), phase: row(1), parts, totals,
+    peak: { total: head[3], op: head[4], phase: head[5], parts: head.subarray(8, 8 + categories) },
+    current: { total: head[6], phase: head[7], parts: head.subarray(8 + categories) },
+  };
+}
+
+// A category's fill: its colour, and marks that tell it apart without colour. The same signs as in static.py.
+function hatched(color, sign, scale) {
+  const size = 8, tile = document.createElement("canvas");
+  tile.width = tile.height = Math.round(size * scale);
+  const g = tile.getContext("2d");
+  g.scale(tile.width / size, tile.height / size);
+  g.fillStyle = color; g.fillRect(0, 0, size, size);
+  g.strokeStyle = g.fillStyle = isDark(color) ? "rgba(255,255,255,.42)" : "rgba(16,20,28,.3)";
+  g.beginPath();
+  const line = (x0, y0, x1, y1) => { g.moveTo(x0, y0); g.lineTo(x1, y1); };
+  if (sign === "/") { line(-2, 2, 2, -2); line(0, 8, 8, 0); line(6, 10, 10, 6); }
+  if (sign === "\\") { line(-2, 6, 2, 10); line(0, 0, 8, 8); line(6, -2, 10, 2); }
+  if (sign === "-") line(0, 4, 8, 4);
+  if (sign === "x") { line(0, 0, 8, 8); line(0, 8, 8, 0); }
+  g.stroke();
+  if (sign === ".") for (const c of [2, 6]) { g.beginPath(); g.arc(c, c, 1.1, 0, 7); g.fill(); }
+  return tile;
+}
+
+function make(tag, className, parent, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+}
+
+function render({ model, el }) {
+  const names = model.get("names"), colors = model.get("colors"), hatches = model.get("hatches");
+  const phases = model.get("phases"), budget = model.get("budget"), title = model.get("title");
+
+  const root = make("figure", "gm-live", el);
+  const head = make("div", "gm-head", root);
+  const heading = make("div", "gm-title", head);
+  const dot = make("span", "gm-dot", heading);
+  dot.title = "recording";
+  heading.append(title || "Memory by category");
+  const nowBox = make("div", "gm-figure", head), peakBox = make("div", "gm-figure", head);
+  make("span", "", nowBox, "now ");
+  const nowText = make("b", "", nowBox, "–"), nowPhase = make("span", "", nowBox);
+  make("span", "", peakBox, "peak ");
+  const peakText = make("b", "", peakBox, "–"), peakPhase = make("span", "", peakBox);
+
+  const body = make("div", "gm-body", root), plot = make("div", "gm-plot", body);
+  const canvas = make("canvas", "gm-canvas", plot);
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "application");
+  canvas.setAttribute("aria-roledescription", "memory plot");
+  canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take the arrow keys to move between cells
+
+  const side = make("div", "gm-side", body), table = make("table", "", side);
+  make("caption", "gm-hidden", table, "Bytes by category");
+  const headRow = make("tr", "", make("thead", "", table));
+  make("th", "", headRow, "category").scope = "col";
+  const when = make("td", "", headRow, "now"), rows = make("tbody", "", table), cells = [];
+  for (let c = names.length - 1; c >= 0; c--) { // top of the stack first
+    const tr = make("tr", "", rows), th = make("th", "", tr);
+    th.scope = "row";
+    const swatch = make("canvas", "gm-swatch", th);
+    swatch.width = 34; swatch.height = 28;
+    const g = swatch.getContext("2d");
+    g.fillStyle = g.createPattern(hatched(colors[c], hatches[c], 2), "repeat");
+    g.fillRect(0, 0, 34, 28);
+    th.append(names[c]);
+    cells[c] = make("td", "", tr, "–");
+  }
+  const footRow = make("tr", "", make("tfoot", "", table));
+  make("th", "", footRow, "total").scope = "row";
+  const sum = make("td", "", footRow, "–");
+  const key = make("div", "gm-phases", side);
+  const keyMarks = phases.map((phase) => {
+    if (!phase) return null;
+    const item = make("span", "", key), mark = make("i", "", item);
+    item.append(phase);
+    return mark;
+  });
+
+  const read = make("div", "gm-read", root);
+  read.setAttribute("aria-live", "polite");
+  const hint = () => {
+    read.textContent = "";
+    for (const [keys, what] of [["← →", "move"], ["Home", ""], ["End", "ends"], ["P", "peak"], ["Esc", "let go"]]) {
+      make("kbd", "", read, keys);
+      read.append(what ? ` ${what}   ` : " ");
+    }
+  };
+  hint();
+
+  let frame = null, cursorOp = null, request = 0, fills = null, fillScale = 0, geometry = null;
+  let ink, paper, line, font, tones;
+
+  function theme() {
+    const style = getComputedStyle(root);
+    ink = style.color;
+    paper = style.getPropertyValue("--gm-paper").trim() || "#fff";
+    line = style.getPropertyValue("--gm-line").trim() || "rgba(128,136,150,.35)";
+    font = style.fontFamily;
+    // Phases by index: idle, forward, backward, optimizer step; from faint to strong on either background.
+    tones = isDark(ink) ? [null, "#dfe3ea", "#7b8495", "#262c38"] : [null, "#394152", "#8b95a8", "#eceff4"];
+    keyMarks.forEach((mark, i) => { if (mark) mark.style.background = tones[i]; });
+  }
+
+  function cursorIndex() {
+    if (cursorOp === null || !frame || !frame.n) return -1;
+    let best = 0;
+    while (best + 1 < frame.n && frame.op[best + 1] <= cursorOp) best++;
+    return best;
+  }
+
+  function words() {
+    const at = cursorIndex(), { current, peak } = frame;
+    nowText.textContent = formatBytes(current.total);
+    nowPhase.textContent = phases[current.phase] ? ` ${phases[current.phase]}` : "";
+    peakText.textContent = formatBytes(peak.total);
+    peakText.classList.toggle("gm-over", budget > 0 && peak.total > budget);
+    peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
+    dot.style.display = frame.finished ? "none" : "";
+    nowBox.style.display = frame.finished ? "none" : "";
+    const source = at >= 0 ? frame.parts.map((part) => part[at]) : frame.finished ? peak.parts : current.parts;
+    const total = at >= 0 ? frame.totals[at] : frame.finished ? peak.total : current.total;
+    when.textContent = at >= 0 ? `operation ${grouped(frame.op[at])}` : frame.finished ? "at the peak" : "now";
+    names.forEach((_, c) => { cells[c].textContent = formatBytes(source[c]); });
+    sum.textContent = formatBytes(total);
+    canvas.setAttribute("aria-label",
+      `Memory${title ? " of " + title : ""} by category. Peak ${formatBytes(peak.total)} (${grouped(peak.total)} bytes) at operation ` +
+      `${grouped(peak.op)}${phases[peak.phase] ? ", " + phases[peak.phase] : ""}. ` +
+      (frame.finished ? "" : `Current ${formatBytes(current.total)}. `) +
+      (budget ? `Budget ${formatBytes(budget)}. ` : "") + "Arrow keys read single operations, P jumps to the peak.");
+  }
+
+  function announce() {
+    const at = cursorIndex();
+    if (at < 0) return hint();
+    const parts = names.map((name, c) => [frame.parts[c][at], name]).filter(([n]) => n > 0).sort((a, b) => b[0] - a[0]);
+    read.textContent = `operation ${grouped(frame.op[at])}${phases[frame.phase[at]] ? ", " + phases[frame.phase[at]] : ""}: ` +
+      `${formatBytes(frame.totals[at])}` +
+      (parts.length ? ", of which " + parts.map(([n, name]) => `${name} ${formatBytes(n)}`).join(", ") : "");
+  }
+
+  function draw() {
+    request = 0;
+    const width = plot.clientWidth, height = plot.clientHeight, ratio = window.devicePixelRatio || 1;
+    if (!width || !height) return;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
+    }
+    theme();
+    const g = canvas.getContext("2d");
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.clearRect(0, 0, width, height);
+    if (fillScale !== ratio) {
+      fillScale = ratio;
+      fills = colors.map((color, c) => {
+        const pattern = g.createPattern(hatched(color, hatches[c], ratio), "repeat");
+        pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+        return pattern;
+      });
+    }
+    const x0 = PAD.left, x1 = width - PAD.right, y0 = height - PAD.bottom, y1 = PAD.top;
+    g.font = `11px ${font}`; g.textBaseline = "middle"; g.lineJoin = "round";
+    canvas.dataset.points = frame ? frame.n : 0;
+    if (!frame || !frame.n) {
+      g.fillStyle = ink; g.globalAlpha = 0.6; g.textAlign = "center"; g.font = `13px ${font}`;
+      g.fillText("waiting for the first operation", (x0 + x1) / 2, (y0 + y1) / 2);
+      g.globalAlpha = 1;
+      return;
+    }
+    words();
+    const { n, op, phase, parts, totals, peak } = frame;
+    const highest = Math.max(peak.total, totals.reduce((a, b) => Math.max(a, b), 1));
+    const shown = Math.max(highest, budget && budget <= 2.5 * highest ? budget : 0) * 1.08;
+    const [unit, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
+    const yStep = niceStep(shown / factor, 4) * factor;
+    const top = Math.ceil(shown / (yStep / 2)) * (yStep / 2); // in half steps, so that the axis does not tremble
+    const first = op[0], last = Math.max(op[n - 1], first + 1);
+    const px = (o) => x0 + ((o - first) / (last - first)) * (x1 - x0);
+    const py = (bytes) => y0 - (bytes / top) * (y0 - y1);
+    geometry = { x0, x1, first, last };
+    const until = (i) => (i + 1 < n ? op[i + 1] : last);
+    const halo = (text, x, y) => { g.lineWidth = 3.5; g.strokeStyle = paper; g.strokeText(text, x, y); g.fillText(text, x, y); };
+
+    g.textAlign = "right";
+    for (let v = 0; v <= top + 1; v += yStep) {
+      const y = Math.round(py(v)) + 0.5;
+      g.strokeStyle = line; g.lineWidth = 1; g.globalAlpha = 0.55;
+      g.beginPath(); g.moveTo(x0, y); g.lineTo(x1, y); g.stroke();
+      g.globalAlpha = 0.75; g.fillStyle = ink;
+      g.fillText(String(+(v / factor).toPrecision(6)), x0 - 8, y);
+    }
+    g.fillText(unit, x0 - 8, y1 - 13);
+    g.textAlign = "center";
+    const xStep = Math.max(1, niceStep(last - first, Math.max(2, (x1 - x0) / 95)));
+    for (let o = Math.ceil(first / xStep) * xStep; o <= last; o += xStep) {
+      if (px(o) < x1 - 8 || o === last) g.fillText(grouped(o), px(o), y0 + 13);
+    }
+    g.fillText("operations", (x0 + x1) / 2, y0 + 29);
+    g.globalAlpha = 1;
+
+    // Steps, not slopes: a value holds until the next sample.
+    const edge = (values) => {
+      g.moveTo(px(op[0]), py(values[0]));
+      for (let i = 0; i < n; i++) { g.lineTo(px(op[i]), py(values[i])); g.lineTo(px(until(i)), py(values[i])); }
+    };
+    let low = new Float64Array(n);
+    parts.forEach((part, c) => {
+      if (!part.some((v) => v > 0)) return;
+      const high = low.map((v, i) => v + part[i]);
+      g.beginPath(); edge(high);
+      for (let i = n - 1; i >= 0; i--) { g.lineTo(px(until(i)), py(low[i])); g.lineTo(px(op[i]), py(low[i])); }
+      g.fillStyle = fills[c]; g.fill();
+      g.beginPath(); edge(high); g.strokeStyle = paper; g.globalAlpha = 0.8; g.lineWidth = 0.8; g.stroke(); g.globalAlpha = 1;
+      low = high;
+    });
+    g.beginPath(); edge(low); g.strokeStyle = ink; g.lineWidth = 1.2; g.stroke();
+    g.beginPath(); g.moveTo(x0, y0 + 0.5); g.lineTo(x1, y0 + 0.5); g.lineWidth = 1; g.stroke();
+
+    // The strip of phases.
+    const runs = [];
+    for (let i = 0; i < n; i++) {
+      if (!runs.length || runs[runs.length - 1].phase !== phase[i]) runs.push({ phase: phase[i], from: op[i] });
+      runs[runs.length - 1].to = until(i);
+    }
+    for (const run of runs) {
+      if (!tones[run.phase]) continue;
+      const a = px(run.from), b = px(run.to);
+      g.fillStyle = tones[run.phase];
+      g.fillRect(a, y1 - 21, Math.max(b - a - (b - a > 6 ? 1 : 0), 0.5), 15);
+      g.font = `10.5px ${font}`;
+      const label = [phases[run.phase], SHORT[run.phase]].find((name) => g.measureText(name).width + 6 < b - a);
+      if (label) {
+        g.fillStyle = isDark(tones[run.phase]) || tones[run.phase] === "#7b8495" ? "#fff" : "#14181f";
+        g.fillText(label, (a + b) / 2, y1 - 13);
+      }
+      if (runs.length <= 24) {
+        g.strokeStyle = ink; g.globalAlpha = 0.16; g.lineWidth = 1;
+        g.beginPath(); g.moveTo(a, y1 - 6); g.lineTo(a, y0); g.stroke(); g.globalAlpha = 1;
+      }
+    }
+
+    g.font = `600 12px ${font}`;
+    const pX = px(peak.op), pY = py(peak.total), right = pX < x0 + 0.7 * (x1 - x0);
+    if (budget) {
+      const y = budget <= top ? py(budget) : y1, text = `budget ${formatBytes(budget)}`;
+      const far = pX < (x0 + x1) / 2, bX = far ? x1 - 6 : x0 + 6; // on the side where the peak is not
+      g.strokeStyle = g.fillStyle = ALARM; g.textAlign = far ? "right" : "left";
+      if (budget <= top) {
+        g.setLineDash([6, 4]); g.lineWidth = 1.6;
+        g.beginPath(); g.moveTo(x0, y); g.lineTo(x1, y); g.stroke(); g.setLineDash([]);
+        halo(text, bX, y > y1 + 14 ? y - 10 : y + 11);
+      } else halo(`${text} (above this picture)`, bX, y + 9);
+    }
+    g.fillStyle = ink; g.strokeStyle = paper; g.lineWidth = 2;
+    g.beginPath(); g.arc(pX, pY, 4.5, 0, 7); g.stroke(); g.fill();
+    g.textAlign = right ? "left" : "right";
+    halo(`peak ${formatBytes(peak.total)}`, pX + (right ? 9 : -9), Math.max(pY - 6, y1 + 4));
+
+    const at = cursorIndex();
+    if (at >= 0) {
+      const x = px(op[at]);
+      g.strokeStyle = ink; g.lineWidth = 1.2;
+      g.beginPath(); g.moveTo(x, y1 - 6); g.lineTo(x, y0); g.stroke();
+      let sumHere = 0;
+      parts.forEach((part, c) => {
+        if (!(part[at] > 0)) return;
+        sumHere += part[at];
+        g.beginPath(); g.arc(x, py(sumHere), 3.4, 0, 7);
+        g.fillStyle = colors[c]; g.strokeStyle = paper; g.lineWidth = 3; g.stroke(); g.fill();
+        g.strokeStyle = ink; g.lineWidth = 1; g.stroke();
+      });
+    }
+    canvas.dataset.draws = +(canvas.dataset.draws || 0) + 1;
+  }
+
+  const schedule = () => { if (!request) request = requestAnimationFrame(draw); };
+  const arrived = () => {
+    frame = decode(model.get("frame"), names.length);
+    canvas.dataset.frames = +(canvas.dataset.frames || 0) + 1;
+    schedule();
+  };
+  const moveTo = (op) => { cursorOp = op; announce(); schedule(); };
+
+  canvas.addEventListener("keydown", (event) => {
+    if (!frame || !frame.n || event.ctrlKey || event.metaKey || event.altKey) return;
+    const n = frame.n, at = cursorIndex(), leap = event.shiftKey ? Math.max(1, Math.round(n / 20)) : 1;
+    const targets = {
+      ArrowRight: () => frame.op[Math.min(at + leap, n - 1)],
+      ArrowLeft: () => frame.op[at < 0 ? n - 1 : Math.max(at - leap, 0)],
+      Home: () => frame.op[0], End: () => frame.op[n - 1],
+      p: () => frame.peak.op, P: () => frame.peak.op, Escape: () => null,
+    };
+    if (!(event.key in targets)) return;
+    event.preventDefault(); event.stopPropagation();
+    moveTo(targets[event.key]());
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!geometry || !frame || !frame.n) return;
+    const { x0, x1, first, last } = geometry, x = event.clientX - canvas.getBoundingClientRect().left;
+    moveTo(x < x0 - 4 || x > x1 + 4 ? null : first + ((x - x0) / (x1 - x0)) * (last - first));
+  });
+  canvas.addEventListener("pointerleave", () => { if (document.activeElement !== canvas) moveTo(null); });
+  canvas.addEventListener("blur", () => moveTo(null));
+
+  const resized = new ResizeObserver(schedule);
+  resized.observe(plot);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", schedule);
+  root.addEventListener("transitionend", schedule);
+  model.on("change:frame", arrived);
+  arrived();
+  return () => {
+    model.off("change:frame", arrived);
+    resized.disconnect();
+    dark.removeEventListener("change", schedule);
+    cancelAnimationFrame(request);
+  };
+}
+
+export default { render };

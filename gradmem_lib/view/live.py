@@ -1,0 +1,174 @@
+"""The live plot: live bytes by category, drawn while a notebook cell is still running.
+
+The whole picture travels as one ``Bytes`` trait of at most 400 points. Traits, unlike custom messages, reach a front
+end that is still opening, and each frame replaces the last, so a slow browser skips frames and never falls behind.
+When the block ends, a still picture takes the widget's place, so that a saved notebook shows it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..tracker import CATEGORIES, PHASES
+from .static import COLORS, HATCHES, MAX_POINTS, PHASE_LABELS, describe, display_size, peak_of, plot_timeline, png
+
+if TYPE_CHECKING:
+    from ..tracker import MemorySnapshot, Timeline
+
+HEADER_VALUES = 8 + 2 * len(CATEGORIES)
+_VERSION = 1
+
+
+def in_kernel() -> bool:
+    """Whether this runs in a Jupyter kernel, where there is a front end to draw in."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def live_enabled() -> bool:
+    """Whether plots may move: in a Jupyter kernel, unless the environment says ``GRADMEM_LIVE=0``."""
+    return in_kernel() and os.environ.get("GRADMEM_LIVE", "1") != "0"
+
+
+def encode_frame(
+    timeline: Timeline | None, peak: MemorySnapshot | None, current: MemorySnapshot | None, finished: bool = False
+) -> bytes:
+    """One frame for the browser, little-endian.
+
+    A header of 20 float64: version, number of points n, finished (0 or 1), peak bytes, the operation and phase of the
+    peak, current bytes and phase, then the peak and the current bytes by category. After it 8 rows of n float32:
+    operation, phase, and the bytes of each category.
+    """
+    header = np.zeros(HEADER_VALUES, "<f8")
+    header[0], header[2] = _VERSION, finished
+    if timeline is None or not len(timeline):
+        return header.tobytes()
+    total, parts, phase, at = peak_of(timeline, peak)
+    points = timeline.decimate(MAX_POINTS).rows
+    last = timeline.rows[-1]
+    header[1] = len(points)
+    header[3:6] = total, timeline.rows[at, 0], PHASES.index(phase)
+    header[6:8] = last[2], last[1]
+    header[8:14] = [parts[name] for name in CATEGORIES]
+    header[14:20] = last[3:]
+    if current is not None:
+        header[6:8] = current.total, PHASES.index(current.phase)
+        header[14:20] = [current.by_category[name] for name in CATEGORIES]
+    columns = np.delete(points, 2, axis=1)  # the total is the sum of its categories
+    return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes()
+
+
+@cache
+def _widget_class():
+    # In a function, so that a plain script never imports the widget machinery.
+    import anywidget
+    import traitlets
+
+    class MemoryView(anywidget.AnyWidget):
+        _esm = Path(__file__).with_name("live.js")
+        _css = Path(__file__).with_name("live.css")
+        title = traitlets.Unicode("").tag(sync=True)
+        budget = traitlets.Float(0.0).tag(sync=True)
+        names = traitlets.List(list(CATEGORIES)).tag(sync=True)
+        colors = traitlets.List([COLORS[name] for name in CATEGORIES]).tag(sync=True)
+        hatches = traitlets.List([HATCHES[name][:1] for name in CATEGORIES]).tag(sync=True)
+        phases = traitlets.List([PHASE_LABELS.get(name, "") for name in PHASES]).tag(sync=True)
+        frame = traitlets.Bytes(b"").tag(sync=True)
+
+    return MemoryView
+
+
+def plain_text(title: str) -> str:
+    """``text/plain`` of every output here. It never changes, since notebook tests compare it."""
+    return "MemoryTracker plot" + (f": {title}" if title else "")
+
+
+def _view_bundle(widget, title: str) -> tuple[dict, dict]:
+    bundle = widget._repr_mimebundle_()
+    data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+    return {**data, "text/plain": plain_text(title)}, metadata
+
+
+def still_bundle(
+    timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak: MemorySnapshot | None = None
+) -> tuple[dict, dict]:
+    """The still picture as a mimebundle: (data, metadata). Without samples it says so in words."""
+    if timeline is None or not len(timeline):
+        words = describe(None, title=title)
+        return {"text/html": f"<em>{words}</em>", "text/plain": plain_text(title)}, {}
+    figure = plot_timeline(timeline, title=title, budget=budget, peak=peak)
+    alt = describe(timeline, title=title, budget=budget, peak=peak)
+    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": plain_text(title)}
+    return data, {"image/png": {**display_size(figure), "alt": alt}}
+
+
+class LivePlot:
+    """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second, then ``finish``.
+
+    Outside a notebook it does nothing. With ``GRADMEM_LIVE=0`` it shows the still picture at the end and nothing before.
+    """
+
+    def __init__(self, *, title: str = "", budget: int | None = None):
+        self.title, self.budget = title, budget
+        self._widget = self._output = None
+
+    def start(self) -> None:
+        """Put the empty plot on the page."""
+        if not live_enabled():
+            return
+        from IPython.display import display
+
+        self._widget = _widget_class()(title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None))
+        data, metadata = _view_bundle(self._widget, self.title)
+        self._output = display(data, metadata=metadata, raw=True, display_id=True)
+
+    def push(self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot, phase: str | None = None) -> None:
+        """Draw the next frame. All figures in bytes; ``phase`` is that of ``current``."""
+        if self._widget is not None:
+            self._widget.frame = encode_frame(timeline, peak, current)
+
+    def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
+        """Replace the moving picture by a still one, and let go of the widget."""
+        widget, output, self._widget, self._output = self._widget, self._output, None, None
+        if not in_kernel():
+            return
+        try:
+            data, metadata = still_bundle(timeline, title=self.title, budget=self.budget, peak=peak)
+            if output is not None:
+                output.update(data, metadata=metadata, raw=True)
+            else:
+                from IPython.display import display
+
+                display(data, metadata=metadata, raw=True)
+        finally:
+            if widget is not None:
+                widget.close()
+
+
+def show_timeline(
+    timeline: Timeline, *, title: str = "", budget: int | None = None, peak: MemorySnapshot | None = None
+) -> None:
+    """Display a finished ``timeline`` as the interactive view (mouse, arrow keys), with the still picture in the bundle.
+
+    Front ends without widgets, and saved notebooks, show the still picture; so does ``GRADMEM_LIVE=0``. Outside a
+    notebook nothing is displayed.
+    """
+    if not in_kernel():
+        return
+    from IPython.display import display
+
+    data, metadata = still_bundle(timeline, title=title, budget=budget, peak=peak)
+    if live_enabled() and len(timeline):
+        frame = encode_frame(timeline, peak, None, finished=True)
+        widget = _widget_class()(title=title, budget=float(budget or 0), frame=frame)
+        live, live_metadata = _view_bundle(widget, title)
+        data, metadata = {**data, **live}, {**metadata, **live_metadata}
+    display(data, metadata=metadata, raw=True)

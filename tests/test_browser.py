@@ -1,0 +1,193 @@
+"""The widgets in a real browser: a plot that moves while its cell runs, then stays as a picture; an explorer that answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from browser import ROOT, Lab, Notebook, chromium
+
+LESSONS = ROOT / "lessons"
+
+MODEL = """
+import time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from gradmem_lib.tracker import MemoryTracker
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+                                     vocab_size=2048, use_cache=False))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+tokens = torch.randint(0, 2048, (4, 128))
+
+def train(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TRAIN = """
+with MemoryTracker(model, optimizer, budget="64 MiB", title="a tiny Llama") as tracker:
+    train({seconds})
+"""
+NOTEBOOKS = {
+    "live.ipynb": [MODEL, TRAIN.format(seconds=3)],
+    "endless.ipynb": [MODEL, TRAIN.format(seconds=600)],
+    "after.ipynb": [MODEL, TRAIN.format(seconds=0.3), "tracker.show()"],
+    "explorer.ipynb": ["from gradmem_lib.view.explorer import explore\nexplore()"],
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, browser):
+    folder = tmp_path_factory.mktemp("notebooks")
+    for path in LESSONS.glob("*.ipynb"):
+        shutil.copy(path, folder)
+    for name, cells in NOTEBOOKS.items():
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(source.strip()) for source in cells], metadata=kernel
+        )
+        nbformat.write(notebook, folder / name)
+    with Lab(folder) as running:
+        yield running
+
+
+def shot(notebook: Notebook, name: str) -> None:
+    """Keep a screenshot where ``GRADMEM_SHOTS`` names a folder."""
+    if folder := os.environ.get("GRADMEM_SHOTS"):
+        notebook.page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+def assert_still_picture(notebook: Notebook, output) -> None:
+    image = output.locator("img").first
+    image.wait_for()
+    assert image.get_attribute("src").startswith("data:image/png;base64,")
+    assert image.evaluate("(img) => img.decode().then(() => img.naturalWidth)") > 600
+    assert output.locator("canvas").count() == 0
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, theme):
+    with Notebook(browser, lab, "live.ipynb", scale=1.5) as notebook:
+        notebook.theme(f"JupyterLab {theme}")
+        notebook.start()
+        middle = {12: f"live_{theme.lower()}"}
+        pictures = notebook.watch(on_frame=lambda n: n in middle and shot(notebook, middle[n]))
+        assert len(pictures) >= 5
+        assert_still_picture(notebook, notebook.output(1))
+        shot(notebook, f"after_{theme.lower()}")
+        assert notebook.errors == []
+
+
+def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
+    with Notebook(browser, lab, "endless.ipynb") as notebook:
+        notebook.start()
+        notebook.watch(until=lambda pictures: len(pictures) >= 2)
+        notebook.command("notebook:interrupt-kernel")
+        notebook.watch()
+        assert_still_picture(notebook, notebook.output(1))
+        assert "KeyboardInterrupt" in notebook.output(1).inner_text()
+
+
+def test_keyboard_and_mouse_read_the_timeline(browser, lab):
+    with Notebook(browser, lab, "after.ipynb") as notebook:
+        notebook.run_all()
+        output = notebook.output(2)
+        canvas, spoken = output.locator("canvas.gm-canvas"), output.locator(".gm-read")
+        canvas.wait_for()
+        assert "Peak" in canvas.get_attribute("aria-label")
+        canvas.focus()
+        said = []
+        for key in ("Home", "ArrowRight", "p", "End", "ArrowLeft"):
+            notebook.page.keyboard.press(key)
+            said.append(spoken.inner_text())
+            assert said[-1].startswith("operation ")
+        assert len(set(said)) == len(said)
+        peak = output.locator(".gm-figure b").last.inner_text()
+        assert f": {peak}, of which" in said[2]
+        assert spoken.get_attribute("aria-live") == "polite"
+        shot(notebook, "keyboard")
+        notebook.page.keyboard.press("Escape")
+        assert not spoken.inner_text().startswith("operation ")
+        box = canvas.bounding_box()
+        notebook.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        assert spoken.inner_text().startswith("operation ")
+
+
+def test_a_change_of_theme_redraws(browser, lab):
+    with Notebook(browser, lab, "after.ipynb") as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        canvas = notebook.output(2).locator("canvas.gm-canvas")
+        canvas.wait_for()
+        pixels = "(canvas) => canvas.toDataURL()"
+        notebook.page.wait_for_function("document.querySelector('canvas.gm-canvas').dataset.draws > 0")
+        light = canvas.evaluate(pixels)
+        notebook.theme("JupyterLab Dark")
+        notebook.page.wait_for_function(
+            "(before) => document.querySelector('canvas.gm-canvas').toDataURL() !== before", arg=light
+        )
+        shot(notebook, "shown_dark")
+
+
+def assert_explorer_reacts(notebook: Notebook) -> None:
+    picture = notebook.panel.locator(".gm-explorer")
+    picture.first.wait_for()
+    handle = notebook.panel.locator(".jupyter-widgets:has(.gm-explorer) [role=slider]").first
+    before = picture.locator(".gm-verdict").inner_text(), picture.locator("svg").inner_html()
+    handle.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.page.wait_for_function(
+        "(before) => document.querySelector('.gm-verdict').textContent !== before", arg=before[0]
+    )
+    assert picture.locator("svg").inner_html() != before[1]
+
+
+def test_explorer_reacts_to_a_slider(browser, lab):
+    with Notebook(browser, lab, "explorer.ipynb", scale=1.5) as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        shot(notebook, "explorer_light")
+        assert_explorer_reacts(notebook)
+        notebook.panel.locator("select").first.select_option("Llama-2-7B")
+        notebook.panel.locator(".gm-exceeds").wait_for()
+        notebook.theme("JupyterLab Dark")
+        shot(notebook, "explorer_dark")
+        assert notebook.errors == []
+
+
+def lesson(name: str):
+    there = (LESSONS / name).exists()
+    return pytest.param(name, marks=() if there else pytest.mark.skip(reason=f"lessons/{name} is not built yet"))
+
+
+@pytest.mark.parametrize("name", [lesson("00_start_here.ipynb")])
+def test_first_lesson_moves_and_ends_in_a_picture(browser, lab, name):
+    with Notebook(browser, lab, name) as notebook:
+        notebook.start()
+        pictures = notebook.watch(on_frame=lambda n: n == 5 and shot(notebook, "lesson_00_live"))
+        assert len(pictures) >= 5
+        pictures = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
+        pictures.first.wait_for()
+        assert notebook.panel.locator(".jp-OutputArea-output canvas.gm-canvas").count() == 0
+        shot(notebook, "lesson_00_after")
+        assert notebook.errors == []
+
+
+@pytest.mark.parametrize("name", [lesson("01_memory_accounting.ipynb")])
+def test_explorer_of_the_accounting_lesson_reacts(browser, lab, name):
+    with Notebook(browser, lab, name) as notebook:
+        notebook.run_all(seconds=900)
+        assert_explorer_reacts(notebook)

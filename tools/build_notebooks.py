@@ -1,0 +1,302 @@
+"""Builds the notebooks from their one source: ``solutions/NN_name.py``, in jupytext's percent format.
+
+    python tools/build_notebooks.py              build what has changed
+    python tools/build_notebooks.py 01           build lesson 01, changed or not
+    python tools/build_notebooks.py --check      change nothing, fail if anything is out of step
+
+``solutions/NN_name.ipynb`` is the source executed from top to bottom; ``lessons/NN_name.ipynb`` is what a learner opens:
+without outputs, and with the answers cut out. An answer is marked in the source in one of three ways:
+
+    ### BEGIN SOLUTION              an indented block, inside a function: becomes a stub that
+    ### END SOLUTION                raises NotImplementedError
+    name = value  # SOLUTION        becomes ``name = ...  # your value here``
+    # %% tags=["solution-only"]     the whole cell is left out of the lesson
+
+Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong in any notebook is
+collected and shown together at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jupytext
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 15
+CELL_TIMEOUT = 1200  # seconds; generous, since unpacking SmolLM2 on a slow machine may belong to a cell
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+STALE = "out of step with its source; run `make notebooks`"
+BEGIN = re.compile(r"(\s*)### BEGIN SOLUTION\s*")
+END = re.compile(r"\s*### END SOLUTION\s*")
+VALUE = re.compile(r"(\s*[A-Za-z_][\w.]*(\[[^\]=]*\])?(\s*:[^=#]+)?\s*=)(?!=).*#\s*SOLUTION\s*")
+STRAY = re.compile(r".*#\s*((BEGIN|END)\s+)?SOLUTION\b.*")
+
+
+class Problem(Exception):
+    """Something wrong in a source, in words that say where and what to do."""
+
+
+def strip_solution(source: str, where: str) -> str:
+    """The lesson's version of a code cell; raises ``Problem`` for marks that do not pair up, naming ``where``."""
+    kept: list[str] = []
+    opened = 0
+    for number, line in enumerate(source.split("\n"), 1):
+        here = f"{where}, line {number}"
+        if begin := BEGIN.fullmatch(line):
+            if opened:
+                raise Problem(
+                    f"{here}: BEGIN SOLUTION inside the block that line {opened} opened; close that first"
+                )
+            if not begin[1]:
+                raise Problem(
+                    f"{here}: BEGIN SOLUTION at the left margin, where its stub would stop Run All; put it inside a "
+                    "function, or mark a value with `name = value  # SOLUTION`"
+                )
+            opened = number
+            kept += [f"{begin[1]}# your code here", f"{begin[1]}raise NotImplementedError"]
+        elif END.fullmatch(line):
+            if not opened:
+                raise Problem(f"{here}: END SOLUTION without a BEGIN SOLUTION before it")
+            opened = 0
+        elif opened:
+            continue
+        elif value := VALUE.fullmatch(line):
+            kept.append(f"{value[1]} ...  # your value here")
+        elif STRAY.fullmatch(line):
+            raise Problem(f"{here}: a SOLUTION mark that is none of the known forms: {line.strip()}")
+        else:
+            kept.append(line)
+    if opened:
+        raise Problem(f"{where}, line {opened}: BEGIN SOLUTION is never closed; add ### END SOLUTION")
+    return "\n".join(kept)
+
+
+def check_python(source: str, where: str) -> None:
+    """Raise ``Problem`` unless a lesson's code cell holds something, and Python (with IPython's magics) can read it."""
+    if not source.strip():
+        raise Problem(f"{where}: an empty code cell, which no run ever executes; delete it")
+    try:
+        ast.parse(TransformerManager().transform_cell(source))
+    except SyntaxError as error:
+        raise Problem(
+            f"{where}: what is left for the lesson is not Python (line {error.lineno}: {error.msg})"
+        ) from None
+
+
+def code_lines(source: str) -> int:
+    """How many lines of ``source`` hold code: neither blank nor comment alone."""
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in source.split("\n"))
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    """The cell's tags, in order."""
+    return sorted(cell.metadata.get("tags", []))
+
+
+def normalise(notebook: NotebookNode, *, keep_outputs: bool = False) -> NotebookNode:
+    """A copy without what differs between machines and runs: versions, timings, live widgets and, unless kept, outputs."""
+    cells = []
+    for cell in notebook.cells:
+        kept = {"cell_type": cell.cell_type, "id": cell.id, "source": cell.source}
+        kept["metadata"] = {"tags": tags(cell)} if tags(cell) else {}
+        if cell.cell_type == "code":
+            kept["execution_count"] = cell.execution_count if keep_outputs else None
+            kept["outputs"] = [without_widget(output) for output in cell.outputs] if keep_outputs else []
+        cells.append(kept)
+    return nbformat.from_dict({"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5})
+
+
+def without_widget(output: NotebookNode) -> NotebookNode:
+    """``output`` without its reference to a live widget, whose state is not saved, where it has another form as well."""
+    data = output.get("data", {})
+    return (
+        NotebookNode(output, data={k: data[k] for k in data if k != WIDGET_VIEW}) if len(data) > 1 else output
+    )
+
+
+def to_text(notebook: NotebookNode) -> str:
+    """The notebook as it is stored, the same for the same content."""
+    return nbformat.writes(notebook, version=nbformat.NO_CONVERT) + "\n"
+
+
+def read_source(path: Path) -> NotebookNode:
+    """The notebook that ``path`` describes, not executed; cell ids follow from the lesson's name and the cells' content."""
+    notebook = jupytext.read(path, fmt="py:percent")
+    seen: Counter[tuple[str, str]] = Counter()
+    for cell in notebook.cells:
+        key = (cell.cell_type, cell.source)
+        seen[key] += 1
+        cell.id = hashlib.sha256("\0".join((path.stem, *key, str(seen[key]))).encode()).hexdigest()[:8]
+    return normalise(notebook)
+
+
+def lesson_from(notebook: NotebookNode, name: str) -> tuple[NotebookNode, list[str]]:
+    """The learner's version of a source notebook, and what is wrong with its marks."""
+    cells, problems = [], []
+    for number, cell in enumerate(notebook.cells, 1):
+        if "solution-only" in tags(cell):
+            continue
+        cell = NotebookNode(cell)
+        if cell.cell_type == "code":
+            where = f"{name}, cell {number}"
+            try:
+                cell.source = strip_solution(cell.source, where)
+                check_python(cell.source, where)
+            except Problem as problem:
+                problems.append(str(problem))
+        cells.append(cell)
+    return normalise(NotebookNode(notebook, cells=cells)), problems
+
+
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """The notebook with the outputs of a run in ``folder``: a fresh kernel of this Python, every cell, errors kept."""
+    client = NotebookClient(
+        nbformat.from_dict(notebook),
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        allow_errors=True,
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        progress = os.path.join(scratch, "progress.json")
+        ran = client.execute(env={**os.environ, "GRADMEM_LIVE": "0", "GRADMEM_PROGRESS": progress})
+    return normalise(ran, keep_outputs=True)
+
+
+def failures(notebook: NotebookNode, name: str) -> Iterator[str]:
+    """What shows that a notebook was not run to its end, or not without an error."""
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type != "code":
+            continue
+        if cell.execution_count is None:
+            yield f"{name}, cell {number}: never executed; run `make notebooks`"
+        for output in cell.outputs:
+            if output.output_type == "error" and "raises-exception" not in tags(cell):
+                yield f"{name}, cell {number}: raised {output.ename}: {output.evalue}"
+
+
+def stored_solution(path: Path, source: NotebookNode) -> NotebookNode | None:
+    """The executed notebook at ``path`` if it is exactly ``source`` with outputs as this program stores it, else None."""
+    try:
+        text = path.read_bytes().decode()
+        notebook = nbformat.reads(text, as_version=nbformat.NO_CONVERT)
+        as_built = to_text(normalise(notebook, keep_outputs=True)) == text
+        return notebook if as_built and to_text(normalise(notebook)) == to_text(source) else None
+    except (OSError, ValueError, AttributeError, nbformat.reader.NotJSONError):
+        return None
+
+
+def write(path: Path, text: str) -> None:
+    """Store ``text`` with the same line ends everywhere, and leave a file alone that holds it already."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_bytes() != text.encode():
+        path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def build_lesson(lesson: NotebookNode, path: Path, *, check: bool) -> list[str]:
+    """Write the learner's notebook to ``path`` or, with ``check``, only compare it; returns what is wrong."""
+    text = to_text(lesson)
+    if not check:
+        write(path, text)
+    elif not path.exists() or path.read_bytes() != text.encode():
+        return [f"lessons/{path.name}: {STALE}"]
+    return []
+
+
+def build_solution(source: NotebookNode, path: Path, *, check: bool, again: bool) -> list[str]:
+    """Execute ``source`` into ``path`` if need be or, with ``check``, only compare; returns what is wrong."""
+    name = f"solutions/{path.name}"
+    solution = stored_solution(path, source)
+    if check:
+        return [f"{name}: {STALE}"] if solution is None else list(failures(solution, name))
+    if again or solution is None or any(failures(solution, name)):
+        print(f"running {name} ...", flush=True)
+        solution = execute(source, path.parent)
+        if not any(failures(solution, name)):
+            write(path, to_text(solution))
+    return list(failures(solution, name))
+
+
+def orphans(root: Path) -> Iterator[str]:
+    """The notebooks that no source makes."""
+    for notebook in sorted([*root.glob("solutions/*.ipynb"), *root.glob("lessons/*.ipynb")]):
+        if not (root / "solutions" / f"{notebook.stem}.py").exists():
+            yield f"{notebook.relative_to(root).as_posix()}: no solutions/{notebook.stem}.py makes it; delete it or add that"
+
+
+def chosen(sources: Sequence[Path], names: Sequence[str]) -> list[Path]:
+    """The sources that ``names`` mean (``"01"``, ``"01_memory_accounting"`` or a path), or all of them without names."""
+    picked = []
+    for stem in [Path(name).stem for name in names]:
+        found = [path for path in sources if path.stem == stem or path.stem.startswith(f"{stem}_")]
+        if not found:
+            raise Problem(
+                f"no lesson {stem!r}: there are {', '.join(path.stem for path in sources) or 'none'}"
+            )
+        picked += found
+    return picked if names else list(sources)
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Build or check the notebooks under ``root``; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="Build solutions/*.ipynb and lessons/*.ipynb from solutions/*.py."
+    )
+    parser.add_argument(
+        "names", nargs="*", help="lessons to build, such as 01; without any, what has changed"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if a notebook is out of step"
+    )
+    parser.add_argument("--all", action="store_true", help="run every solution again, changed or not")
+    parser.add_argument(
+        "--lessons-only", action="store_true", help="leave the solution notebooks alone; run nothing"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        paths = chosen(sorted(root.glob("solutions/*.py")), options.names)
+    except Problem as problem:
+        parser.error(str(problem))
+
+    problems = list(orphans(root))
+    for path in paths:
+        source, name = read_source(path), f"solutions/{path.name}"
+        for number, cell in enumerate(source.cells, 1):
+            if cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES:
+                print(f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code", file=sys.stderr)
+        lesson, wrong = lesson_from(source, name)
+        if not wrong:
+            wrong += build_lesson(lesson, root / "lessons" / f"{path.stem}.ipynb", check=options.check)
+            if not options.lessons_only:
+                again = options.all or bool(options.names)
+                wrong += build_solution(source, path.with_suffix(".ipynb"), check=options.check, again=again)
+        problems += wrong
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"lessons: {len(paths)}, problems: {len(problems)}")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
