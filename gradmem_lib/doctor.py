@@ -148,7 +148,7 @@ def memory(free: int) -> Finding:
     )
 
 
-def smollm2(status: str, cache: Path, *, writable: bool, free: int) -> Finding:
+def smollm2(status: str, cache: str, *, writable: bool, free: int) -> Finding:
     """The pretrained model; ``status`` as ``models.smollm2_status`` gives it, ``free`` the disk space in bytes."""
     from gradmem_lib.models import INSTALL_COMMAND
 
@@ -167,7 +167,7 @@ def smollm2(status: str, cache: Path, *, writable: bool, free: int) -> Finding:
     return Finding("ok", f"{name} is installed; its first use unpacks it into {cache}")
 
 
-def progress_file(path: Path, *, writable: bool) -> Finding:
+def progress_file(path: str, *, writable: bool) -> Finding:
     """Where the learner's progress is kept."""
     if writable:
         return Finding("ok", f"progress is kept in {path}")
@@ -176,6 +176,16 @@ def progress_file(path: Path, *, writable: bool) -> Finding:
         f"progress cannot be written to {path}, so what you solve is not remembered",
         "set the environment variable GRADMEM_PROGRESS to a file that can be written",
     )
+
+
+def shown(path: Path, variable: str) -> str:
+    """``path`` for people, without the name of this computer's user: a saved notebook may hold it."""
+    if os.environ.get(variable):
+        return f"the place that {variable} names"
+    try:
+        return f"~{os.sep}{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)
 
 
 def can_write(path: Path) -> bool:
@@ -211,11 +221,16 @@ def _model_and_cache() -> Iterator[Finding]:
     except Exception:  # without torch there is no model to speak of, and torch's own line says so
         return
     existing = next(place for place in (cache, *cache.absolute().parents) if place.exists())
-    yield smollm2(status, cache, writable=can_write(cache), free=shutil.disk_usage(existing).free)
+    yield smollm2(
+        status,
+        shown(cache, "GRADMEM_CACHE"),
+        writable=can_write(cache),
+        free=shutil.disk_usage(existing).free,
+    )
 
 
 def _progress_file() -> Finding:
     from gradmem_lib.exercises.progress import location
 
     path = location()
-    return progress_file(path, writable=can_write(path))
+    return progress_file(shown(path, "GRADMEM_PROGRESS"), writable=can_write(path))

@@ -170,20 +170,20 @@ with MemoryTracker(smol, smol_optimizer, title="SmolLM2-135M, two training steps
 shape = accounting.SHAPES["SmolLM2-135M"]
 estimate = accounting.estimate(shape, batch_size=2, seq_len=128, precision="float32")
 guess_b.reveal(formula=estimate.total, measured=tracker.peak.total)
-for phase, nbytes in tracker.peak_by_phase.items():
-    print(f"  most in {phase:<15}{nbytes:>15,} bytes")
+for phase in ("forward", "backward", "optimizer_step"):
+    print(f"  most in {phase:<15}{tracker.peak_by_phase[phase]:>15,} bytes")
 print("the formula expects the peak at:", estimate.moment)
 
 # %% [markdown]
-# Three moments compete for the peak:
+# Did you expect the peak where the activations are highest? So did we. With this few tokens they are the small part, and
+# backward and the optimizer's step are almost level. Three moments compete for the peak:
 #
-# 1. **the loss**: at the end of forward and the start of backward, when all activations are alive and the logits are
-#    at their widest;
-# 2. **inside backward**: activations shrink, gradients grow, and each layer adds its temporaries;
-# 3. **the optimizer's step**: activations are gone, all gradients are there, and Adam's arithmetic needs room.
+# 1. **the loss**: when backward begins, all activations are alive and the logits are at their widest;
+# 2. **the end of backward**: activations are gone, gradients are complete, and the last operation, the embedding's
+#    gradient, makes a table as large as the embedding itself;
+# 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
-# The winner depends on how many tokens you feed. Few tokens: the optimizer. Many: the loss. Let the tiny Llama show
-# it.
+# The winner depends on how many tokens you feed. Let the tiny Llama show it.
 
 # %%
 print(f"{'tokens':>10}  {'peak in':<15}{'bytes':>14}   of which activations")
@@ -195,7 +195,7 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     print(f"{batch:>4} × {seq_len:<4}   {peak.phase:<15}{peak.total:>14,}   {peak.by_category['activations']:>12,}")
 
 # %% [markdown]
-# The peak *moved*, from the optimizer's step into the backward pass. That matters for what follows in this course: a
+# Few tokens: the optimizer's step. Many: the loss. The peak *moved*. That matters for what follows in this course: a
 # technique that shrinks activations cannot lower a peak that sits in the optimizer's step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
@@ -344,8 +344,8 @@ for name, nbytes in items.items():
 
 # %% [markdown]
 # To the byte. And notice what is *not* in the list: the attention scores. Fused attention (PyTorch's
-# `scaled_dot_product_attention`) never keeps the T × T matrix; it computes it again in backward, tile by tile. Eager
-# attention keeps it. How much is that?
+# `scaled_dot_product_attention`) never keeps that square of sequence × sequence; it computes it again in backward, tile
+# by tile. Eager attention keeps it. How much is that?
 
 # %%
 print(f"{'':14}{'fused':>14}{'eager':>14}")
@@ -354,7 +354,8 @@ for seq_len in (64, 128, 256, 512):
     for attention in ("sdpa", "eager"):
         llama = models.tiny_llama(layers=1, attention=attention)
         block = Block(llama, seq_len)
-        row.append(saved_bytes(block, torch.randn(2, seq_len, 256)) - rotary_bytes(block))
+        x = torch.randn(2, seq_len, 256, requires_grad=True)
+        row.append(saved_bytes(block, x) - rotary_bytes(block))
     print(f"2 × {seq_len:<4} tokens {row[0]:>13,} {row[1]:>13,}   {row[1] / row[0]:.2f} times")
 
 # %% [markdown]
@@ -418,9 +419,13 @@ claims.show("C07")
 # ## 5 · The logits spike
 #
 # Back to the three mysterious tensors on top of the peak. The last layer turns each token into one number *per word of
-# the vocabulary*. SmolLM2 has 49,152 words and a hidden size of 576: one token's logits are as wide as 85 hidden states.
-# And the loss is computed in float32, whatever the precision of the model.
-#
+# the vocabulary*, and the loss is computed in float32, whatever the precision of the model.
+
+# %%
+vocab, hidden = smol.config.vocab_size, smol.config.hidden_size
+print(f"SmolLM2: {vocab:,} words, hidden size {hidden}: a token's logits are as wide as {vocab / hidden:.0f} hidden states")
+
+# %% [markdown]
 # When backward begins, three tensors of that shape are alive at once: the **log-softmax** that forward saved, the
 # **gradient with respect to it**, and the **gradient of the logits** that is computed from both.
 #
@@ -533,8 +538,10 @@ for recipe, dtype, autocast in [
     print(f"{recipe:<10}" + "".join(f"{v:>12,}" for v in row) + f"{sum(row[:3]) / n:>12.3f}")
 
 # %% [markdown]
-# Look at the autocast row again. It halves *nothing* of the residents. It does shrink what the blocks save, but its
-# cached bf16 copies of the weights count among the activations, and on a small batch they eat up the gain.
+# Two surprises. Pure bf16 halves the residents and barely touches the activations: the float32 log-softmax of section 5
+# is most of them here. And autocast halves *nothing* of the residents, while its activations *grow*: what the blocks save
+# shrinks, but the cached bf16 copies of all weights live through forward and backward, and on a small batch they cost
+# more than the gain.
 #
 # Now put a 7B model to the test. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
 
@@ -563,11 +570,11 @@ table, head = smol.model.embed_tokens.weight, smol.lm_head.weight
 print("same storage:", table.untyped_storage().data_ptr() == head.untyped_storage().data_ptr())
 print(f"counted by name:    {sum(t.nbytes for t in smol.state_dict().values()):>13,} bytes")
 print(f"counted by storage: {resident_bytes(smol)['parameters']:>13,} bytes")
-print(f"what tying saves in training, at 16 bytes a parameter: {format_bytes(16 * table.numel())}")
+share = table.numel() / sum(p.numel() for p in smol.parameters())
+print(f"the table is {share:.0%} of the model; tying saves as much again: {format_bytes(16 * table.numel())} in training")
 
 # %% [markdown]
-# For a small model with a large vocabulary that is a fifth of everything it trains with. Code that adds up by name
-# gets it wrong, and so does advice that does.
+# Code that adds up by name gets it wrong, and for a small model with a large vocabulary it gets it very wrong.
 #
 # ## 8 · Three steps under a budget
 #
@@ -664,7 +671,7 @@ explore()
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
 # - **The peak is a moment.** Few tokens: the optimizer's step. Many tokens: the loss. Ask `tracker.peak_by_phase`.
-# - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 9 T·h + 4 T·f numbers,
+# - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
 #   and no scores, if attention is fused.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.

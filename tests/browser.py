@@ -170,12 +170,14 @@ _SAMPLE = """() => ({
 class Notebook:
     """One notebook, open in a page of its own."""
 
-    def __init__(self, browser, lab: Lab, name: str, *, width: int = 1280, height: int = 1000, scale: float = 1):
+    def __init__(
+        self, browser, lab: Lab, name: str, *, width: int = 1280, height: int = 1000, scale: float = 1
+    ):
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, device_scale_factor=scale
         )
         self.page = page = self.context.new_page()
-        page.set_default_timeout(90_000)
+        page.set_default_timeout(60_000)
         self.errors: list[str] = []
         page.on("pageerror", self._page_error)
         page.goto(f"{lab.url}/lab/tree/{name}?reset&token={lab.token}")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-
 from browser import ROOT, Lab, Notebook, chromium
 
 LESSONS = ROOT / "lessons"
@@ -35,10 +34,14 @@ TRAIN = """
 with MemoryTracker(model, optimizer, budget="64 MiB", title="a tiny Llama") as tracker:
     train({seconds})
 """
+PRINT = """
+from gradmem_lib.units import format_bytes
+print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in reversed(tracker.peak.by_category.values())), sep=", ")
+"""
 NOTEBOOKS = {
     "live.ipynb": [MODEL, TRAIN.format(seconds=3)],
     "endless.ipynb": [MODEL, TRAIN.format(seconds=600)],
-    "after.ipynb": [MODEL, TRAIN.format(seconds=0.3), "tracker.show()"],
+    "after.ipynb": [MODEL, TRAIN.format(seconds=0.3), "tracker.show()", PRINT],
     "explorer.ipynb": ["from gradmem_lib.view.explorer import explore\nexplore()"],
 }
 
@@ -108,6 +111,11 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         canvas, spoken = output.locator("canvas.gm-canvas"), output.locator(".gm-read")
         canvas.wait_for()
         assert "Peak" in canvas.get_attribute("aria-label")
+        shown = [
+            output.locator(".gm-figure b").last.inner_text(),
+            *output.locator("tbody td").all_inner_texts(),
+        ]
+        assert ", ".join(shown) == notebook.output(3).inner_text().strip()
         canvas.focus()
         said = []
         for key in ("Home", "ArrowRight", "p", "End", "ArrowLeft"):
@@ -153,6 +161,7 @@ def assert_explorer_reacts(notebook: Notebook) -> None:
         "(before) => document.querySelector('.gm-verdict').textContent !== before", arg=before[0]
     )
     assert picture.locator("svg").inner_html() != before[1]
+    assert handle.get_attribute("aria-label") == "micro-batch"
 
 
 def test_explorer_reacts_to_a_slider(browser, lab):
@@ -161,7 +170,7 @@ def test_explorer_reacts_to_a_slider(browser, lab):
         notebook.run_all()
         shot(notebook, "explorer_light")
         assert_explorer_reacts(notebook)
-        notebook.panel.locator("select").first.select_option("Llama-2-7B")
+        notebook.panel.locator(".widget-dropdown select").first.select_option("Llama-2-7B")
         notebook.panel.locator(".gm-exceeds").wait_for()
         notebook.theme("JupyterLab Dark")
         shot(notebook, "explorer_dark")
@@ -170,7 +179,9 @@ def test_explorer_reacts_to_a_slider(browser, lab):
 
 def lesson(name: str):
     there = (LESSONS / name).exists()
-    return pytest.param(name, marks=() if there else pytest.mark.skip(reason=f"lessons/{name} is not built yet"))
+    return pytest.param(
+        name, marks=() if there else pytest.mark.skip(reason=f"lessons/{name} is not built yet")
+    )
 
 
 @pytest.mark.parametrize("name", [lesson("00_start_here.ipynb")])

@@ -708,6 +708,37 @@ def test_a_forward_that_failed_leaves_the_next_one_right():
     assert tracker.timeline.by_category["activations"][-1] == alone.timeline.by_category["activations"][-1]
 
 
+def test_a_step_that_failed_leaves_the_next_forward_right():
+    model, _, _, step = build("mlp")
+
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    with MemoryTracker(model, live=False) as tracker:
+        with pytest.raises(ZeroDivisionError):
+            Broken(model.parameters()).step()
+        step()
+    assert max(tracker.timeline.by_category["activations"]) > 0
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+
+
+def test_an_address_that_is_in_use_again_is_another_storage():
+    with MemoryTracker(live=False) as tracker:
+        reused = 0
+        for _ in range(100):
+            x = torch.zeros(64)
+            address = x.untyped_storage()._cdata
+            del x
+            y = torch.from_dlpack(np.zeros(16, dtype=np.float32))  # does not dispatch
+            reused += y.untyped_storage()._cdata == address
+            tracker.watch(y, "other")
+            assert tracker.current.total == 64
+            del y
+    assert reused, "the allocator gave no address twice, so this test showed nothing"
+
+
 def test_by_module_adds_up_to_the_peak():
     model, opt, _, step = build("llama")
     with MemoryTracker(model, opt, live=False) as tracker:

@@ -7,11 +7,20 @@ function render({ model, el }) {
   verdict.setAttribute("aria-live", "polite");
   root.append(verdict, bar, detail);
   el.append(root);
+  // The sliders come without a name, and with the index of their value: give screen readers what the eye sees.
+  const nameSliders = () => {
+    for (const slider of el.closest(".widget-vbox")?.querySelectorAll(".widget-slider") ?? []) {
+      const handle = slider.querySelector("[role=slider]"), readout = slider.querySelector(".widget-readout");
+      handle?.setAttribute("aria-label", slider.querySelector(".widget-label")?.textContent ?? "");
+      if (readout) handle?.setAttribute("aria-valuetext", readout.textContent);
+    }
+  };
   const update = () => {
     if (bar.dataset.svg !== model.get("svg")) bar.innerHTML = bar.dataset.svg = model.get("svg");
     verdict.textContent = model.get("verdict");
     verdict.classList.toggle("gm-exceeds", !model.get("fits"));
     detail.textContent = model.get("detail");
+    requestAnimationFrame(nameSliders);
   };
   model.on("change", update);
   update();

@@ -115,9 +115,13 @@ class Explorer:
     def __init__(self, **settings):
         unknown = set(settings) - set(DEFAULTS)
         if unknown:
-            raise TypeError(f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}")
+            raise TypeError(
+                f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}"
+            )
         self.settings = DEFAULTS | settings
-        verdict(estimate(self.settings).total, self.settings["card"])  # a mistake shows here, not in a callback
+        verdict(
+            estimate(self.settings).total, self.settings["card"]
+        )  # a mistake shows here, not in a callback
         self.controls: dict = {}
         self._picture = None
 
@@ -126,7 +130,9 @@ class Explorer:
         settings, result = self.settings, estimate(self.settings)
         card, words = settings["card"], verdict(estimate(settings).total, settings["card"])
         figure = plot_bars(
-            {_label(settings): result.by_category}, cards={card: accounting.CARDS[card]}, title=words.split(":")[0]
+            {_label(settings): result.by_category},
+            cards={card: accounting.CARDS[card]},
+            title=words.split(":")[0],
         )
         data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": PLAIN_TEXT}
         alt = f"{_label(settings)}. {words} {detail(result, settings)}"
@@ -137,15 +143,21 @@ class Explorer:
         import ipywidgets
 
         start, made = self.settings, self.controls
-        style, layout = {"description_width": "92px"}, ipywidgets.Layout(width="auto", margin="2px 10px 2px 0")
-        common = {"style": style, "layout": layout}
+
+        def looks() -> dict:  # a layout of its own for each control: they are hidden one by one
+            layout = ipywidgets.Layout(width="auto", margin="2px 14px 2px 0")
+            return {"style": {"description_width": "96px"}, "layout": layout}
 
         def slider(name: str, label: str, values) -> None:
             options = [(f"{v:,}", v) for v in sorted({*values, start[name]})]
-            made[name] = ipywidgets.SelectionSlider(options=options, value=start[name], description=label, **common)
+            made[name] = ipywidgets.SelectionSlider(
+                options=options, value=start[name], description=label, **looks()
+            )
 
         def menu(name: str, label: str, options) -> None:
-            made[name] = ipywidgets.Dropdown(options=list(options), value=start[name], description=label, **common)
+            made[name] = ipywidgets.Dropdown(
+                options=list(options), value=start[name], description=label, **looks()
+            )
 
         menu("model", "model", accounting.SHAPES)
         menu("card", "card", accounting.CARDS)
@@ -161,7 +173,7 @@ class Explorer:
             control.observe(self._changed, "value")
         self._changed()
         grid = ipywidgets.Layout(
-            grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px", overflow="hidden"
+            grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
         )
         return ipywidgets.VBox([ipywidgets.GridBox(list(made.values()), layout=grid), self._picture])
 

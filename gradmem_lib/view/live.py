@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..tracker import CATEGORIES, PHASES
-from .static import COLORS, HATCHES, MAX_POINTS, PHASE_LABELS, describe, display_size, peak_of, plot_timeline, png
+from .static import (
+    COLORS,
+    HATCHES,
+    MAX_POINTS,
+    PHASE_LABELS,
+    describe,
+    display_size,
+    peak_of,
+    plot_timeline,
+    png,
+)
 
 if TYPE_CHECKING:
     from ..tracker import MemorySnapshot, Timeline
@@ -39,7 +49,10 @@ def live_enabled() -> bool:
 
 
 def encode_frame(
-    timeline: Timeline | None, peak: MemorySnapshot | None, current: MemorySnapshot | None, finished: bool = False
+    timeline: Timeline | None,
+    peak: MemorySnapshot | None,
+    current: MemorySnapshot | None,
+    finished: bool = False,
 ) -> bytes:
     """One frame for the browser, little-endian.
 
@@ -98,7 +111,11 @@ def _view_bundle(widget, title: str) -> tuple[dict, dict]:
 
 
 def still_bundle(
-    timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak: MemorySnapshot | None = None
+    timeline: Timeline | None,
+    *,
+    title: str = "",
+    budget: int | None = None,
+    peak: MemorySnapshot | None = None,
 ) -> tuple[dict, dict]:
     """The still picture as a mimebundle: (data, metadata). Without samples it says so in words."""
     if timeline is None or not len(timeline):
@@ -126,11 +143,15 @@ class LivePlot:
             return
         from IPython.display import display
 
-        self._widget = _widget_class()(title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None))
+        self._widget = _widget_class()(
+            title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None)
+        )
         data, metadata = _view_bundle(self._widget, self.title)
         self._output = display(data, metadata=metadata, raw=True, display_id=True)
 
-    def push(self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot, phase: str | None = None) -> None:
+    def push(
+        self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot, phase: str | None = None
+    ) -> None:
         """Draw the next frame. All figures in bytes; ``phase`` is that of ``current``."""
         if self._widget is not None:
             self._widget.frame = encode_frame(timeline, peak, current)

@@ -88,7 +88,12 @@ def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[
     """(total bytes, bytes by category, phase, sample index) of ``peak``, or of the timeline's largest sample."""
     at = timeline.peak_index
     if peak is None:
-        return timeline.totals[at], {k: v[at] for k, v in timeline.by_category.items()}, timeline.phases[at], at
+        return (
+            timeline.totals[at],
+            {k: v[at] for k, v in timeline.by_category.items()},
+            timeline.phases[at],
+            at,
+        )
     totals = timeline.totals
     return peak.total, peak.by_category, peak.phase, totals.index(peak.total) if peak.total in totals else at
 
@@ -140,7 +145,9 @@ def plot_timeline(
         used = _draw_areas(axes, timeline, budget, peak)
         figure.text(0.078, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
         figure.text(0.772, 0.93, "peak", color=MUTED, va="baseline")
-        figure.text(0.985, 0.93, format_bytes(total), fontsize=11, fontweight="bold", ha="right", va="baseline")
+        figure.text(
+            0.985, 0.93, format_bytes(total), fontsize=11, fontweight="bold", ha="right", va="baseline"
+        )
         where = PHASE_LABELS.get(phase, phase)
         figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=8)
         figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=8, ha="right")
@@ -156,7 +163,9 @@ def png(figure: Figure) -> bytes:
     with _style():
         figure.savefig(raw, format="png", dpi=_DPI, metadata={"Software": None}, facecolor=PAPER)
     # A flat drawing needs few colours; without dithering, equal pixels stay equal.
-    image = Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    image = (
+        Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    )
     image.save(packed, format="PNG", optimize=True)
     return packed.getvalue()
 
@@ -212,9 +221,16 @@ def _draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak) -> list[
         values = np.resize(np.asarray(shown.by_category[name], dtype=float) / factor, len(x))
         if values.any():
             ax.fill_between(
-                x, low, low + values, step="post", facecolor=COLORS[name], hatch=HATCHES[name],
-                edgecolor=_hatch_ink(COLORS[name]), linewidth=0.0, zorder=2,
-            )  # fmt: skip
+                x,
+                low,
+                low + values,
+                step="post",
+                facecolor=COLORS[name],
+                hatch=HATCHES[name],
+                edgecolor=_hatch_ink(COLORS[name]),
+                linewidth=0.0,
+                zorder=2,
+            )
             ax.step(x, low + values, where="post", color=PAPER, linewidth=0.7, zorder=2.5)
             low = low + values
     ax.step(x, low, where="post", color=INK, linewidth=0.8, zorder=3)
@@ -258,10 +274,17 @@ def _mark_peak(ax: Axes, x: float, y: float, nbytes: int) -> None:
     near_right = x > left + 0.75 * (right - left)
     ax.plot([x], [y], marker="o", markersize=6, color=INK, markeredgecolor=PAPER, zorder=6, clip_on=False)
     ax.annotate(
-        f"peak {format_bytes(nbytes)}", (x, y), xytext=(-8 if near_right else 8, 3), textcoords="offset points",
-        ha="right" if near_right else "left", va="bottom", fontsize=8.5, fontweight="bold", zorder=7,
+        f"peak {format_bytes(nbytes)}",
+        (x, y),
+        xytext=(-8 if near_right else 8, 3),
+        textcoords="offset points",
+        ha="right" if near_right else "left",
+        va="bottom",
+        fontsize=8.5,
+        fontweight="bold",
+        zorder=7,
         path_effects=_halo(),
-    )  # fmt: skip
+    )
 
 
 def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> None:
@@ -272,9 +295,19 @@ def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> N
         label += " (above this picture)"
     at = min(budget, top)
     ax.annotate(
-        label, (int(right), at / factor), xycoords=("axes fraction", "data"), xytext=(-5 if right else 5, -3),
-        textcoords="offset points", ha="right" if right else "left", va="top", color=ALARM, fontsize=8.5, fontweight="bold", zorder=7, path_effects=_halo(),
-    )  # fmt: skip
+        label,
+        (int(right), at / factor),
+        xycoords=("axes fraction", "data"),
+        xytext=(-5 if right else 5, -3),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        color=ALARM,
+        fontsize=8.5,
+        fontweight="bold",
+        zorder=7,
+        path_effects=_halo(),
+    )
 
 
 def phase_runs(events, phases) -> list[tuple[str, float, float]]:
@@ -301,16 +334,33 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
     for phase, start, stop in runs:
         color = PHASE_COLORS[phase]
         ax.add_patch(
-            Rectangle((start, 1.015), stop - start, 0.06, transform=across, facecolor=color, edgecolor=PAPER,
-                      linewidth=0.6, clip_on=False)  # fmt: skip
+            Rectangle(
+                (start, 1.015),
+                stop - start,
+                0.06,
+                transform=across,
+                facecolor=color,
+                edgecolor=PAPER,
+                linewidth=0.6,
+                clip_on=False,
+            )
         )
-        fitting = (name for name in (PHASE_LABELS[phase], _SHORT_PHASE_LABELS[phase])
-                   if 4.5 * len(name) + 4 < (stop - start) * points)  # fmt: skip
+        fitting = (
+            name
+            for name in (PHASE_LABELS[phase], _SHORT_PHASE_LABELS[phase])
+            if 4.5 * len(name) + 4 < (stop - start) * points
+        )
         if label := next(fitting, ""):
             ax.text(
-                (start + stop) / 2, 1.043, label, transform=across, ha="center", va="center_baseline", fontsize=7.5,
+                (start + stop) / 2,
+                1.043,
+                label,
+                transform=across,
+                ha="center",
+                va="center_baseline",
+                fontsize=7.5,
                 color="#ffffff" if is_dark(color) or phase == "backward" else INK,
-            )  # fmt: skip
+            )
         if len(runs) <= 24:
             ax.axvline(start, color=INK, alpha=0.16, linewidth=0.7, zorder=4)
     return [phase for phase in PHASE_LABELS if any(run[0] == phase for run in runs)]
@@ -322,8 +372,16 @@ def _draw_legend(figure: Figure, x: float, y: float, parts: Mapping[str, int], p
 
     def row(y, label, color, hatch, value):
         figure.add_artist(
-            Rectangle((x, y - 0.026), 0.021, 0.052, transform=figure.transFigure, facecolor=color, hatch=hatch * 2,
-                      edgecolor=_hatch_ink(color), linewidth=0.0)  # fmt: skip
+            Rectangle(
+                (x, y - 0.026),
+                0.021,
+                0.052,
+                transform=figure.transFigure,
+                facecolor=color,
+                hatch=hatch * 2,
+                edgecolor=_hatch_ink(color),
+                linewidth=0.0,
+            )
         )
         figure.text(x + 0.029, y, label, va="center_baseline", fontsize=8.5)
         figure.text(0.985, y, value, va="center_baseline", ha="right", fontsize=8.5)
@@ -360,22 +418,44 @@ def plot_bars(
                 if not width:
                     continue
                 ax.barh(
-                    -row, width, 0.5, left=left, color=COLORS[name], hatch=HATCHES[name],
-                    edgecolor=_hatch_ink(COLORS[name]), linewidth=0,
-                )  # fmt: skip
+                    -row,
+                    width,
+                    0.5,
+                    left=left,
+                    color=COLORS[name],
+                    hatch=HATCHES[name],
+                    edgecolor=_hatch_ink(COLORS[name]),
+                    linewidth=0,
+                )
                 left += width
         for row, (label, parts) in enumerate(bars.items()):
-            ax.text(0, 0.30 - row, label, ha="left", va="bottom", fontsize=8.5)
+            ax.text(
+                0, 0.30 - row, label, ha="left", va="bottom", fontsize=8.5, path_effects=_halo(5), zorder=6
+            )
             total = sum(parts.values())
             ax.text(
-                total / factor, -row, f"  {format_bytes(total)}", va="center", fontweight="bold", path_effects=_halo(5), zorder=6
+                total / factor,
+                -row,
+                f"  {format_bytes(total)}",
+                va="center",
+                fontweight="bold",
+                path_effects=_halo(5),
+                zorder=6,
             )
         for name, nbytes in cards.items():
             ax.axvline(nbytes / factor, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
             ax.annotate(
-                name, (nbytes / factor, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
-                textcoords="offset points", ha="center", va="bottom", color=ALARM, fontsize=8.5, fontweight="bold",
-            )  # fmt: skip
+                name,
+                (nbytes / factor, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                color=ALARM,
+                fontsize=8.5,
+                fontweight="bold",
+            )
         ax.set_xlim(0, top / factor)
         ax.set_ylim(0.55 - len(bars), 0.62)
         ax.set_yticks([])
@@ -396,8 +476,16 @@ def _draw_legend_row(figure: Figure, height: float) -> None:
     for i, name in enumerate(CATEGORIES):
         x, y = 0.02 + i * 0.163, 0.2 / height
         figure.add_artist(
-            Rectangle((x, y - 0.09 / height), 0.021, 0.18 / height, transform=figure.transFigure,
-                      facecolor=COLORS[name], hatch=HATCHES[name] * 2, edgecolor=_hatch_ink(COLORS[name]), linewidth=0)  # fmt: skip
+            Rectangle(
+                (x, y - 0.09 / height),
+                0.021,
+                0.18 / height,
+                transform=figure.transFigure,
+                facecolor=COLORS[name],
+                hatch=HATCHES[name] * 2,
+                edgecolor=_hatch_ink(COLORS[name]),
+                linewidth=0,
+            )
         )
         figure.text(x + 0.028, y, name, va="center_baseline", fontsize=8.5)
 
@@ -449,13 +537,14 @@ def bar_svg(
         f'<title id="{key}t">{escape(title)}</title><desc id="{key}d">{escape(words)}.{escape(against)}</desc>',
         f"<defs>{''.join(_svg_pattern(key, name) for name in CATEGORIES)}</defs>",
     ]
-    for i, (label, parts) in enumerate(bars.items()):
+    for i, parts in enumerate(bars.values()):
         y, left = head + i * row, 0
-        out.append(f'<text x="{pad}" y="{y + 14}" fill="currentColor" opacity=".8">{escape(label)}</text>')
         y += 22
         if cards:
             room = px(max(cards.values())) - pad
-            out.append(f'<rect x="{pad}" y="{y}" width="{room:.1f}" height="{bar}" fill="currentColor" opacity=".07"/>')
+            out.append(
+                f'<rect x="{pad}" y="{y}" width="{room:.1f}" height="{bar}" fill="currentColor" opacity=".07"/>'
+            )
         for name in CATEGORIES:
             nbytes = parts.get(name, 0)
             if not nbytes:
@@ -475,15 +564,19 @@ def bar_svg(
             f'stroke="{_ALARM_BOTH}" stroke-width="2" stroke-dasharray="6 4"/>'
             f'<text x="{x}" y="{head - 8}" text-anchor="{anchor}" fill="{_ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
         )
-    for i, parts in enumerate(bars.values()):
-        total = sum(parts.values())
+    halo = 'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:7px"'
+    for i, (label, parts) in enumerate(bars.items()):  # after the lines, which would run through the words
+        y, total = head + i * row, sum(parts.values())
         out.append(
-            f'<text x="{px(total) + 7}" y="{head + i * row + 22 + bar / 2 + 5}" fill="currentColor" font-weight="700" '
-            f'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:7px">{format_bytes(total)}</text>'
+            f'<text x="{pad}" y="{y + 14}" fill="currentColor" {halo}>{escape(label)}</text>'
+            f'<text x="{px(total) + 7}" y="{y + 22 + bar / 2 + 5}" fill="currentColor" font-weight="700" {halo}>'
+            f"{format_bytes(total)}</text>"
         )
     factor, unit = scale_of(top)
     step = nice_step(top / factor, 6)
-    out.append(f'<line x1="{pad}" x2="{width - pad}" y1="{foot}" y2="{foot}" stroke="currentColor" opacity=".35"/>')
+    out.append(
+        f'<line x1="{pad}" x2="{width - pad}" y1="{foot}" y2="{foot}" stroke="currentColor" opacity=".35"/>'
+    )
     tick = 0.0
     while tick * factor < top * 0.97:
         words = f"{tick:g} {unit}" if tick else "0"

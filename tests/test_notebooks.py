@@ -1,0 +1,160 @@
+"""The notebooks as they are stored: all executed, all in step with their sources, lessons empty, and none needs a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OFFLINE = Path(__file__).parent / "offline"
+SOURCES = sorted(ROOT.glob("solutions/*.py"))
+SOLUTIONS = sorted(ROOT.glob("solutions/*.ipynb"))
+LESSONS = sorted(ROOT.glob("lessons/*.ipynb"))
+ANSWER = re.compile(r"### BEGIN SOLUTION|# SOLUTION\b")
+CHECK = re.compile(r"\bcheck\(\s*\"(\d+\.\d+)\"")
+
+spec = importlib.util.spec_from_file_location("build_notebooks", ROOT / "tools" / "build_notebooks.py")
+builder = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(builder)
+
+
+def every(paths: list[Path]):
+    """A test for each of ``paths``, named by its file."""
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
+
+
+def cells(path: Path) -> list:
+    return nbformat.read(path, as_version=nbformat.NO_CONVERT).cells
+
+
+def code(path: Path) -> list:
+    return [cell for cell in cells(path) if cell.cell_type == "code"]
+
+
+def test_there_is_a_solution_and_a_lesson_for_every_source():
+    names = [path.stem for path in SOURCES]
+    assert names, "no lesson at all: every other test here would pass over nothing"
+    assert [path.stem for path in SOLUTIONS] == names
+    assert [path.stem for path in LESSONS] == names
+
+
+def test_everything_is_in_step(capfd):
+    assert builder.main(["--check"]) == 0, capfd.readouterr().err
+
+
+@every(SOLUTIONS)
+def test_every_cell_of_a_solution_was_executed_in_order_without_an_error(path):
+    assert list(builder.failures(nbformat.read(path, as_version=nbformat.NO_CONVERT), path.name)) == []
+    assert [cell.execution_count for cell in code(path)] == list(range(1, len(code(path)) + 1))
+
+
+@every(SOLUTIONS)
+def test_a_stored_output_names_no_folder_of_the_computer_that_made_it(path):
+    for number, cell in enumerate(cells(path), 1):
+        stored = str(cell.get("outputs", ""))
+        assert not re.search(r"(?:/tmp/|/home/|/root/|/Users/|ipykernel_\d|0x[0-9a-f]{9,})", stored), (
+            f"cell {number}"
+        )
+
+
+@every(LESSONS)
+def test_a_lesson_is_empty_and_holds_no_answer(path):
+    for cell in code(path):
+        assert cell.execution_count is None and cell.outputs == []
+        assert not ANSWER.search(cell.source)
+
+
+@every([*SOLUTIONS, *LESSONS])
+def test_a_cell_can_be_taken_in_at_a_glance(path):
+    long = [cell.source for cell in code(path) if builder.code_lines(cell.source) > builder.MAX_LINES]
+    assert not long, f"more than {builder.MAX_LINES} lines of code"
+
+
+def exercises(source: list) -> list[tuple[str, str]]:
+    """For every cell with an answer: the code from it up to the next one, and the prose since the check before it."""
+    answers = [n for n, cell in enumerate(source) if cell.cell_type == "code" and ANSWER.search(cell.source)]
+    found, start = [], 0
+    for answer, following in zip(answers, [*answers[1:], len(source)], strict=True):
+        own = source[answer:following]
+        after = "\n".join(cell.source for cell in own if cell.cell_type == "code")
+        prose = "\n".join(cell.source for cell in source[start:answer] if cell.cell_type == "markdown")
+        found.append((after, prose))
+        start = answer + 1
+    return found
+
+
+@every(SOURCES)
+def test_every_exercise_has_a_check_of_its_own_and_a_hint(path):
+    found = exercises(builder.read_source(path).cells)
+    assert found, "a lesson without an exercise"
+    for after, prose in found:
+        name = after.splitlines()[0]
+        assert CHECK.search(after), f"no check follows the exercise that begins with {name!r}"
+        assert "<details>" in prose, f"no <details> hint stands before the exercise that begins with {name!r}"
+        assert prose.count("<details>") == prose.count("</details>"), f"an open <details> before {name!r}"
+
+
+@every(SOURCES)
+def test_the_exercises_checked_are_those_that_the_library_knows(path):
+    from gradmem_lib import exercises as known
+
+    checked = [name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)]
+    number = int(path.stem.split("_")[0])
+    assert list(dict.fromkeys(checked)) == [each.id for each in known.all_exercises(lesson=number)]
+
+
+# --- without a network ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """The environment of a process that reaches nothing but this computer, with nothing unpacked yet."""
+    dropped = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HOME")
+    folder = tmp_path_factory.mktemp("offline")
+    return {k: v for k, v in os.environ.items() if k not in dropped} | {
+        "PYTHONPATH": os.pathsep.join([str(OFFLINE), str(ROOT)]),
+        "GRADMEM_CACHE": str(folder / "cache"),
+        "GRADMEM_PROGRESS": str(folder / "progress.json"),
+        "GRADMEM_LIVE": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "socket.create_connection(('192.0.2.1', 80), timeout=1)",
+        "socket.create_connection(('example.org', 80), timeout=1)",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))",
+        "__import__('urllib.request').request.urlopen('https://example.org', timeout=1)",
+        "__import__('subprocess').run([sys.executable, '-c', 'import socket; socket.gethostbyname(\"example.org\")'], check=True)",
+    ],
+)
+def test_the_network_is_really_cut_off(offline, attempt):
+    run = [sys.executable, "-c", f"import socket, sys; {attempt}"]
+    done = subprocess.run(run, env=offline, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "without a network" in done.stderr or "Connection refused" in done.stderr
+
+
+@every(LESSONS)
+def test_a_lesson_runs_to_its_end_without_a_network(path, offline, tmp_path):
+    """As a learner's first Run All, in a kernel of its own: no answers written, SmolLM2 still in its package."""
+    script = (
+        "import sys, nbformat, nbclient; notebook = nbformat.read(sys.argv[1], 4); "
+        "nbclient.NotebookClient(notebook, timeout=1200, kernel_name='python3').execute(cwd=sys.argv[2]); "
+        "nbformat.write(notebook, sys.argv[3])"
+    )
+    ran = tmp_path / path.name
+    command = [sys.executable, "-c", script, str(path), str(path.parent), str(ran)]
+    done = subprocess.run(command, env=offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed = "\n".join(output.get("text", "") for cell in code(ran) for output in cell.outputs)
+    checks = [name for cell in code(path) for name in CHECK.findall(cell.source)]
+    assert printed.count("not attempted") >= len(checks) > 0
