@@ -1,7 +1,8 @@
-"""Where the bytes of a training step go, as closed forms: parameters, gradients, optimizer states, activations, logits.
+"""Where a training step's bytes go, in closed form: parameters, gradients, optimizer, activations, logits.
 
-Every function takes plain numbers and returns plain numbers of bytes, so that a formula can be read beside the lesson that
-derives it. T stands for batch_size x seq_len tokens, h for the hidden size, f for the MLP's intermediate size, a for heads.
+Every function takes plain numbers and returns plain numbers of bytes, so that a formula can be read beside
+the lesson that derives it. T stands for batch_size x seq_len tokens, h for the hidden size, f for the MLP's
+intermediate size, a for heads.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ FLOAT32, BF16, INT64 = 4, 2, 8  # bytes of one number
 class Shape:
     """The sizes that decide a decoder's memory. ``norm`` is ``"rms"`` (Llama) or ``"layer"`` (GPT-2).
 
-    ``tied``: the output layer is the embedding matrix itself. ``gated``: the MLP has a gate (three matrices instead of two).
-    ``biases``: linear layers carry biases. ``positions``: rows of a learned position table; 0 means rotary positions.
+    ``tied``: the output layer is the embedding matrix itself. ``gated``: the MLP has three matrices, not two.
+    ``biases``: linear layers carry biases. ``positions``: rows of a learned position table, 0 for rotary.
     """
 
     name: str
@@ -84,7 +85,8 @@ class Shape:
 
     @property
     def tensors(self) -> int:
-        """Parameter tensors: AdamW keeps a step counter of 4 bytes for each. GPT-2 holds query, key and value in one."""
+        """Parameter tensors: AdamW keeps a step counter of 4 bytes for each. GPT-2 holds query, key and
+        value in one."""
         matrices = len(self.matrices) - 2 * bool(self.positions)
         per_block = matrices * (1 + self.biases) + 2 * (1 + (self.norm == "layer"))
         return (
@@ -97,14 +99,16 @@ class Shape:
 
     @property
     def largest_tensor(self) -> int:
-        """Entries of the largest parameter tensor: an optimizer that works tensor by tensor needs room for it."""
+        """Entries of the largest parameter tensor: an optimizer that works tensor by tensor needs room for
+        it."""
         return max(
             self.embedding_parameters, 3 * self.hidden**2 * bool(self.positions), *self.matrices.values()
         )
 
     @classmethod
     def from_config(cls, config, name: str | None = None) -> Shape:
-        """The shape of a Hugging Face ``LlamaConfig`` or ``GPT2Config``. ``ValueError`` for any other architecture."""
+        """The shape of a Hugging Face ``LlamaConfig`` or ``GPT2Config``. ``ValueError`` for any other
+        architecture."""
         kind = getattr(config, "model_type", type(config).__name__)
         name = name or getattr(config, "name_or_path", "") or kind
         tied = bool(config.tie_word_embeddings) if hasattr(config, "tie_word_embeddings") else True
@@ -117,8 +121,8 @@ class Shape:
         plain = kind == "llama" and not config.attention_bias and not config.mlp_bias
         if not plain or config.head_dim * config.num_attention_heads != config.hidden_size:
             raise ValueError(
-                f"the closed forms know Llama (no biases, heads x head_dim = hidden) and GPT-2, not this {kind!r} config: "
-                "describe the model with Shape(...) yourself, or give a LlamaConfig or GPT2Config"
+                "the closed forms know GPT-2 and Llama (no biases, heads x head_dim = hidden), not this "
+                f"{kind!r} config: give one of those, or describe the model yourself with Shape(...)"
             )
         return cls(
             name, config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads,
@@ -150,13 +154,14 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-# --- bytes that stay: parameters, gradients, optimizer states --------------------------------------------------------
+# --- bytes that stay: parameters, gradients, optimizer states -------------------------------------
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of one number in each role. ``residual`` and ``compute`` are the widths of activations: between the blocks'
-    linear layers, and inside them. ``master`` is the extra float32 copy of the weights that some recipes keep."""
+    """Bytes of one number in each role. ``residual`` and ``compute`` are the widths of activations:
+    between the blocks' linear layers, and inside them. ``master`` is the extra float32 copy of the weights
+    that some recipes keep."""
 
     name: str
     says: str
@@ -177,7 +182,7 @@ PRECISIONS: dict[str, Precision] = {
     for recipe in (
         Precision("float32", "everything in float32", 4, 4, 4, 4, 4),
         Precision("bf16", "weights, gradients, Adam's states and activations all in bf16", 2, 2, 2, 2, 2),
-        Precision("autocast", "float32 weights, gradients and states; linear layers compute in bf16", 4, 4, 4, 4, 2),
+        Precision("autocast", "float32 weights, gradients and states; matrices in bf16", 4, 4, 4, 4, 2),
         Precision("float32 master", "bf16 weights and gradients, float32 copy of the weights, float32 states",
                   2, 2, 4, 2, 2, master=4),
     )
@@ -186,7 +191,8 @@ PRECISIONS: dict[str, Precision] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``states``: numbers kept per parameter. ``whole_model_copy``: the step makes a temporary as large as the model."""
+    """``states``: numbers kept per parameter. ``whole_model_copy``: the step makes a temporary as large as
+    the model."""
 
     name: str
     states: int
@@ -198,9 +204,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     optimizer.name: optimizer
     for optimizer in (
         Optimizer("AdamW", 2, counters=True),
-        Optimizer(
-            "AdamW foreach", 2, counters=True, whole_model_copy=True
-        ),  # what PyTorch picks by itself on CUDA
+        # What torch.optim.AdamW picks by itself for parameters on CUDA.
+        Optimizer("AdamW foreach", 2, counters=True, whole_model_copy=True),
         Optimizer("SGD", 0),
         Optimizer("SGD momentum", 1),
         Optimizer("none", 0),
@@ -234,8 +239,9 @@ def _precision(name: str) -> Precision:
 def bytes_per_parameter(precision: str = "bf16", optimizer: str = "AdamW") -> dict[str, int]:
     """Bytes that one parameter keeps through training, as ``parameters``, ``gradients`` and ``optimizer``.
 
-    The float32 master copy counts as optimizer: AdamW then makes 2 + 2 + (4 + 4 + 4) = 16 bytes, as in ZeRO (Rajbhandari
-    et al. 2020, section 3.1). Implementations that also turn the gradients into float32 need up to 4 more during the step.
+    The float32 master copy counts as optimizer: AdamW then makes 2 + 2 + (4 + 4 + 4) = 16 bytes, as in ZeRO
+    (Rajbhandari et al. 2020, section 3.1). Implementations that also turn the gradients into float32 need up
+    to 4 more during the step.
     """
     p, o = _precision(precision), _pick(OPTIMIZERS, optimizer, "optimizer")
     master = p.master if optimizer != "none" else 0
@@ -243,18 +249,20 @@ def bytes_per_parameter(precision: str = "bf16", optimizer: str = "AdamW") -> di
 
 
 def resident_bytes(shape: Shape, precision: str = "bf16", optimizer: str = "AdamW") -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states of a model (AdamW's step counters included): exact."""
+    """Bytes of parameters, gradients and optimizer states of a model (AdamW's step counters included):
+    exact."""
     per = bytes_per_parameter(precision, optimizer)
     resident = {category: n * shape.parameters for category, n in per.items()}
     resident["optimizer"] += FLOAT32 * shape.tensors * OPTIMIZERS[optimizer].counters
     return resident
 
 
-# --- bytes that come and go: what autograd saves ---------------------------------------------------------------------
+# --- bytes that come and go: what autograd saves --------------------------------------------------
 
 
 def _norm_items(shape: Shape, which: str, tokens: int, p: Precision, readers: int) -> dict[str, int]:
-    """What a norm and the linear layers that read it save. ``readers``: how many linear layers share its output."""
+    """What a norm and the linear layers that read it save. ``readers``: how many linear layers share its
+    output."""
     h, wide, narrow = shape.hidden, p.residual, p.compute
     if shape.norm == "layer":
         items = {
@@ -281,9 +289,8 @@ def attention_activations(
     p, tokens = _precision(precision), batch_size * seq_len
     _pick(ATTENTION, attention, "attention")
     w = p.compute
-    kv = (
-        shape.kv_hidden if attention == "fused" else shape.hidden
-    )  # eager attention repeats shared keys and values
+    # Eager attention copies keys and values that heads share, once for each head.
+    kv = shape.kv_hidden if attention == "fused" else shape.hidden
     scores = batch_size * shape.heads * seq_len**2
     items = _norm_items(shape, "attention", tokens, p, readers=1 if shape.positions else 3)
     items |= {
@@ -294,9 +301,8 @@ def attention_activations(
     if attention == "fused":
         items["attention: log-sum-exp"] = FLOAT32 * batch_size * shape.heads * seq_len
     else:
-        float32_softmax = (
-            shape.norm == "rms" or p.autocast or w == FLOAT32
-        )  # GPT-2 in pure bf16 stays in bf16
+        # Llama asks for a float32 softmax, autocast imposes one; GPT-2 in pure bf16 stays in bf16.
+        float32_softmax = shape.norm == "rms" or p.autocast or w == FLOAT32
         items["attention: softmax"] = (FLOAT32 if float32_softmax else w) * scores
         if float32_softmax and w != FLOAT32:
             items["attention: softmax in bf16"] = w * scores
@@ -308,8 +314,8 @@ def mlp_activations(
 ) -> dict[str, int]:
     """Bytes saved for backward by the MLP half of one block (its norm included), tensor by tensor.
 
-    GPT-2's GELU is written out in transformers as 0.5 x (1 + tanh(...)), so it saves four tensors where one operator would
-    save its input alone.
+    GPT-2's GELU is written out in transformers as 0.5 x (1 + tanh(...)), so it saves four tensors where one
+    operator would save its input alone.
     """
     p, tokens = _precision(precision), batch_size * seq_len
     wide = p.compute * tokens * shape.intermediate
@@ -327,10 +333,10 @@ def block_activations(
 ) -> dict[str, int]:
     """Bytes that autograd saves for the backward of one block, tensor by tensor; parameters are not counted.
 
-    Exact for transformers' ``LlamaDecoderLayer`` and ``GPT2Block`` (dropout 0, no padding mask) on the CPU, eager and fused
-    (SDPA) attention. The rotary tables are shared by all blocks: see ``model_activations``. Under ``"autocast"`` the last
-    entry is the bf16 copies of the weights that backward reads. On CUDA, LayerNorm keeps its statistics in float32, and autocast
-    runs ``pow`` in float32: GPT-2 differs there.
+    Exact for transformers' ``LlamaDecoderLayer`` and ``GPT2Block`` (dropout 0, no padding mask) on the CPU,
+    eager and fused (SDPA) attention. The rotary tables are shared by all blocks: see ``model_activations``.
+    Under ``"autocast"`` the last entry is the bf16 copies of the weights that backward reads. On CUDA,
+    LayerNorm keeps its statistics in float32, and autocast runs ``pow`` in float32: GPT-2 differs there.
     """
     p = _precision(precision)
     items = attention_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
@@ -341,10 +347,12 @@ def block_activations(
 def logits_bytes(shape: Shape, batch_size: int, seq_len: int, *, precision: str = "bf16") -> dict[str, int]:
     """Bytes around the loss of a causal language model, for T x vocab logits.
 
-    ``saved``: what waits for backward: the log-softmax, always in float32 since transformers upcasts the logits.
+    ``saved``: what waits for backward: the log-softmax, always in float32 since transformers upcasts the
+    logits.
     ``forward peak``: the logits, their float32 copy when they are bf16, and the log-softmax.
-    ``backward peak``: the log-softmax, the gradient with respect to it, and the gradient of the float32 logits.
-    A caller that keeps the model's output object keeps the logits too: ``logits`` more bytes until it lets go.
+    ``backward peak``: the log-softmax, the gradient with respect to it, and the gradient of the float32
+    logits. A caller that keeps the model's output object keeps the logits too: ``logits`` more bytes until it
+    lets go.
     """
     p, entries = _precision(precision), batch_size * seq_len * shape.vocab
     float32_copy = 0 if p.compute == FLOAT32 else FLOAT32
@@ -383,7 +391,7 @@ def segment_lengths(layers: int, checkpointing: str, segment: int | None) -> lis
     size = 1 if checkpointing == "every layer" else segment
     if not isinstance(size, int) or not 1 <= size <= layers:
         raise ValueError(
-            f"segment is {segment!r}: checkpointing by segments needs a whole number of blocks from 1 to {layers}"
+            f"segment is {segment!r}: checkpointing by segments needs a number of blocks from 1 to {layers}"
         )
     return [min(size, layers - start) for start in range(0, layers, size)]
 
@@ -398,10 +406,12 @@ def model_activations(
     checkpointing: str = "none",
     segment: int | None = None,
 ) -> dict[str, int]:
-    """Bytes that autograd holds when the loss has been computed, by part of the model; parameters are not counted.
+    """Bytes that autograd holds when the loss has been computed, by part of the model; parameters are not
+    counted.
 
-    Exact, like ``block_activations``, without checkpointing. With it, ``blocks`` is the inputs that checkpointing keeps: one
-    for each segment. Under eager attention the causal mask is an input too, kept once for all of them.
+    Exact, like ``block_activations``, without checkpointing. With it, ``blocks`` is the inputs that
+    checkpointing keeps: one for each segment. Under eager attention the causal mask is an input too, kept
+    once for all of them.
     """
     p, tokens = _precision(precision), batch_size * seq_len
     lengths = segment_lengths(shape.layers, checkpointing, segment)
@@ -418,7 +428,7 @@ def model_activations(
     return {"token ids": INT64 * tokens, "positions": positions, "blocks": blocks} | mask | head
 
 
-# --- the whole step ---------------------------------------------------------------------------------------------------
+# --- the whole step -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -447,7 +457,8 @@ class Estimate:
 def _half_block_backward(
     half: str, shape: Shape, batch_size: int, seq_len: int, precision: str, attention: str
 ) -> tuple[int, int, int]:
-    """At the largest moment of half a block's backward: saved bytes already freed, temporaries, finished gradients."""
+    """At the largest moment of half a block's backward: saved bytes already freed, temporaries, finished
+    gradients."""
     p, tokens = PRECISIONS[precision], batch_size * seq_len
     if (
         half == "mlp"
@@ -465,7 +476,8 @@ def _half_block_backward(
 
 
 def _step_temporaries(shape: Shape, p: Precision, optimizer: Optimizer) -> int:
-    """Adam's denominator: ``foreach`` makes it for all parameters at once, the plain loop twice for one tensor at a time."""
+    """Adam's denominator: ``foreach`` makes it for all parameters at once, the plain loop twice for one
+    tensor at a time."""
     entries = shape.parameters if optimizer.whole_model_copy else 2 * shape.largest_tensor
     return p.state * entries if optimizer.states == 2 else 0
 
@@ -481,13 +493,15 @@ def estimate(
     checkpointing: str = "none",
     segment: int | None = None,
 ) -> Estimate:
-    """The peak of one ordinary training step: forward, backward, optimizer step, ``zero_grad(set_to_none=True)``.
+    """The peak of one ordinary training step: forward, backward, optimizer step,
+    ``zero_grad(set_to_none=True)``.
 
-    Exact: parameters, gradients, optimizer states, saved activations, the logits' spike. Approximate: temporaries inside a
-    block's backward and inside the optimizer, and the order in which backward frees one tensor before making the next.
-    Not counted: dropout masks, allocator rounding and caching, workspaces, the CUDA context. The step is a second or
-    later one (Adam's states exist). The model's output object is dropped, as in ``loss = model(...).loss``.
-    Raises ``ValueError`` for a name that the tables above do not list and for sizes below 1.
+    Exact: parameters, gradients, optimizer states, saved activations, the logits' spike. Approximate:
+    temporaries inside a block's backward and inside the optimizer, and the order in which backward frees one
+    tensor before making the next. Not counted: dropout masks, allocator rounding and caching, workspaces, the
+    CUDA context. The step is a second or later one (Adam's states exist). The model's output object is
+    dropped, as in ``loss = model(...).loss``. Raises ``ValueError`` for a name that the tables above do not
+    list and for sizes below 1.
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -514,14 +528,14 @@ def estimate(
             "other": saved["token ids"],
         }
 
-    # Autocast casts every weight once on the way forward; checkpointing drops those copies when autocast ends.
+    # Autocast casts every weight once on the way forward; checkpointing drops the copies when autocast ends.
     copies = shape.layers * block.get("bf16 copies of the weights", 0) if lengths else 0
     moments = {
         "loss, forward": moment(stored + copies + spike["forward peak"] - spike["saved"]),
         "loss, backward": moment(stored, temporaries=spike["backward peak"] - spike["saved"]),
     }
-    # Activations alive, and blocks whose gradients are finished, when backward enters a block. The input that checkpointing
-    # keeps is the block's first saved tensor, unless the block saves a float32 copy of it.
+    # Activations alive, and blocks whose gradients are finished, when backward enters a block. The input that
+    # checkpointing keeps is the block's first saved tensor, unless the block saves a float32 copy of it.
     copied = block.get("attention norm: input in float32", 0) > residual
     last, first = (lengths[-1], lengths[0]) if lengths else (0, 1)
     kept = residual * bool(lengths and copied)
@@ -530,7 +544,7 @@ def estimate(
         "first segment": (shared + kept + first * one, shape.layers - first),
         "first block": (shared + kept + one, shape.layers - 1),
     }
-    # An untied output layer's gradient is final at once; a tied table's waits, as a temporary, for the embedding's.
+    # An untied output layer's gradient is final at once; a tied table's waits for the embedding's.
     final, waiting = (0, table) if shape.tied else (table, 0)
     for where, (alive, blocks) in entering.items():
         for half in ("mlp", "attention"):

@@ -221,15 +221,15 @@ def _convert_into(source: Path, target: Path) -> None:
 def _run_conversion(source: Path, folder: Path) -> None:
     """``_write_float32`` in a process of its own.
 
-    The conversion's memory goes back to the system at its end, and its progress bars, which cannot be silenced once
-    they are imported, stay out of the notebook.
+    The conversion's memory goes back to the system at its end, and its progress bars, which have no switch, stay out of
+    the notebook.
     """
     here = str(Path(__file__).parent.parent)
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     code = "import sys; from gradmem_lib.models import _write_float32; _write_float32(*sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(folder)],
-        env={**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"},
+        env={**os.environ, "PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,26 @@ def test_unpacking_happens_once(unpacked, capsys):
     assert models.smollm2_status() == "ready"
     assert capsys.readouterr().out.count("\n") == 1
     assert {path.name for path in folder.parent.iterdir()} - {f"{folder.name}.lock"} == {folder.name}
+
+
+def test_two_at_once_unpack_once(unpacked, monkeypatch):
+    quick, both = models._run_conversion, threading.Barrier(2)
+
+    def slow(source, folder):
+        time.sleep(0.2)
+        quick(source, folder)
+
+    monkeypatch.setattr(models, "_run_conversion", slow)
+    found_missing = models._gguf_folder
+
+    def together():
+        both.wait(10)  # both have seen that nothing is unpacked
+        return found_missing()
+
+    monkeypatch.setattr(models, "_gguf_folder", together)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: models._prepared_folder(), range(2)))
+    assert folders[0] == folders[1] and len(unpacked) == 1
 
 
 def test_a_damaged_copy_is_made_anew(unpacked):

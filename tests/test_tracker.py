@@ -7,10 +7,12 @@ import sys
 import threading
 import weakref
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from nbclient import NotebookClient
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
@@ -479,6 +481,43 @@ def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
     assert leaked == []
     with MemoryTracker(model, opt, live=False):
         forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
+
+
+def test_in_a_notebook_a_failed_cell_leaks_nothing():
+    """A kernel keeps the last exception, with its traceback, for its debugger; tensors must not hang on it."""
+    cells = [
+        """
+import gc, torch
+from gradmem_lib import MemoryTracker, models
+model = models.tiny_llama(layers=2)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+ids = torch.zeros(4, 64, dtype=torch.long)
+def live():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+before = live()
+""",
+        """
+def step(ids):
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+with MemoryTracker(model, optimizer, budget="40 MiB") as tracker:
+    step(ids)
+""",
+        "model.zero_grad(); print(live() - before)",  # gradients that came before the error stay, as they should
+        """
+with MemoryTracker(model, optimizer, budget="40 MiB") as tracker:
+    step(ids[:1, :8])
+print(tracker.peak.phase)
+""",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
+    said = ["".join(o.get("text", o.get("ename", "")) for o in c.outputs).strip() for c in notebook.cells]
+    assert said[1].endswith("BudgetExceeded")
+    assert said[2] == "0"
+    assert said[3].endswith("backward")
 
 
 def forward_then_backward(model, batch):

@@ -1,7 +1,9 @@
-"""The claims ledger: every figure and rule of five documents, with an answer that is computed again each time it is shown.
+"""The claims ledger: every figure and rule of five documents, with an answer that is computed again each time
+it is shown.
 
-A lesson's answers live in ``claims/lesson_NN.py``: one function per claim, marked ``@answers("C05")``, that works on real
-objects and returns a ``Finding``. ``python -m gradmem_lib.claims --write`` turns them into LEDGER.md.
+A lesson's answers live in ``claims/lesson_NN.py``: one function per claim, marked ``@answers("C05")``, that
+works on real objects and returns a ``Finding``. ``python -m gradmem_lib.claims --write`` turns them into
+LEDGER.md.
 """
 
 from __future__ import annotations
@@ -15,15 +17,26 @@ from functools import cache
 
 from .table import CLAIMS, DOCUMENTS, Claim
 
-__all__ = ["CLAIMS", "DOCUMENTS", "VERDICTS", "Claim", "Finding", "answered", "answers", "find", "page", "show"]
+__all__ = [
+    "CLAIMS",
+    "DOCUMENTS",
+    "VERDICTS",
+    "Claim",
+    "Finding",
+    "answered",
+    "answers",
+    "find",
+    "page",
+    "show",
+]
 
 VERDICTS = ("holds", "holds only if", "does not hold")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to a claim. ``summary``: one or two sentences; ``figures``: what was computed, bytes unless the name says
-    otherwise; ``needs``: what the answer needs beyond a CPU, empty for nothing."""
+    """The answer to a claim. ``summary``: one or two sentences; ``figures``: what was computed, bytes
+    unless the name says otherwise; ``needs``: what the answer needs beyond a CPU, empty for nothing."""
 
     verdict: str
     summary: str
@@ -51,7 +64,9 @@ def answers(claim_id: str) -> Callable[[Callable[[], Finding]], Callable[[], Fin
     def register(function: Callable[[], Finding]) -> Callable[[], Finding]:
         other = _ANSWERS.setdefault(claim_id, function)
         if (other.__module__, other.__qualname__) != (function.__module__, function.__qualname__):
-            raise ValueError(f"{claim_id} has two answers, {other.__qualname__} and {function.__qualname__}: keep one")
+            raise ValueError(
+                f"{claim_id} has two answers, {other.__qualname__} and {function.__qualname__}: keep one"
+            )
         _ANSWERS[claim_id] = function
         return function
 
@@ -102,7 +117,8 @@ def show(*claim_ids: str) -> None:
 
 
 def _entry(claim: Claim, finding: Finding) -> list[str]:
-    figures = "; ".join(f"{name}: {_value(value)}" for name, value in finding.figures.items())
+    rows = [f"| {name} | {_value(value)} |" for name, value in finding.figures.items()]
+    figures = ["| Figure | Found |", "|---|---|", *rows, ""] if rows else []
     needs = [f"Needs: {finding.needs}", ""] if finding.needs else []
     return [
         f"### {claim.id}: {finding.verdict}",
@@ -112,7 +128,7 @@ def _entry(claim: Claim, finding: Finding) -> list[str]:
         "",
         finding.summary,
         "",
-        *([f"Figures: {figures}.", ""] if figures else []),
+        *figures,
         *needs,
         f"Shown in lesson {claim.lesson}.",
         "",
@@ -128,11 +144,13 @@ def page() -> str:
     lines = [
         "# Claims ledger",
         "",
-        f"What five documents about training memory say ({len(CLAIMS)} claims, in our words), and what the course finds.",
+        f"What five documents about training memory say ({len(CLAIMS)} claims, in our words), and what the",
+        "course finds.",
         f"{len(done)} are answered: {totals}. The other {len(open_claims)} are open.",
         "",
-        "This page is written by `python -m gradmem_lib.claims --write`, and a test computes every entry again. Figures are",
-        "exact bytes unless they say otherwise; GB is 1,000,000,000 bytes and GiB is 1,073,741,824.",
+        "This page is written by `python -m gradmem_lib.claims --write`, and a test computes every entry",
+        "again. Figures are exact bytes unless they say otherwise; GB is 1,000,000,000 bytes and GiB is",
+        "1,073,741,824.",
         "",
         "## Answered",
         "",

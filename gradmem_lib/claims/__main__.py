@@ -1,4 +1,5 @@
-"""``python -m gradmem_lib.claims``: print the ledger, ``--write`` it to LEDGER.md or ``--check`` that LEDGER.md is current."""
+"""``python -m gradmem_lib.claims``: print the ledger, ``--write`` it to LEDGER.md or ``--check`` that
+LEDGER.md is current."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def main(arguments: list[str] | None = None) -> int:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="write the ledger's page")
     action.add_argument("--check", action="store_true", help="fail when the page is not current")
-    parser.add_argument("--path", type=Path, default=Path("LEDGER.md"), help="the page (default: LEDGER.md here)")
+    parser.add_argument(
+        "--path", type=Path, default=Path("LEDGER.md"), help="the page (default: LEDGER.md here)"
+    )
     options = parser.parse_args(arguments)
     text = page()
     if options.write:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..tracker import CATEGORIES
+from ..tracker import CATEGORIES, PHASES
 from ..units import GiB, KiB, MiB, TiB, format_bytes
 
 if TYPE_CHECKING:
@@ -88,14 +88,11 @@ def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[
     """(total bytes, bytes by category, phase, sample index) of ``peak``, or of the timeline's largest sample."""
     at = timeline.peak_index
     if peak is None:
-        return (
-            timeline.totals[at],
-            {k: v[at] for k, v in timeline.by_category.items()},
-            timeline.phases[at],
-            at,
-        )
-    totals = timeline.totals
-    return peak.total, peak.by_category, peak.phase, totals.index(peak.total) if peak.total in totals else at
+        row = timeline.rows[at].tolist()
+        return row[2], dict(zip(CATEGORIES, row[3:], strict=True)), PHASES[row[1]], at
+    # The peak's sample may be another than the largest, after reset_peak().
+    same = (timeline.rows[:, 2] == peak.total).nonzero()[0]
+    return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
 
 
 def describe(timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None) -> str:

@@ -1,0 +1,162 @@
+"""Adam and AdamW written out: two moving averages for every parameter, updated in place.
+
+For a gradient g, at step t = 1, 2, ...:
+
+    m = beta1 * m + (1 - beta1) * g                 first moment: where the gradient points
+    v = beta2 * v + (1 - beta2) * g * g             second moment: how large it usually is
+    p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
+
+Adam: Kingma and Ba 2015, algorithm 1. AdamW takes weight decay out of the gradient and applies it to the parameter
+itself: Loshchilov and Hutter 2019, algorithm 2. Both follow ``torch.optim``'s plain loop operation by operation, so
+trajectories and checkpoints are interchangeable, and need less room: a step makes one temporary, as large as the
+parameter that is being updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# What torch.optim's Adam can also do. A checkpoint that uses one of these would go on differently here.
+NOT_HERE = ("amsgrad", "maximize", "differentiable")
+
+
+class Adam(Optimizer):
+    """Adam, with weight decay (if any) added to the gradient.
+
+    Keeps, for each parameter that has had a gradient: ``exp_avg`` (m) and ``exp_avg_sq`` (v), with the parameter's
+    shape and dtype, and ``step``, one float32 number. That is 8 bytes a parameter in float32, 4 in bf16, and 4 for each
+    tensor; they appear in the first ``step()``.
+
+    Args:
+        params: parameters, or dicts with ``"params"`` and settings of their own, as for any ``torch.optim`` optimizer.
+        lr: how far a step goes, at least 0.
+        betas: what m and v keep of their old values, each at least 0 and below 1.
+        eps: added to the root of v, at least 0.
+        weight_decay: at least 0.
+
+    Raises ``ValueError`` for settings outside these ranges, in any group. ``state_dict`` has ``torch.optim.Adam``'s form.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, {**defaults, "decoupled_weight_decay": self.decoupled})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with settings of their own. Raises ``ValueError`` for settings out of range."""
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient. Returns what ``closure`` returns, if there is one.
+
+        Raises ``RuntimeError`` for a sparse gradient, before anything has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [
+            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        for p, _ in updates:
+            _refuse_sparse(p)
+        for p, group in updates:
+            self._update(p, group)
+        return loss
+
+    def _update(self, p: Tensor, group: dict) -> None:
+        # A method of its own: its temporary is gone before the next parameter's is made.
+        state = self.state[p]
+        if not state:
+            # Counters stay on the CPU: reading one from a card would make every step wait for it.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["step"] += 1
+        t, lr, decay = state["step"].item(), float(group["lr"]), group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        grad, m, v = p.grad, state["exp_avg"], state["exp_avg_sq"]
+        if p.is_complex():  # two real numbers each
+            p, grad, m, v = map(torch.view_as_real, (p, grad, m, v))
+
+        if decay and group["decoupled_weight_decay"]:
+            p.mul_(1 - lr * decay)
+        elif decay:
+            grad = grad.add(p, alpha=decay)
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        del grad  # a decayed gradient is a temporary, and the next line makes another
+
+        denominator = v.sqrt().div_(sqrt(1 - beta2**t)).add_(group["eps"])
+        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+
+    def __setstate__(self, state: dict) -> None:
+        """Also the last step of ``load_state_dict``. Raises ``ValueError`` for what this class cannot continue."""
+        for group in state["param_groups"]:
+            for option in NOT_HERE:
+                if group.get(option):
+                    raise ValueError(
+                        f"this checkpoint was made with {option}=True, which {type(self).__name__} does not have: "
+                        f"load it into torch.optim.{type(self).__name__}({option}=True)"
+                    )
+            group.setdefault("decoupled_weight_decay", self.decoupled)
+        super().__setstate__(state)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: each step first takes ``lr * weight_decay`` of the parameter away, and the
+    moments never see it. Everything else is as for ``Adam``; ``state_dict`` has ``torch.optim.AdamW``'s form."""
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+    def __setstate__(self, state: dict) -> None:
+        # Like torch.optim.AdamW: whatever wrote the checkpoint, this class decouples.
+        for group in state["param_groups"]:
+            group["decoupled_weight_decay"] = True
+        super().__setstate__(state)
+
+
+def _check(group: dict) -> None:
+    """Raise ``ValueError`` if a group's settings are out of range (or not a number: no comparison holds for nan)."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= group[name]:
+            raise ValueError(f"{name}={group[name]}: it must be at least 0, for example {_EXAMPLES[name]}")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas}: two numbers, each at least 0 and below 1, for example (0.9, 0.999)")
+
+
+_EXAMPLES = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def _refuse_sparse(p: Tensor) -> None:
+    if p.grad.layout != torch.strided:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and Adam's moments are dense: make the gradient "
+            "dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam for that parameter"
+        )

@@ -1,0 +1,363 @@
+"""The closed forms against the real thing: models on the meta device, autograd's saved tensors, whole measured steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
+
+from gradmem_lib import MemoryTracker, accounting, models
+from gradmem_lib.accounting import PRECISIONS, SHAPES, Shape
+from gradmem_lib.claims.lesson_01 import saved_tensors
+from gradmem_lib.tracker import CATEGORIES
+from gradmem_lib.units import GiB
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+IMPLEMENTATION = {"fused": "sdpa", "eager": "eager"}
+
+
+def llama_config(vocab, hidden, layers, heads, kv_heads, intermediate, tied=False):
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+    )
+
+
+CONFIGS = {
+    "tiny Llama": llama_config(8192, 256, 4, 8, 8, 688),
+    "SmolLM2-135M": llama_config(49152, 576, 30, 9, 3, 1536, tied=True),
+    "Llama-3.2-1B": llama_config(128256, 2048, 16, 32, 8, 8192, tied=True),
+    "Llama-2-7B": llama_config(32000, 4096, 32, 32, 32, 11008),
+    "Llama-2-13B": llama_config(32000, 5120, 40, 40, 40, 13824),
+    "Llama-2-70B": llama_config(32000, 8192, 80, 64, 8, 28672),
+    "GPT-2": GPT2Config(),
+    "GPT-2 XL": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
+}
+
+
+def compute(precision: str):
+    return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+
+
+def training_step(model, optimizer, ids, precision):
+    with compute(precision):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measured_peak(model, optimizer, ids, precision="float32"):
+    """The tracker's peak over a second step; the first one makes the optimizer's states."""
+    training_step(model, optimizer, ids, precision)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        tracker.watch(ids, "other")
+        training_step(model, optimizer, ids, precision)
+    return tracker.peak
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_hugging_face_model(name):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    parameters = list(model.parameters())
+    assert SHAPES[name].parameters == sum(p.numel() for p in parameters)
+    assert SHAPES[name].tensors == len(parameters)
+    assert SHAPES[name].largest_tensor == max(p.numel() for p in parameters)
+    assert Shape.from_config(CONFIGS[name], name) == SHAPES[name]
+
+
+def test_every_shape_is_checked_and_named_after_its_key():
+    assert set(SHAPES) == set(CONFIGS)
+    assert all(shape.name == name for name, shape in SHAPES.items())
+
+
+@pytest.mark.parametrize(
+    "config", [BertConfig(), LlamaConfig(attention_bias=True), LlamaConfig(hidden_size=64, head_dim=32)]
+)
+def test_a_config_that_the_forms_do_not_cover_is_refused(config):
+    with pytest.raises(ValueError, match=r"Shape\(\.\.\.\)"):
+        Shape.from_config(config)
+
+
+# --- residents ---
+
+
+def test_bytes_per_parameter_of_each_recipe():
+    total = {name: sum(accounting.bytes_per_parameter(name, "AdamW").values()) for name in PRECISIONS}
+    assert total == {"float32": 16, "bf16": 8, "autocast": 16, "float32 master": 16}
+    assert accounting.bytes_per_parameter("bf16", "SGD momentum")["optimizer"] == 2
+    assert accounting.bytes_per_parameter("float32 master", "none")["optimizer"] == 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("AdamW", lambda p: torch.optim.AdamW(p)),
+        ("AdamW foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
+        ("SGD", lambda p: torch.optim.SGD(p)),
+        ("SGD momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
+    ],
+)
+def test_residents_are_what_pytorch_really_keeps(precision, name, make):
+    model = models.tiny_llama(
+        layers=2, hidden=32, heads=4, intermediate=48, vocab=64, dtype=DTYPES[precision]
+    )
+    optimizer = make(list(model.parameters()))
+    model(input_ids=(ids := torch.zeros(1, 4, dtype=torch.long)), labels=ids).loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert accounting.resident_bytes(Shape.from_config(model.config), precision, name) == {
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "gradients": sum(p.grad.nbytes for p in model.parameters()),
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+# --- saved activations ---
+
+LLAMA_SIZES = [  # batch, seq, hidden, heads, kv_heads, intermediate
+    (1, 8, 32, 4, 4, 48),
+    (2, 16, 32, 4, 2, 88),
+    (3, 10, 48, 6, 1, 40),
+    (2, 33, 64, 2, 2, 100),
+]
+GPT2_SIZES = [(1, 8, 32, 4), (2, 16, 48, 3), (3, 33, 64, 8)]
+
+
+def causal_mask(batch_size, seq_len, dtype, attention):
+    if attention == "fused":
+        return None
+    return torch.full((batch_size, 1, seq_len, seq_len), torch.finfo(dtype).min, dtype=dtype).triu(1)
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("size", LLAMA_SIZES)
+def test_llama_block_saves_exactly_this(size, precision, attention):
+    batch_size, seq_len, hidden, heads, kv_heads, intermediate = size
+    dtype = DTYPES[precision]
+    model = models.tiny_llama(
+        layers=1, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate, vocab=16,
+        attention=IMPLEMENTATION[attention], dtype=dtype,
+    )  # fmt: skip
+    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        tables = model.model.rotary_emb(x, torch.arange(seq_len)[None])
+    mask = causal_mask(batch_size, seq_len, dtype, attention)
+
+    def run():
+        with compute(precision):
+            return model.model.layers[0](x, attention_mask=mask, position_embeddings=tables)
+
+    _, measured = saved_tensors(run, (*model.parameters(), *tables))
+    shape = Shape.from_config(model.config)
+    items = accounting.block_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
+    assert sum(items.values()) == measured
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("size", GPT2_SIZES)
+def test_gpt2_block_saves_exactly_this(size, precision, attention):
+    batch_size, seq_len, hidden, heads = size
+    dtype = DTYPES[precision]
+    model = models.tiny_gpt2(
+        layers=1, hidden=hidden, heads=heads, vocab=16, attention=IMPLEMENTATION[attention], dtype=dtype
+    )
+    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
+    mask = causal_mask(batch_size, seq_len, dtype, attention)
+
+    def run():
+        with compute(precision):
+            return model.transformer.h[0](x, attention_mask=mask)
+
+    _, measured = saved_tensors(run, model.parameters())
+    shape = Shape.from_config(model.config)
+    items = accounting.block_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
+    assert sum(items.values()) == measured
+
+
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("make", [models.tiny_llama, models.tiny_gpt2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_model_saves_exactly_this(make, tied, precision, attention):
+    model = make(
+        layers=3, hidden=32, heads=4, vocab=100, tied=tied, attention=IMPLEMENTATION[attention],
+        dtype=DTYPES[precision],
+    )  # fmt: skip
+    ids = torch.randint(0, 100, (2, 24))
+
+    def run():
+        with compute(precision):
+            return model(input_ids=ids, labels=ids).loss
+
+    _, measured = saved_tensors(run, model.parameters())
+    shape = Shape.from_config(model.config)
+    items = accounting.model_activations(shape, 2, 24, precision=precision, attention=attention)
+    assert sum(items.values()) == measured
+
+
+def test_the_score_matrix_is_kept_by_eager_attention_alone():
+    def saved(seq_len, attention):
+        items = accounting.attention_activations(SHAPES["Llama-2-7B"], 1, seq_len, attention=attention)
+        return sum(items.values())
+
+    assert saved(4096, "fused") == 2 * saved(2048, "fused")
+    assert saved(4096, "eager") > 3 * saved(2048, "eager")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_logits_spike_as_measured(precision):
+    """With a wide vocabulary on a small model the peak of forward and of backward is at the logits, to 1 %."""
+    model = models.tiny_llama(
+        layers=1, hidden=16, heads=2, intermediate=16, vocab=4096, dtype=DTYPES[precision]
+    )
+    ids = torch.randint(0, 4096, (2, 128))
+    with MemoryTracker(model, live=False) as tracker:
+        resting = tracker.current.total
+        loss = model(input_ids=ids, labels=ids).loss
+        forward = tracker.peak.total - resting
+        loss.backward()
+    shape = Shape.from_config(model.config)
+    spike = accounting.logits_bytes(shape, 2, 128, precision=precision)
+    saved = sum(accounting.model_activations(shape, 2, 128, precision=precision).values())
+    assert spike["backward peak"] == 3 * spike["saved"] > spike["forward peak"]
+    assert forward == pytest.approx(saved - spike["saved"] + spike["forward peak"], rel=0.01)
+    assert tracker.peak.total - resting == pytest.approx(
+        saved - spike["saved"] + spike["backward peak"], rel=0.01
+    )
+
+
+# --- the estimate of a whole step ---
+
+STEPS = {
+    "logits": dict(vocab=8192, batch=4, seq=64),
+    "optimizer": dict(vocab=8192, batch=1, seq=16),
+    "activations": dict(vocab=512, batch=4, seq=128),
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every layer"])
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("make", [models.tiny_llama, models.tiny_gpt2])
+def test_estimate_within_one_percent_of_the_measured_peak(make, step, precision, attention, checkpointing):
+    size = STEPS[step]
+    model = make(vocab=size["vocab"], attention=IMPLEMENTATION[attention], dtype=DTYPES[precision])
+    if checkpointing == "every layer":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, size["vocab"], (size["batch"], size["seq"]))
+    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision)
+    estimate = accounting.estimate(
+        Shape.from_config(model.config), batch_size=size["batch"], seq_len=size["seq"], precision=precision,
+        attention=attention, checkpointing=checkpointing,
+    )  # fmt: skip
+    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+    assert sum(estimate.by_category.values()) == estimate.total
+    assert tuple(estimate.by_category) == CATEGORIES
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("SGD", lambda p: torch.optim.SGD(p, foreach=False)),
+        ("SGD momentum", lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False)),
+        ("AdamW foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seq_len", [8, 128])
+def test_estimate_for_other_optimizers_and_tied_weights(name, make, tied, seq_len):
+    model = models.tiny_llama(layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied)
+    ids = torch.randint(0, 2048, (1, seq_len))
+    peak = measured_peak(model, make(model.parameters()), ids)
+    estimate = accounting.estimate(
+        Shape.from_config(model.config), batch_size=1, seq_len=seq_len, precision="float32", optimizer=name
+    )
+    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+
+
+def test_estimate_on_the_real_size_of_smollm2():
+    model = AutoModelForCausalLM.from_config(CONFIGS["SmolLM2-135M"], attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    ids = torch.randint(0, 49152, (1, 128))
+    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
+    estimate = accounting.estimate(SHAPES["SmolLM2-135M"], batch_size=1, seq_len=128, precision="float32")
+    assert estimate.total == pytest.approx(peak.total, rel=0.001)
+
+
+class Segment(nn.Module):
+    """Blocks that are recomputed together."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x, **options):
+        def run(x):
+            for block in self.blocks:
+                x = block(x, **options)
+            return x
+
+        return checkpoint(run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("segment", [1, 2, 4])
+def test_estimate_of_segments(segment):
+    model = models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=256)
+    shape, layers = Shape.from_config(model.config), model.model.layers
+    model.model.layers = nn.ModuleList(Segment(layers[i : i + segment]) for i in range(0, 8, segment))
+    model.config.num_hidden_layers = len(model.model.layers)
+    ids = torch.randint(0, 256, (4, 128))
+    peak = measured_peak(model, torch.optim.SGD(model.parameters(), foreach=False), ids)
+    estimate = accounting.estimate(
+        shape, batch_size=4, seq_len=128, precision="float32", optimizer="SGD",
+        checkpointing="segments", segment=segment,
+    )  # fmt: skip
+    assert estimate.total == pytest.approx(peak.total, rel=0.02)
+
+
+def test_segments_of_one_are_every_layer():
+    options = dict(batch_size=2, seq_len=512)
+    one = accounting.estimate(SHAPES["GPT-2"], checkpointing="segments", segment=1, **options)
+    assert one == accounting.estimate(SHAPES["GPT-2"], checkpointing="every layer", **options)
+    assert accounting.segment_lengths(9, "segments", 4) == [4, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"seq_len": 1.5}, "seq_len is 1.5"),
+        ({"precision": "fp8"}, "'autocast'"),
+        ({"optimizer": "Adam"}, "'AdamW'"),
+        ({"attention": "sdpa"}, "'fused'"),
+        ({"checkpointing": True}, "'every layer'"),
+        ({"checkpointing": "segments"}, "from 1 to 4"),
+        ({"checkpointing": "segments", "segment": 5}, "segment is 5"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_the_right_ones(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        accounting.estimate(SHAPES["tiny Llama"], **{"batch_size": 1, "seq_len": 8} | wrong)
+
+
+def test_cards_run_from_6_gib_to_the_h200():
+    assert accounting.CARDS["6 GB card"] == 6 * GiB
+    assert accounting.CARDS["H200 141 GB"] == max(accounting.CARDS.values())
