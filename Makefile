@@ -42,7 +42,7 @@ $(TEST): requirements-test.txt $(LEARN)
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 lab: $(LEARN)
-	@set -- lessons/00_start_here.ipynb; \
+	@set -- --LabApp.default_url=/lab/tree/lessons/00_start_here.ipynb; \
 	if [ "$$(id -u)" = 0 ]; then set -- "$$@" --allow-root; fi; \
 	if [ -n "$$SSH_CONNECTION$$CI" ] || { [ "$$(uname)" = Linux ] && [ -z "$$DISPLAY$$WAYLAND_DISPLAY" ]; }; then \
 	  echo "No browser here: open the address below in one."; set -- "$$@" --no-browser; \

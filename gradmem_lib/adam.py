@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# What torch.optim's Adam can also do. A checkpoint that uses one of these would go on differently here.
+# What torch.optim's Adam can do and this one cannot: a checkpoint may ask for it.
 NOT_HERE = ("amsgrad", "maximize", "differentiable")
 
 
@@ -56,8 +56,9 @@ class Adam(Optimizer):
         super().__init__(params, {**defaults, "decoupled_weight_decay": self.decoupled})
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add parameters with settings of their own. Raises ``ValueError`` for settings out of range."""
-        _check({**self.defaults, **param_group})
+        """Add parameters with settings of their own. Raises ``ValueError`` for settings that it cannot use."""
+        if isinstance(param_group, dict):
+            _check({**self.defaults, **param_group}, type(self).__name__)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -70,9 +71,7 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [
-            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p, _ in updates:
             _refuse_sparse(p)
         for p, group in updates:
@@ -88,7 +87,7 @@ class Adam(Optimizer):
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["step"] += 1
-        t, lr, decay = state["step"].item(), float(group["lr"]), group["weight_decay"]
+        t, lr, decay = float(state["step"]), float(group["lr"]), group["weight_decay"]
         beta1, beta2 = group["betas"]
         grad, m, v = p.grad, state["exp_avg"], state["exp_avg_sq"]
         if p.is_complex():  # two real numbers each
@@ -106,15 +105,10 @@ class Adam(Optimizer):
         p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
 
     def __setstate__(self, state: dict) -> None:
-        """Also the last step of ``load_state_dict``. Raises ``ValueError`` for what this class cannot continue."""
+        """The last part of ``load_state_dict``. Raises ``ValueError`` for settings that it cannot use."""
         for group in state["param_groups"]:
-            for option in NOT_HERE:
-                if group.get(option):
-                    raise ValueError(
-                        f"this checkpoint was made with {option}=True, which {type(self).__name__} does not have: "
-                        f"load it into torch.optim.{type(self).__name__}({option}=True)"
-                    )
             group.setdefault("decoupled_weight_decay", self.decoupled)
+            _check(group, type(self).__name__)
         super().__setstate__(state)
 
 
@@ -141,17 +135,22 @@ class AdamW(Adam):
         super().__setstate__(state)
 
 
-def _check(group: dict) -> None:
-    """Raise ``ValueError`` if a group's settings are out of range (or not a number: no comparison holds for nan)."""
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= group[name]:
-            raise ValueError(f"{name}={group[name]}: it must be at least 0, for example {_EXAMPLES[name]}")
+def _check(group: dict, name: str) -> None:
+    """Raise ``ValueError`` if a group's settings are out of range, or ask for what is not here."""
+    for setting, example in (("lr", 0.001), ("eps", 1e-8), ("weight_decay", 0.01)):
+        if not group[setting] >= 0:  # so written, it refuses nan too
+            raise ValueError(f"{setting}={group[setting]}: it must be at least 0, for example {example}")
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: two numbers, each at least 0 and below 1, for example (0.9, 0.999)")
-
-
-_EXAMPLES = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"betas={betas}: give two numbers, each at least 0 and below 1, such as (0.9, 0.999)"
+        )
+    for option in NOT_HERE:
+        if group.get(option):
+            raise ValueError(
+                f"{option}=True is not in this {name}, and without it training would go on differently: "
+                f"use torch.optim.{name}"
+            )
 
 
 def _refuse_sparse(p: Tensor) -> None:

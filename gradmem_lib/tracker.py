@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -405,8 +406,9 @@ class MemoryTracker:
         finally:
             self._finish()
         if exc is not None and isinstance(exc, torch.OutOfMemoryError):
-            # The traceback keeps the local variables of every frame, and with them the tensors that did not fit.
-            _clear_frames(exc)
+            # A notebook keeps the last exception, and a traceback keeps the variables of every frame in it, and with them the
+            # tensors that did not fit.
+            _let_go(exc)
 
     def _finish(self) -> None:
         with self._lock:
@@ -822,9 +824,22 @@ def _compiled_error(name: str) -> RuntimeError:
     )
 
 
-def _clear_frames(error: BaseException) -> None:
+def _let_go(error: BaseException) -> None:
+    """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
+
+    Local variables are cleared. What a function closes over cannot be, so the traceback ends before the first such
+    function (inside PyTorch, in most cases): frames within it would lead back to it.
+    """
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
+        entries, entry = [], error.__traceback__
+        while entry is not None and not (entries and entry.tb_frame.f_code.co_freevars):
+            entries.append(entry)
+            entry = entry.tb_next
+        kept = None
+        for entry in reversed(entries):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        error.__traceback__ = kept
         error = error.__cause__ or error.__context__

@@ -82,8 +82,9 @@ with MemoryTracker(model, optimizer, title="30 steps, and the batch doubles twic
         train(batch, steps=10)
 
 # %% [markdown]
-# Each tooth of the saw is one training step. The bottom layers, **parameters** and the **optimizer**'s memory, do not
-# care about the batch. What grows are the **activations**, which forward keeps for backward, and the **temporaries**.
+# Each tooth of the saw is one training step. **Parameters**, **gradients** and the **optimizer**'s memory, which appears
+# in the first step and stays, do not care about the batch. What grows are the **activations**, which forward keeps for
+# backward, and on top of them, in short spikes, the **temporaries**.
 #
 # When the cell ends, a still picture takes the place of the moving one, so that a saved notebook shows it too.
 
@@ -99,7 +100,7 @@ guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 # click it and use the arrow keys. **P** jumps to the peak. Here is a single step, so that you can see inside.
 
 # %%
-with MemoryTracker(model, optimizer, live=False, title="one training step, four sequences") as step:
+with MemoryTracker(model, optimizer, live=False, title="one step, four sequences") as step:
     train(batch=4)
 step.show()
 
@@ -116,7 +117,7 @@ step.show()
 # | temporaries | made by one operation, gone a few operations later |
 # | other | what has no better name here, such as the batch itself |
 #
-# The strip along the bottom gives the **phase**: forward, backward, optimizer step. In words, the peak is:
+# The strip along the top gives the **phase**: forward, backward, optimizer step. In words, the peak is:
 
 # %%
 print(step.peak)
@@ -199,7 +200,7 @@ print(f"{tensor_bytes((16, 128), 8):,} bytes by your formula, {ids.nbytes:,} byt
 # %%
 card = "192 MiB"
 
-with MemoryTracker(model, optimizer, budget=card, title="2 sequences on a small card, then 16") as tracker:
+with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") as tracker:
     train(batch=2)
     before = tracker.current.total
     try:
@@ -214,7 +215,7 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences on a small 
 # so does the model:
 
 # %%
-print(f"{before:,} bytes live before the step that failed, {after:,} bytes after it")
+print(f"{before:,} bytes live before the failure, {after:,} bytes after it")
 
 # %% [markdown]
 # Nothing was left behind. Now repair it: **lower `batch` until the step fits.** Change the number, then run this cell
@@ -228,15 +229,13 @@ batch = 4
 
 # %%
 try:
-    with MemoryTracker(model, optimizer, budget=card, title=f"a batch of {batch} on a small card") as tracker:
+    with MemoryTracker(model, optimizer, budget=card, title=f"a batch of {batch}") as tracker:
         train(batch)
-    print(f"a batch of {batch} fits: its peak is {tracker.peak.total:,} of {tracker.budget:,} bytes")
+    print(f"{batch} fits: the peak is {tracker.peak.total:,} of {tracker.budget:,} bytes")
 except BudgetExceeded as error:
-    print(
-        f"a batch of {batch} does not fit: {error.snapshot.total - error.budget:,} bytes over, and not done yet"
-    )
-finally:
-    optimizer.zero_grad(set_to_none=True)  # a step that fails in backward leaves gradients behind
+    phase = error.snapshot.phase
+    print(f"{batch} does not fit: no room in {phase} for {error.asked:,} bytes more")
+    optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
 
 # %% [markdown]
 # Same kernel, same model, same optimizer. That is how you will work here: go past the limit, read who holds what, change
@@ -244,13 +243,16 @@ finally:
 #
 # ## 5 · Where things are kept
 #
-# What you solve and guess is kept in one small file on this machine; the doctor's list above says where. In a terminal,
-# in the course's folder:
+# What you solve and guess is kept in one small file on this machine; the doctor's list above says where. The wrong answer
+# that we wrote in section 3 is in it too, as a first try. In any notebook cell, the first of these lines shows it. The
+# second begins again, and keeps the old file beside the new one:
 #
 # ```
-# python -m gradmem_lib progress            # what you have solved, and how good your guesses were
-# python -m gradmem_lib progress --reset    # begin again (the old file is kept beside the new one)
+# %run -m gradmem_lib progress
+# %run -m gradmem_lib progress --reset
 # ```
+#
+# In a terminal where the course's environment is active, the same is `python -m gradmem_lib progress`.
 #
 # Two things can be set from outside, before JupyterLab starts, or with `%env` in a first cell:
 #

@@ -11,6 +11,7 @@ import pytest
 from browser import ROOT, Lab, Notebook, chromium
 
 LESSONS = ROOT / "lessons"
+CANVAS = "document.querySelector('canvas.gm-canvas')"
 
 MODEL = """
 import time, torch
@@ -60,7 +61,11 @@ def lab(tmp_path_factory, browser):
     for name, cells in NOTEBOOKS.items():
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         notebook = nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_code_cell(source.strip()) for source in cells], metadata=kernel
+            cells=[
+                nbformat.v4.new_markdown_cell("# A heading"),
+                *(nbformat.v4.new_code_cell(source.strip()) for source in cells),
+            ],
+            metadata=kernel,
         )
         nbformat.write(notebook, folder / name)
     with Lab(folder) as running:
@@ -117,12 +122,15 @@ def test_keyboard_and_mouse_read_the_timeline(browser, lab):
         ]
         assert ", ".join(shown) == notebook.output(3).inner_text().strip()
         canvas.focus()
-        said = []
+        active = "() => jupyterapp.shell.currentWidget.content.activeCellIndex"
+        cell, said = notebook.page.evaluate(active), []
         for key in ("Home", "ArrowRight", "p", "End", "ArrowLeft"):
             notebook.page.keyboard.press(key)
             said.append(spoken.inner_text())
             assert said[-1].startswith("operation ")
         assert len(set(said)) == len(said)
+        # JupyterLab must not have taken the keys to move to another cell.
+        assert notebook.page.evaluate(active) == cell
         peak = output.locator(".gm-figure b").last.inner_text()
         assert f": {peak}, of which" in said[2]
         assert spoken.get_attribute("aria-live") == "polite"
@@ -140,14 +148,17 @@ def test_a_change_of_theme_redraws(browser, lab):
         notebook.run_all()
         canvas = notebook.output(2).locator("canvas.gm-canvas")
         canvas.wait_for()
-        pixels = "(canvas) => canvas.toDataURL()"
-        notebook.page.wait_for_function("document.querySelector('canvas.gm-canvas').dataset.draws > 0")
-        light = canvas.evaluate(pixels)
+        in_its_colours = f"() => {CANVAS}.dataset.ink === getComputedStyle({CANVAS}).color"
+        notebook.page.wait_for_function(in_its_colours)
+        light = canvas.get_attribute("data-ink")
         notebook.theme("JupyterLab Dark")
-        notebook.page.wait_for_function(
-            "(before) => document.querySelector('canvas.gm-canvas').toDataURL() !== before", arg=light
-        )
+        notebook.page.wait_for_function(f"(before) => {CANVAS}.dataset.ink !== before", arg=light)
+        notebook.page.wait_for_function(in_its_colours)
+        canvas.scroll_into_view_if_needed()
         shot(notebook, "shown_dark")
+        # A theme may also change colours alone, and move nothing.
+        notebook.page.evaluate("document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')")
+        notebook.page.wait_for_function(f"() => {CANVAS}.dataset.ink === 'rgb(1, 200, 3)'")
 
 
 def assert_explorer_reacts(notebook: Notebook) -> None:
@@ -192,7 +203,7 @@ def test_first_lesson_moves_and_ends_in_a_picture(browser, lab, name):
         assert len(pictures) >= 5
         pictures = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
         pictures.first.wait_for()
-        assert notebook.panel.locator(".jp-OutputArea-output canvas.gm-canvas").count() == 0
+        assert notebook.panel.locator("canvas.gm-canvas[data-recording=true]").count() == 0
         shot(notebook, "lesson_00_after")
         assert notebook.errors == []
 

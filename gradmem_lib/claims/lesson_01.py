@@ -407,7 +407,7 @@ def one_layer() -> Finding:
         f"{gb(real['eager'])} with eager attention, whose softmax is kept twice, in float32 and in bf16 ({gb(softmax)}), {same}. "
         f"Over 32 layers that is {gb(layers * real['fused'])}, close to the claim by accident, or {gb(layers * real['eager'])}.",
         {
-            "queries, keys, values by the document's product": qkv,
+            "queries, keys and values by the document's product": qkv,
             "scores by its product": scores,
             "feed-forward by its product": ffn,
             "block with fused attention, closed form": real["fused"],

@@ -92,7 +92,7 @@ function render({ model, el }) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-roledescription", "memory plot");
-  canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take the arrow keys to move between cells
+  canvas.dataset.lmSuppressShortcuts = "true"; // JupyterLab takes some arrow keys to move between cells
 
   const side = make("div", "gm-side", body), table = make("table", "", side);
   make("caption", "gm-hidden", table, "Bytes by category");
@@ -161,6 +161,7 @@ function render({ model, el }) {
     peakText.classList.toggle("gm-over", budget > 0 && peak.total > budget);
     peakPhase.textContent = ` ${grouped(peak.total)} bytes` + (phases[peak.phase] ? `, ${phases[peak.phase]}` : "");
     dot.style.display = frame.finished ? "none" : "";
+    canvas.dataset.recording = !frame.finished;
     nowBox.style.display = frame.finished ? "none" : "";
     const source = at >= 0 ? frame.parts.map((part) => part[at]) : frame.finished ? peak.parts : current.parts;
     const total = at >= 0 ? frame.totals[at] : frame.finished ? peak.total : current.total;
@@ -314,7 +315,7 @@ function render({ model, el }) {
         g.strokeStyle = ink; g.lineWidth = 1; g.stroke();
       });
     }
-    canvas.dataset.draws = +(canvas.dataset.draws || 0) + 1;
+    canvas.dataset.ink = ink;
   }
 
   const schedule = () => { if (!request) request = requestAnimationFrame(draw); };

@@ -164,7 +164,7 @@ class LivePlot:
         try:
             data, metadata = still_bundle(timeline, title=self.title, budget=self.budget, peak=peak)
             if output is not None:
-                pass
+                output.update(data, metadata=metadata, raw=True)
             else:
                 from IPython.display import display
 

@@ -534,6 +534,7 @@ def bar_svg(
         f'<title id="{key}t">{escape(title)}</title><desc id="{key}d">{escape(words)}.{escape(against)}</desc>',
         f"<defs>{''.join(_svg_pattern(key, name) for name in CATEGORIES)}</defs>",
     ]
+    labels = []
     for i, parts in enumerate(bars.values()):
         y, left = head + i * row, 0
         y += 22
@@ -551,7 +552,7 @@ def bar_svg(
                 f'<rect class="gm-part" data-category="{name}" data-bytes="{nbytes}" x="{x}" y="{y}" width="{max(w, 0.5):.1f}" '
                 f'height="{bar}" fill="url(#{key}{name})"><title>{name}: {format_bytes(nbytes)} ({nbytes:,} bytes)</title></rect>'
             )
-            out.append(_svg_label(name, nbytes, x, y, w, bar))
+            labels.append(_svg_label(name, nbytes, x, y, w, bar))
             left += nbytes
     for name, nbytes in cards.items():
         x = px(nbytes)
@@ -562,7 +563,8 @@ def bar_svg(
             f'<text x="{x}" y="{head - 8}" text-anchor="{anchor}" fill="{_ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
         )
     halo = 'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:7px"'
-    for i, (label, parts) in enumerate(bars.items()):  # after the lines, which would run through the words
+    out += labels  # after the lines, which would run through the words
+    for i, (label, parts) in enumerate(bars.items()):
         y, total = head + i * row, sum(parts.values())
         out.append(
             f'<text x="{pad}" y="{y + 14}" fill="currentColor" {halo}>{escape(label)}</text>'

@@ -1,0 +1,366 @@
+"""Adam by hand against torch.optim: the same trajectories, the same checkpoints, and fewer bytes, counted exactly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradmem_lib.adam import Adam, AdamW
+from gradmem_lib.tracker import MemoryTracker
+
+PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
+both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
+
+
+def parameters(shapes=((3, 4), (5,), ()), dtype=torch.float64, seed=0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    real = dtype.to_real() if dtype.is_complex else dtype
+    made = [torch.randn(shape, dtype=torch.float64, generator=generator).to(real) for shape in shapes]
+    return [nn.Parameter(p.to(dtype) * (1 + 1j) if dtype.is_complex else p) for p in made]
+
+
+def train(optimizer, steps=100, seed=1, start=0) -> list[torch.Tensor]:
+    """Steps on gradients that depend on the parameters and are noisy; returns the parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        for p in params:
+            noise = torch.randn(p.shape, dtype=torch.float64, generator=generator).to(p.dtype)
+            p.grad = (p.detach() + noise) * 10.0 ** (step % 5 - 3)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def distance(ones, others) -> float:
+    """The largest difference, relative to the largest entry of its tensor."""
+    pairs = [
+        (a.detach().cdouble(), b.detach().cdouble()) for a, b in zip(ones, others, strict=True) if a.numel()
+    ]
+    return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs), default=0.0)
+
+
+# The same trajectory --------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_float64_equals_torch_after_100_steps(ours, theirs, weight_decay):
+    mine = train(ours(parameters(), lr=0.01, weight_decay=weight_decay))
+    for foreach in (False, True):
+        its = train(theirs(parameters(), lr=0.01, weight_decay=weight_decay, foreach=foreach))
+        assert distance(mine, its) <= 1e-12
+    assert distance(mine, parameters()) > 0.01  # it did go somewhere
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precision_is_as_close_to_the_plain_loop_as_foreach_is(ours, theirs, dtype):
+    shapes = ((64, 33), (7,))
+    plain, foreach = (
+        train(theirs(parameters(shapes, dtype), lr=0.01, weight_decay=0.1, foreach=it))
+        for it in (False, True)
+    )
+    mine = train(ours(parameters(shapes, dtype), lr=0.01, weight_decay=0.1))
+    assert distance(mine, plain) <= distance(foreach, plain)
+    assert [p.dtype for p in mine] == [dtype, dtype]
+
+
+@both
+def test_float16_and_complex_numbers(ours, theirs):
+    for dtype in (torch.float16, torch.complex64):
+        settings = dict(lr=0.01, weight_decay=0.1, eps=1e-4)
+        mine = train(ours(parameters(dtype=dtype), **settings), steps=20)
+        its = train(theirs(parameters(dtype=dtype), **settings, foreach=False), steps=20)
+        assert distance(mine, its) <= 1e-6
+        assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in mine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pair=st.sampled_from(PAIRS),
+    lr=st.floats(0, 1),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999)),
+    eps=st.floats(1e-12, 1e-2),
+    weight_decay=st.floats(0, 1),
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4),
+    steps=st.integers(1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_any_settings_and_shapes_equal_torch(pair, lr, betas, eps, weight_decay, shapes, steps, seed):
+    ours, theirs = pair
+    options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    mine = train(ours(parameters(shapes, seed=seed), **options), steps, seed)
+    its = train(theirs(parameters(shapes, seed=seed), **options, foreach=False), steps, seed)
+    assert distance(mine, its) <= 1e-12
+
+
+@both
+def test_groups_have_their_own_settings_and_follow_a_scheduler(ours, theirs):
+    def groups():
+        a, b, c = parameters()
+        return [{"params": [a], "lr": 0.1, "weight_decay": 0.5}, {"params": [b, c], "betas": (0.5, 0.9)}]
+
+    optimizers = [ours(groups(), lr=0.01), theirs(groups(), lr=0.01, foreach=False)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    for start in range(0, 30, 10):
+        for optimizer in optimizers:
+            train(optimizer, 10, start=start)
+        for scheduler in schedulers:
+            scheduler.step()
+    mine, its = (train(optimizer, 5, start=30) for optimizer in optimizers)
+    assert distance(mine, its) <= 1e-12
+    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+
+
+def test_a_group_may_be_added_later():
+    first, second, _ = parameters()
+    optimizer = AdamW([first])
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
+    with pytest.raises(TypeError, match="dict"):
+        optimizer.add_param_group([second])
+
+
+@both
+def test_a_parameter_without_a_gradient_is_left_alone_and_gets_no_state(ours, theirs):
+    used, unused, _ = parameters()
+    before = unused.detach().clone()
+    optimizer = ours([used, unused], weight_decay=0.1)
+    used.grad = torch.ones_like(used)
+    optimizer.step()
+    assert torch.equal(unused, before)
+    assert used in optimizer.state and unused not in optimizer.state
+
+    # One whose gradients come and go counts only the steps that it took.
+    unused.grad = torch.ones_like(unused)
+    optimizer.step()
+    assert (optimizer.state[used]["step"], optimizer.state[unused]["step"]) == (2, 1)
+
+
+def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
+    (p,) = parameters([(3,)])
+    optimizer = Adam([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    before = p.detach().clone()
+    assert optimizer.step(closure).item() == pytest.approx(float((before * before).sum()))
+    assert not torch.equal(p, before)
+
+
+def test_a_step_leaves_no_graph_and_updates_in_place():
+    (p,) = parameters([(3,)])
+    pointer, p.grad = p.data_ptr(), torch.ones_like(p)
+    grad = p.grad.clone()
+    optimizer = Adam([p], weight_decay=0.5)
+    optimizer.step()
+    assert p.data_ptr() == pointer and p.is_leaf and p.requires_grad
+    assert torch.equal(p.grad, grad), "weight decay must not change the gradient that others may read"
+    assert not any(state.requires_grad for state in optimizer.state[p].values())
+
+
+# The same checkpoint --------------------------------------------------------------------------------------------------
+
+
+def shape_of(state_dict) -> dict:
+    return {
+        key: {name: (value.shape, value.dtype) for name, value in state.items()}
+        for key, state in state_dict["state"].items()
+    }
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_checkpoints_go_both_ways_and_training_continues_as_if_nothing_happened(ours, theirs, dtype):
+    def fresh(kind, values=None):
+        params = [nn.Parameter(v.clone()) for v in values] if values else parameters(dtype=dtype)
+        extra = {"foreach": False} if kind is theirs else {}
+        # Other settings than the checkpoint's: they must come from the checkpoint.
+        return kind(params, lr=0.5 if values else 0.01, weight_decay=0.1, **extra)
+
+    straight = train(fresh(theirs), 50)
+    for first, second in [(ours, theirs), (theirs, ours), (ours, ours)]:
+        begun = fresh(first)
+        values = train(begun, 20)
+        saved = copy.deepcopy(begun.state_dict())
+        continued = fresh(second, values)
+        continued.load_state_dict(saved)
+        assert shape_of(continued.state_dict()) == shape_of(saved)
+        assert distance(train(continued, 30, start=20), straight) <= (1e-12 if dtype == torch.float64 else 0)
+
+
+def test_the_state_has_the_names_and_kinds_that_torch_uses():
+    mine, its = AdamW(parameters(dtype=torch.bfloat16)), torch.optim.AdamW(parameters(dtype=torch.bfloat16))
+    train(mine, 3), train(its, 3)
+    assert shape_of(mine.state_dict()) == shape_of(its.state_dict())
+    assert list(mine.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+    step = mine.state_dict()["state"][0]["step"]
+    assert step.dtype == torch.float32 and step.shape == () and step.item() == 3
+
+
+def test_weight_decay_survives_a_change_of_class_as_it_does_in_torch():
+    # AdamW always decouples; Adam goes on as the checkpoint did.
+    begun = torch.optim.AdamW(parameters(), weight_decay=0.3, foreach=False)
+    train(begun, 5)
+    for kind, its in [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]:
+        for saved in (begun.state_dict(), torch.optim.Adam(parameters(), weight_decay=0.3).state_dict()):
+            mine, theirs = kind(parameters()), its(parameters(), foreach=False)
+            mine.load_state_dict(copy.deepcopy(saved)), theirs.load_state_dict(copy.deepcopy(saved))
+            assert distance(train(mine, 5), train(theirs, 5)) <= 1e-12
+
+
+def test_a_pickled_optimizer_continues():
+    optimizer = AdamW(parameters())
+    train(optimizer, 5)
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert distance(train(other, 5, start=5), train(optimizer, 5, start=5)) == 0
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_a_checkpoint_that_needs_more_is_refused_and_changes_nothing(option):
+    theirs = torch.optim.AdamW(parameters(), **{option: True})
+    train(theirs, 3)
+    mine = AdamW(parameters())
+    train(mine, 2)
+    before = copy.deepcopy(mine.state_dict())
+    with pytest.raises(ValueError, match=rf"{option}=True is not in this AdamW.*torch\.optim\.AdamW"):
+        mine.load_state_dict(theirs.state_dict())
+    assert str(mine.state_dict()) == str(before)
+    with pytest.raises(ValueError, match=option):
+        AdamW([{"params": parameters(), option: True}])
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": -1.0}, "lr=-1.0: it must be at least 0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"eps": -1e-8}, "eps=-1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"betas": (1.0, 0.999)}, r"betas=\(1.0, 0.999\)"),
+        ({"betas": (0.9, -0.1)}, "betas"),
+        ({"betas": (0.9,)}, "give two numbers"),
+    ],
+)
+def test_bad_settings_are_refused_where_torch_refuses_them(ours, theirs, options, says):
+    with pytest.raises(ValueError, match=says):
+        ours(parameters(), **options)
+    with pytest.raises(ValueError, match=says):
+        ours([{"params": parameters(), **options}])
+    with pytest.raises((ValueError, IndexError)):
+        theirs(parameters(), **options)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    first, table = nn.Parameter(torch.ones(3)), nn.Embedding(10, 4, sparse=True)
+    first.grad = torch.ones(3)
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer = AdamW([first, table.weight])
+    with pytest.raises(RuntimeError, match=r"shape \(10, 4\) has a sparse gradient.*SparseAdam"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3)) and not optimizer.state
+
+
+def test_what_is_no_parameter_is_refused():
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        Adam(torch.ones(2))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Adam([])
+    with pytest.raises(ValueError, match="leaf"):
+        Adam([torch.ones(2, requires_grad=True) * 2])
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def network(dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 96), nn.Linear(96, 8)).to(dtype)
+
+
+def step_bytes(make, dtype=torch.float32, steps=2) -> tuple[dict[str, int], int, list[int]]:
+    """Bytes after the last step, by category; what that step needed on top of them; the bytes of each parameter."""
+    net = network(dtype)
+    optimizer = make(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.full_like(p, 1e-2)
+    for _ in range(steps - 1):
+        optimizer.step()
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        optimizer.step()
+    on_top = tracker.peak.total - tracker.current.total
+    return tracker.current.by_category, on_top, [p.nbytes for p in net.parameters()]
+
+
+@both
+@pytest.mark.parametrize(("dtype", "per_parameter"), [(torch.float32, 8), (torch.bfloat16, 4)], ids=str)
+def test_states_take_two_numbers_a_parameter_and_a_counter_a_tensor(ours, theirs, dtype, per_parameter):
+    n = sum(p.numel() for p in network(dtype).parameters())
+    for make in (ours, lambda params: theirs(params, foreach=False)):
+        for steps in (1, 2):
+            now, _, sizes = step_bytes(make, dtype, steps)
+            assert now["optimizer"] == per_parameter * n + 4 * len(sizes)
+            assert (now["temporaries"], now["other"]) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_makes_one_temporary_as_large_as_the_largest_parameter(dtype):
+    for make in (AdamW, Adam, lambda params: Adam(params, weight_decay=0.1)):
+        _, on_top, sizes = step_bytes(make, dtype)
+        assert on_top == max(sizes)
+        _, on_top, sizes = step_bytes(make, dtype, steps=1)
+        assert on_top <= max(sizes)  # less: the last states are made after the largest temporary is gone
+
+
+def test_what_torchs_three_variants_need_on_top():
+    _, plain, sizes = step_bytes(lambda params: torch.optim.AdamW(params, foreach=False))
+    _, foreach, _ = step_bytes(lambda params: torch.optim.AdamW(params, foreach=True))
+    _, fused, _ = step_bytes(lambda params: torch.optim.AdamW(params, fused=True))
+    # Plain: the root, the root over its correction, and what is left of the parameter before.
+    before = [0, *sizes[:-1]]
+    assert plain == max(2 * size + previous for size, previous in zip(sizes, before, strict=True))
+    assert foreach == sum(sizes)
+    assert fused == 0
+
+
+def test_the_tracker_calls_states_by_their_name_as_they_appear():
+    net = network(torch.float32)
+    optimizer = AdamW(net.parameters())
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        net(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    assert tracker.current.by_category["optimizer"] == sum(8 * p.numel() + 4 for p in net.parameters())
+    grown = tracker.timeline.by_category["optimizer"]
+    assert grown == sorted(grown) and len(set(grown)) > 3, "states appear parameter by parameter"
+    assert {holder.module for holder in tracker.largest(20) if holder.category == "optimizer"} >= {
+        "0.weight",
+        "1.weight",
+    }
+
+
+def test_a_grad_scaler_unscales_before_the_step():
+    mine, its = (parameters(dtype=torch.float32) for _ in range(2))
+    for params, optimizer in [(mine, AdamW(mine)), (its, torch.optim.AdamW(its, foreach=False))]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = sum((p * p).sum() for p in params) * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.state[params[0]]["step"] == 3
+    assert distance(mine, its) == 0
