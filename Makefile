@@ -17,7 +17,7 @@ TEST := .venv/.ready-to-test
 help:
 	@echo "make lab         open the course in JupyterLab"
 	@echo "make test        check everything: style, notebooks, library, widgets in a browser"
-	@echo "make notebooks   build the notebooks from solutions/*.py"
+	@echo "make notebooks   build the notebooks from solutions/*.py, and LEDGER.md from the claims"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 
 # --- the environment --------------------------------------------------------------------------------------------------
@@ -53,6 +53,7 @@ lab: $(LEARN)
 
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
+	$(PY) -m gradmem_lib.claims --write
 
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
@@ -73,11 +74,12 @@ browser: $(TEST)
 	echo "system's package manager so that 'chromium' or 'google-chrome' runs in this shell, then: make test"; \
 	exit 1
 
+# Each of the WORKERS gets one thread: two that each use all cores wait for one another most of the time.
 # Every step runs, whatever failed before it, and the failed ones are named at the end. CI=1 turns a test that would be
 # skipped for want of a browser into a failure.
 test: $(TEST) browser
 	@scratch=$$(mktemp -d); failed=; trap 'rm -rf "$$scratch"' EXIT; trap 'exit 130' INT; \
-	export CI=1 GRADMEM_LIVE=0 GRADMEM_PROGRESS="$$scratch/progress.json"; \
+	export CI=1 OMP_NUM_THREADS=1 GRADMEM_LIVE=0 GRADMEM_PROGRESS="$$scratch/progress.json"; \
 	step() { name=$$1; shift; printf '\n== %s\n' "$$name"; "$$@" || failed="$$failed [$$name]"; }; \
 	step "style" $(PY) -m ruff check .; \
 	step "format" $(PY) -m ruff format --check .; \

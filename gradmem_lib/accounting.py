@@ -553,8 +553,8 @@ def estimate(
             moments[f"{where}, {half} backward"] = moment(
                 alive - freed, finished, temporaries + waiting + residual
             )
-    embedding = 3 * table if shape.tied else table + residual
-    moments["embedding, backward"] = moment(0, resident["gradients"] - table, embedding)
+    # The two gradients of a tied table are both alive while their sum is made.
+    moments["embedding, backward"] = moment(0, resident["gradients"], 2 * table if shape.tied else residual)
     if optimizer != "none":
         step = _step_temporaries(shape, p, OPTIMIZERS[optimizer])
         moments["optimizer step"] = moment(0, resident["gradients"], step)

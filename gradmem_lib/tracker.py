@@ -132,12 +132,12 @@ class BudgetExceeded(torch.OutOfMemoryError):
 
 
 _REMEDIES = {
-    "parameters": "the weights themselves: load them in bf16, or train a smaller model",
-    "gradients": "the gradients: train fewer parameters (LoRA), or keep them in bf16",
-    "optimizer": "the optimizer's states: bf16 or 8-bit states, or an optimizer with fewer of them",
-    "activations": "activations: a smaller micro-batch (accumulate gradients), shorter sequences, or checkpointing",
-    "temporaries": "temporaries: a smaller micro-batch, or an optimizer that works in place (foreach=False)",
-    "other": "tensors that the tracker cannot name, such as batches: keep fewer of them on the device",
+    "parameters": "the weights themselves.\n  What helps: load them in bf16, or train a smaller model",
+    "gradients": "gradients.\n  What helps: train fewer parameters (LoRA), or keep them in bf16",
+    "optimizer": "the optimizer's states.\n  What helps: bf16 or 8-bit states, or an optimizer with fewer of them",
+    "activations": "activations.\n  What helps: a smaller micro-batch, shorter sequences, or checkpointing",
+    "temporaries": "temporaries.\n  What helps: a smaller micro-batch, or an optimizer that works in place (foreach=False)",
+    "other": "tensors without an owner, such as batches.\n  What helps: keep fewer of them on the device",
 }
 
 
@@ -403,12 +403,12 @@ class MemoryTracker:
     def __exit__(self, exc_type, exc, tb) -> None:
         try:
             self._undo.close()
+            if isinstance(exc, torch.OutOfMemoryError):
+                # A notebook keeps the last exception, and a traceback keeps the variables of every frame in it, and with
+                # them the tensors that did not fit.
+                _let_go(exc)
         finally:
             self._finish()
-        if exc is not None and isinstance(exc, torch.OutOfMemoryError):
-            # A notebook keeps the last exception, and a traceback keeps the variables of every frame in it, and with them the
-            # tensors that did not fit.
-            _let_go(exc)
 
     def _finish(self) -> None:
         with self._lock:
@@ -700,22 +700,28 @@ class MemoryTracker:
 
     def _over_budget(self, asked: int, op: str) -> BudgetExceeded:
         snapshot = self._snapshot()
-        holders = _largest(self._holders("current"), 5)
         main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
         modules = {id(m): name for name, m in self.model.named_modules()} if self.model is not None else {}
         where = f" in {_owner(self._stack[-1], modules)}" if self._stack else ""
+        holders = self._holders("current")
+        sums: dict[tuple[str, str], int] = {}
+        for h in holders:
+            key = (h.category, ".".join(h.module.split(".")[:3]))
+            sums[key] = sums.get(key, 0) + h.nbytes
+        largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
         lines = [
-            f"out of budget: {format_bytes(self.budget)} ({self.budget:,} bytes) allowed, "
-            f"{format_bytes(snapshot.total)} ({snapshot.total:,} bytes) live, {snapshot.total - self.budget:,} bytes over.",
+            f"out of budget by {snapshot.total - self.budget:,} bytes: "
+            f"{snapshot.total:,} live ({format_bytes(snapshot.total)}), "
+            f"{self.budget:,} allowed ({format_bytes(self.budget)})",
             f"  asked for {asked:,} bytes: {op}{where}, in {snapshot.phase}",
             "  live by category:",
-            *(f"    {name:<12}{n:>16,} bytes" for name, n in snapshot.by_category.items() if n),
+            *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
-            *(f"    {h.nbytes:>16,} bytes  {h.category:<12}{h.module} {h.op}".rstrip() for h in holders),
+            *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
             f"  Most of it is {_REMEDIES[main]}.",
         ]
         return BudgetExceeded(
-            "\n".join(lines), budget=self.budget, asked=asked, snapshot=snapshot, holders=holders
+            "\n".join(lines), budget=self.budget, asked=asked, snapshot=snapshot, holders=_largest(holders, 5)
         )
 
     def _refuse_compiled(self) -> None:

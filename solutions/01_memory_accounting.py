@@ -58,10 +58,13 @@ n = sum(p.numel() for p in model.parameters())
 print(f"{n:,} parameters, {model.dtype}, in {len(list(model.parameters()))} tensors")
 
 # %%
-guess_a = predict_first("1.a", "Parameters, gradients and AdamW's states of this model together: how many bytes?")
+guess_a = predict_first(
+    "1.a", "Parameters, gradients and AdamW's states of this model together: how many bytes?"
+)
 
 # %% [markdown]
 # Here is the step that the whole course is about. It has four lines, and we will come to know each by its bytes.
+
 
 # %%
 def step(model, optimizer, ids):
@@ -117,6 +120,7 @@ guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 #
 # </details></details></details>
 
+
 # %%
 def resident_bytes(model):
     ### BEGIN SOLUTION
@@ -135,7 +139,7 @@ print(resident_bytes(model) == residents, resident_bytes(model))
 
 # %% [markdown]
 # Your function and the tracker agree to the byte, and neither knows of the other. Two claims of our source documents
-# can be settled with it. (Every claim in this course has a number. `LEDGER.md` lists them all.)
+# can be settled with it. (Every claim in this course has a number. `LEDGER.md` lists them all, with every figure found.)
 
 # %%
 claims.show("C02", "C03")
@@ -156,7 +160,9 @@ print(f"{sum(p.numel() for p in smol.parameters()):,} parameters, {smol.dtype}")
 print(repr(tokenizer.decode(smol_ids[0, :24])))
 
 # %%
-guess_b = predict_first("1.b", "The peak of a training step of SmolLM2 in float32 with AdamW, 2 × 128 tokens?")
+guess_b = predict_first(
+    "1.b", "The peak of a training step of SmolLM2 in float32 with AdamW, 2 × 128 tokens?"
+)
 
 # %% [markdown]
 # Watch the plot while this runs. Where is the highest point, and what is it made of?
@@ -192,7 +198,9 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     with MemoryTracker(model, optimizer, live=False) as small:
         step(model, optimizer, tokens)
     peak = small.peak
-    print(f"{batch:>4} × {seq_len:<4}   {peak.phase:<15}{peak.total:>14,}   {peak.by_category['activations']:>12,}")
+    print(
+        f"{batch:>4} × {seq_len:<4}   {peak.phase:<15}{peak.total:>14,}   {peak.by_category['activations']:>12,}"
+    )
 
 # %% [markdown]
 # Few tokens: the optimizer's step. Many: the loss. The peak *moved*. That matters for what follows in this course: a
@@ -218,7 +226,9 @@ for holder in tracker.largest_at_peak(6):
 # backward.* You can ask autograd itself. Whenever it saves a tensor, it calls a hook, if you give it one.
 
 # %%
-guess_c = predict_first("1.c", "The five modules: how many different activations (storages) are saved?", unit="storages")
+guess_c = predict_first(
+    "1.c", "The five modules: how many different activations (storages) are saved?", unit="storages"
+)
 
 # %%
 net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -273,6 +283,7 @@ claims.show("C05", "C06")
 #
 # </details></details></details>
 
+
 # %%
 def saved_bytes(model, x):
     ### BEGIN SOLUTION
@@ -312,7 +323,10 @@ saved_bytes = check("1.2", saved_bytes)
 # once. Add the column up, times 4 bytes, and you have your prediction.
 
 # %%
-guess_d = predict_first("1.d", "One block, 2 × 128 tokens, float32, fused attention: how many bytes are saved?")
+guess_d = predict_first(
+    "1.d", "One block, 2 × 128 tokens, float32, fused attention: how many bytes are saved?"
+)
+
 
 # %%
 class Block(nn.Module):
@@ -330,6 +344,7 @@ class Block(nn.Module):
 
 def rotary_bytes(block):
     return sum(table.untyped_storage().nbytes() for table in block.rotary)
+
 
 # %%
 block = Block(model, seq_len=128)
@@ -379,6 +394,7 @@ for seq_len in (64, 128, 256, 512):
 #
 # </details></details>
 
+
 # %%
 def eager_surplus(batch, seq_len, heads):
     ### BEGIN SOLUTION
@@ -423,7 +439,9 @@ claims.show("C07")
 
 # %%
 vocab, hidden = smol.config.vocab_size, smol.config.hidden_size
-print(f"SmolLM2: {vocab:,} words, hidden size {hidden}: a token's logits are as wide as {vocab / hidden:.0f} hidden states")
+print(
+    f"SmolLM2: {vocab:,} words, hidden size {hidden}: a token's logits are as wide as {vocab / hidden:.0f} hidden states"
+)
 
 # %% [markdown]
 # When backward begins, three tensors of that shape are alive at once: the **log-softmax** that forward saved, the
@@ -444,6 +462,7 @@ print(f"SmolLM2: {vocab:,} words, hidden size {hidden}: a token's logits are as 
 # float32, all three.
 #
 # </details></details>
+
 
 # %%
 def logits_spike(batch, seq_len, vocab):
@@ -495,6 +514,7 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152))
 #
 # </details></details>
 
+
 # %%
 def bytes_per_parameter(recipe):
     ### BEGIN SOLUTION
@@ -513,6 +533,7 @@ bytes_per_parameter = check("1.5", bytes_per_parameter)
 # %% [markdown]
 # Measured, on the tiny Llama (three of the four recipes are a line or two of PyTorch):
 
+
 # %%
 def residents_of(dtype, autocast):
     llama = models.tiny_llama(dtype=dtype)
@@ -526,6 +547,7 @@ def residents_of(dtype, autocast):
             adam.zero_grad(set_to_none=True)
     lines = small.timeline.by_category
     return [max(lines[name]) for name in ("parameters", "gradients", "optimizer", "activations")]
+
 
 # %%
 print(f"{'recipe':<10}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}  per parameter")
@@ -554,7 +576,10 @@ for recipe in accounting.PRECISIONS:
     saved_by_forward = sum(accounting.model_activations(seven, 1, 2048, precision=recipe).values())
     peak = accounting.estimate(seven, batch_size=1, seq_len=2048, precision=recipe).total
     row = [*kept.values(), saved_by_forward, peak]
-    print(f"{recipe:<16}" + "".join(f"{v / 2**30:>{w}.1f}" for v, w in zip(row, (11, 11, 11, 9, 9), strict=True)))
+    print(
+        f"{recipe:<16}"
+        + "".join(f"{v / 2**30:>{w}.1f}" for v, w in zip(row, (11, 11, 11, 9, 9), strict=True))
+    )
 
 # %%
 claims.show("C01", "C33", "C32", "C36")
@@ -571,7 +596,9 @@ print("same storage:", table.untyped_storage().data_ptr() == head.untyped_storag
 print(f"counted by name:    {sum(t.nbytes for t in smol.state_dict().values()):>13,} bytes")
 print(f"counted by storage: {resident_bytes(smol)['parameters']:>13,} bytes")
 share = table.numel() / sum(p.numel() for p in smol.parameters())
-print(f"the table is {share:.0%} of the model; tying saves as much again: {format_bytes(16 * table.numel())} in training")
+print(
+    f"the table is {share:.0%} of the model; tying saves as much again: {format_bytes(16 * table.numel())} in training"
+)
 
 # %% [markdown]
 # Code that adds up by name gets it wrong, and for a small model with a large vocabulary it gets it very wrong.
@@ -599,6 +626,7 @@ def usual_loop(model, optimizer, batches):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return losses
+
 
 # %%
 llama, adam, batches = train_setting()
@@ -629,6 +657,7 @@ except BudgetExceeded as error:
 # Keep only the loss: `loss = model(...).loss`. Everything else goes at once.
 #
 # </details></details></details>
+
 
 # %%
 def train(model, optimizer, batches):

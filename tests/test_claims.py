@@ -90,10 +90,14 @@ def test_write_and_check(tmp_path, capsys):
 
 
 def test_show_prints_claim_verdict_and_figures_the_same_each_time(capsys):
-    claims.show("C05", "C50")
+    claims.show("C05", "C50", figures=True)
     first = capsys.readouterr().out
-    claims.show("C05", "C50")
+    claims.show("C05", "C50", figures=True)
     assert capsys.readouterr().out == first
+    claims.show("C05")
+    assert capsys.readouterr().out.rstrip().endswith("neither is the network's output."), (
+        "figures only when asked for"
+    )
     assert "C05 claims: A Sequential" in first
     assert "DOES NOT HOLD" in first
     assert "distinct storages, count" in first

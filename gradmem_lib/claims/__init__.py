@@ -98,8 +98,8 @@ def _value(value: int | float | str) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value
 
 
-def show(*claim_ids: str) -> None:
-    """Print each claim, its verdict and its figures in a few lines of plain text."""
+def show(*claim_ids: str, figures: bool = False) -> None:
+    """Print each claim and its verdict in a few lines of plain text, and with ``figures=True`` all that was computed."""
     for number, claim_id in enumerate(claim_ids):
         claim, finding = _known(claim_id), find(claim_id)
         lines = [f"{claim.id} claims: {claim.says}"]
@@ -111,8 +111,9 @@ def show(*claim_ids: str) -> None:
             print()
         for line in lines:
             print(textwrap.fill(line, 100, subsequent_indent="   "))
-        width = max(map(len, finding.figures), default=0) if finding else 0
-        for name, value in finding.figures.items() if finding else ():
+        found = finding.figures if finding and figures else {}
+        width = max(map(len, found), default=0)
+        for name, value in found.items():
             print(f"   {name:{width}}  {_value(value)}")
 
 
@@ -126,7 +127,7 @@ def _entry(claim: Claim, finding: Finding) -> list[str]:
         f"> {claim.says}",
         f"> ({claim.document})",
         "",
-        finding.summary,
+        f"**{finding.verdict.capitalize()}**{' ' if finding.verdict.endswith('if') else '. '}{finding.summary}",
         "",
         *figures,
         *needs,
@@ -145,8 +146,7 @@ def page() -> str:
         "# Claims ledger",
         "",
         f"What five documents about training memory say ({len(CLAIMS)} claims, in our words), and what the",
-        "course finds.",
-        f"{len(done)} are answered: {totals}. The other {len(open_claims)} are open.",
+        f"course finds. {len(done)} are answered: {totals}. The other {len(open_claims)} are open.",
         "",
         "This page is written by `python -m gradmem_lib.claims --write`, and a test computes every entry",
         "again. Figures are exact bytes unless they say otherwise; GB is 1,000,000,000 bytes and GiB is",

@@ -119,7 +119,7 @@ def seven_billion() -> Finding:
                 "bf16 copies of the weights"
             ]
             figures[f"{name}: of these, bf16 copies of the blocks' weights"] = SEVEN.layers * copies
-        figures[f"{name}: peak, at {peak.moment}"] = peak.total
+        figures[f"{name}: peak ({peak.moment})"] = peak.total
     nominal = sum(7 * GB * n for n in (2, 2, 8))
     sequence = sum(accounting.model_activations(SEVEN, 1, 2048, precision="bf16").values())
     return Finding(

@@ -40,6 +40,10 @@ def _last_side_only(shape, bytes_per_element):
     return (shape[-1] if shape else 1) * bytes_per_element
 
 
+def _two_sides(shape, bytes_per_element):
+    return shape[0] * shape[1] * bytes_per_element
+
+
 EXERCISES = (
     Exercise(
         id="0.1",
@@ -75,6 +79,11 @@ EXERCISES = (
                 "a product that starts at 0",
                 _product_from_zero,
                 "this multiplies up from 0, so the product stays 0: start from 1.",
+            ),
+            Mistake(
+                "two sides",
+                _two_sides,
+                "this multiplies exactly two sides: a shape may have one, three or none.",
             ),
             Mistake(
                 "last side only",
