@@ -77,7 +77,9 @@ guess = predict_first("0.a", "How many bytes do the parameters of this model tak
 # sequence to two, then to four. **What grows with it, and what stays as it is?**
 
 # %%
-with MemoryTracker(model, optimizer, title="30 steps, and the batch doubles twice") as tracker:
+with MemoryTracker(
+    model, optimizer, title="30 steps, and the batch doubles twice"
+) as tracker:
     for batch in (1, 2, 4):
         train(batch, steps=10)
 
@@ -188,7 +190,9 @@ tensor_bytes = check("0.1", tensor_bytes)
 # numbers, which are stored in 8 bytes each:
 
 # %%
-print(f"{tensor_bytes((16, 128), 8):,} bytes by your formula, {ids.nbytes:,} bytes by PyTorch")
+print(
+    f"{tensor_bytes((16, 128), 8):,} bytes by your formula, {ids.nbytes:,} bytes by PyTorch"
+)
 
 # %% [markdown]
 # ## 4 · Run out of memory, on purpose
@@ -229,7 +233,9 @@ batch = 4
 
 # %%
 try:
-    with MemoryTracker(model, optimizer, budget=card, title=f"a batch of {batch}") as tracker:
+    with MemoryTracker(
+        model, optimizer, budget=card, title=f"a batch of {batch}"
+    ) as tracker:
         train(batch)
     print(f"{batch} fits: the peak is {tracker.peak.total:,} of {tracker.budget:,} bytes")
 except BudgetExceeded as error:

@@ -31,7 +31,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib import MemoryTracker, accounting, check, claims, format_bytes, models, predict_first, texts
+from gradmem_lib import (
+    MemoryTracker,
+    accounting,
+    check,
+    claims,
+    format_bytes,
+    models,
+    predict_first,
+    texts,
+)
 
 # %% [markdown]
 # ## 1 · The four residents
@@ -59,7 +68,8 @@ print(f"{n:,} parameters, {model.dtype}, in {len(list(model.parameters()))} tens
 
 # %%
 guess_a = predict_first(
-    "1.a", "Parameters, gradients and AdamW's states of this model together: how many bytes?"
+    "1.a",
+    "Parameters, gradients and AdamW's states of this model together: how many bytes?",
 )
 
 # %% [markdown]
@@ -74,7 +84,9 @@ def step(model, optimizer, ids):
     optimizer.zero_grad(set_to_none=True)
 
 
-with MemoryTracker(model, optimizer, title="the first two steps of a tiny Llama") as tracker:
+with MemoryTracker(
+    model, optimizer, title="the first two steps of a tiny Llama"
+) as tracker:
     step(model, optimizer, ids)
     step(model, optimizer, ids)
 
@@ -128,7 +140,11 @@ def resident_bytes(model):
     trained = [p for p in size if p.requires_grad]
     gradients = sum(size[p] for p in trained)
     optimizer = 2 * gradients + 4 * len(trained)
-    return {"parameters": sum(size.values()), "gradients": gradients, "optimizer": optimizer}
+    return {
+        "parameters": sum(size.values()),
+        "gradients": gradients,
+        "optimizer": optimizer,
+    }
     ### END SOLUTION
 
 
@@ -168,7 +184,9 @@ guess_b = predict_first(
 # Watch the plot while this runs. Where is the highest point, and what is it made of?
 
 # %%
-with MemoryTracker(smol, smol_optimizer, title="SmolLM2-135M, two training steps") as tracker:
+with MemoryTracker(
+    smol, smol_optimizer, title="SmolLM2-135M, two training steps"
+) as tracker:
     for _ in range(2):
         step(smol, smol_optimizer, smol_ids)
 
@@ -192,15 +210,13 @@ print("the formula expects the peak at:", estimate.moment)
 # The winner depends on how many tokens you feed. Let the tiny Llama show it.
 
 # %%
-print(f"{'tokens':>10}  {'peak in':<15}{'bytes':>14}   of which activations")
+print("    tokens   peak in                 bytes of which activations")
 for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     tokens = torch.randint(0, 8192, (batch, seq_len))
     with MemoryTracker(model, optimizer, live=False) as small:
         step(model, optimizer, tokens)
-    peak = small.peak
-    print(
-        f"{batch:>4} × {seq_len:<4}   {peak.phase:<15}{peak.total:>14,}   {peak.by_category['activations']:>12,}"
-    )
+    peak, activations = small.peak, small.peak.by_category["activations"]
+    print(f"{batch:>4} × {seq_len:<6} {peak.phase:<15}{peak.total:>14,}{activations:>15,}")
 
 # %% [markdown]
 # Few tokens: the optimizer's step. Many: the loss. The peak *moved*. That matters for what follows in this course: a
@@ -213,7 +229,9 @@ with MemoryTracker(model, optimizer, title="8 × 256 tokens: the logits rule") a
     step(model, optimizer, torch.randint(0, 8192, (8, 256)))
 
 for holder in tracker.largest_at_peak(6):
-    print(f"{holder.nbytes:>12,} bytes  {holder.category:<12} {holder.op:<38} {holder.module}")
+    print(
+        f"{holder.nbytes:>12,} bytes  {holder.category:<12} {holder.op:<38} {holder.module}"
+    )
 
 # %% [markdown]
 # Three tensors of the same size stand on top, and none of them belongs to a Transformer block. We come back to them
@@ -227,7 +245,9 @@ for holder in tracker.largest_at_peak(6):
 
 # %%
 guess_c = predict_first(
-    "1.c", "The five modules: how many different activations (storages) are saved?", unit="storages"
+    "1.c",
+    "The five modules: how many different activations (storages) are saved?",
+    unit="storages",
 )
 
 # %%
@@ -247,12 +267,19 @@ names = {}
 for tensor in saved:
     pointer = tensor.untyped_storage().data_ptr()
     name = names.setdefault(pointer, f"storage {chr(65 + len(names))}")
-    print(f"{tuple(tensor.shape)!s:<8}{name}  {'a weight' if pointer in weights else 'an activation'}")
+    print(tuple(tensor.shape), name, "a weight" if pointer in weights else "an activation")
 
 # %%
 activations = [t for t in saved if t.untyped_storage().data_ptr() not in weights]
 different = {t.untyped_storage().data_ptr() for t in activations}
-print(len(saved), "tensors saved,", len(activations), "of them activations, in", len(different), "storages")
+print(
+    len(saved),
+    "tensors saved,",
+    len(activations),
+    "of them activations, in",
+    len(different),
+    "storages",
+)
 guess_c.reveal(measured=len(different))
 claims.show("C05", "C06")
 
@@ -349,7 +376,9 @@ def rotary_bytes(block):
 # %%
 block = Block(model, seq_len=128)
 x = torch.randn(2, 128, 256, requires_grad=True)
-measured = saved_bytes(block, x) - rotary_bytes(block)  # all blocks share one pair of rotary tables
+measured = saved_bytes(block, x) - rotary_bytes(
+    block
+)  # all blocks share one pair of rotary tables
 
 tiny = accounting.SHAPES["tiny Llama"]
 items = accounting.block_activations(tiny, 2, 128, precision="float32", attention="fused")
@@ -371,7 +400,9 @@ for seq_len in (64, 128, 256, 512):
         block = Block(llama, seq_len)
         x = torch.randn(2, seq_len, 256, requires_grad=True)
         row.append(saved_bytes(block, x) - rotary_bytes(block))
-    print(f"2 × {seq_len:<4} tokens {row[0]:>13,} {row[1]:>13,}   {row[1] / row[0]:.2f} times")
+    print(
+        f"2 × {seq_len:<4} tokens {row[0]:>13,} {row[1]:>13,}   {row[1] / row[0]:.2f} times"
+    )
 
 # %% [markdown]
 # Double the sequence and fused doubles; eager more than doubles, because one of its terms grows with the square.
@@ -428,7 +459,8 @@ for batch, seq_len in [(1, 64), (2, 64), (4, 64), (4, 128), (4, 256)]:
     with MemoryTracker(model, optimizer, live=False) as small:
         step(model, optimizer, torch.randint(0, 8192, (batch, seq_len)))
     lines = small.timeline.by_category
-    print(f"{batch:>4} × {seq_len:<4}{max(lines['gradients']):>13,}{max(lines['activations']):>14,}")
+    gradients, activations = max(lines["gradients"]), max(lines["activations"])
+    print(f"{batch:>4} × {seq_len:<4}{gradients:>13,}{activations:>14,}")
 claims.show("C07")
 
 # %% [markdown]
@@ -439,9 +471,8 @@ claims.show("C07")
 
 # %%
 vocab, hidden = smol.config.vocab_size, smol.config.hidden_size
-print(
-    f"SmolLM2: {vocab:,} words, hidden size {hidden}: a token's logits are as wide as {vocab / hidden:.0f} hidden states"
-)
+print(f"SmolLM2: {vocab:,} words, hidden size {hidden}")
+print(f"a token's logits are as wide as {vocab / hidden:.0f} of its hidden states")
 
 # %% [markdown]
 # When backward begins, three tensors of that shape are alive at once: the **log-softmax** that forward saved, the
@@ -477,7 +508,8 @@ logits_spike = check("1.4", logits_spike)
 # %%
 spike = logits_spike(8, 256, 8192)
 print(f"three tensors of the 8 × 256 step above: {spike:,} bytes")
-print(f"the three largest holders at its peak:   {sum(h.nbytes for h in tracker.largest_at_peak(3)):,} bytes")
+largest = sum(holder.nbytes for holder in tracker.largest_at_peak(3))
+print(f"the three largest holders at its peak:   {largest:,} bytes")
 print(f"share of that peak: {spike / tracker.peak.total:.0%}")
 print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152)))
 
@@ -546,18 +578,21 @@ def residents_of(dtype, autocast):
             adam.step()
             adam.zero_grad(set_to_none=True)
     lines = small.timeline.by_category
-    return [max(lines[name]) for name in ("parameters", "gradients", "optimizer", "activations")]
+    return [
+        max(lines[name]) for name in ("parameters", "gradients", "optimizer", "activations")
+    ]
 
 
 # %%
-print(f"{'recipe':<10}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}  per parameter")
+print("recipe      parameters   gradients   optimizer activations  per parameter")
 for recipe, dtype, autocast in [
     ("float32", torch.float32, False),
     ("bf16", torch.bfloat16, False),
     ("autocast", torch.float32, True),
 ]:
     row = residents_of(dtype, autocast)
-    print(f"{recipe:<10}" + "".join(f"{v:>12,}" for v in row) + f"{sum(row[:3]) / n:>12.3f}")
+    cells = "".join(f"{nbytes:>12,}" for nbytes in row)
+    print(f"{recipe:<10}{cells}{sum(row[:3]) / n:>14.3f}")
 
 # %% [markdown]
 # Two surprises. Pure bf16 halves the residents and barely touches the activations: the float32 log-softmax of section 5
@@ -569,17 +604,14 @@ for recipe, dtype, autocast in [
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
-print(f"{seven.name}: {seven.parameters:,} parameters; one sequence of 2048 tokens, fused attention")
-print(f"{'recipe':<16}{'parameters':>11}{'gradients':>11}{'optimizer':>11}{'saved':>9}{'peak':>9}   GiB")
+print(f"{seven.name}, {seven.parameters:,} parameters, 1 × 2048 tokens; GiB")
+print("recipe          parameters gradients optimizer     saved      peak")
 for recipe in accounting.PRECISIONS:
     kept = accounting.resident_bytes(seven, precision=recipe)
-    saved_by_forward = sum(accounting.model_activations(seven, 1, 2048, precision=recipe).values())
+    saved = accounting.model_activations(seven, 1, 2048, precision=recipe)
     peak = accounting.estimate(seven, batch_size=1, seq_len=2048, precision=recipe).total
-    row = [*kept.values(), saved_by_forward, peak]
-    print(
-        f"{recipe:<16}"
-        + "".join(f"{v / 2**30:>{w}.1f}" for v, w in zip(row, (11, 11, 11, 9, 9), strict=True))
-    )
+    row = [*kept.values(), sum(saved.values()), peak]
+    print(f"{recipe:<16}" + "".join(f"{nbytes / 2**30:>10.1f}" for nbytes in row))
 
 # %%
 claims.show("C01", "C33", "C32", "C36")
@@ -592,13 +624,14 @@ claims.show("C01", "C33", "C32", "C36")
 
 # %%
 table, head = smol.model.embed_tokens.weight, smol.lm_head.weight
-print("same storage:", table.untyped_storage().data_ptr() == head.untyped_storage().data_ptr())
+print(
+    "same storage:", table.untyped_storage().data_ptr() == head.untyped_storage().data_ptr()
+)
 print(f"counted by name:    {sum(t.nbytes for t in smol.state_dict().values()):>13,} bytes")
 print(f"counted by storage: {resident_bytes(smol)['parameters']:>13,} bytes")
 share = table.numel() / sum(p.numel() for p in smol.parameters())
-print(
-    f"the table is {share:.0%} of the model; tying saves as much again: {format_bytes(16 * table.numel())} in training"
-)
+print(f"the table is {share:.0%} of the model")
+print(f"in training, tying saves as much again: {format_bytes(16 * table.numel())}")
 
 # %% [markdown]
 # Code that adds up by name gets it wrong, and for a small model with a large vocabulary it gets it very wrong.
@@ -631,7 +664,9 @@ def usual_loop(model, optimizer, batches):
 # %%
 llama, adam, batches = train_setting()
 try:
-    with MemoryTracker(llama, adam, budget=card, title="the usual loop, on a card that is just too small"):
+    with MemoryTracker(
+        llama, adam, budget=card, title="the usual loop, on a card that is just too small"
+    ):
         usual_loop(llama, adam, batches)
 except BudgetExceeded as error:
     print(error)
@@ -677,7 +712,9 @@ train = check("1.6", train)
 
 # %%
 llama, adam, batches = train_setting()
-with MemoryTracker(llama, adam, budget=card, title="the same steps, holding only what they need") as tracker:
+with MemoryTracker(
+    llama, adam, budget=card, title="the same steps, holding only what they need"
+) as tracker:
     print("losses", [f"{loss:.2f}" for loss in train(llama, adam, batches)])
 print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 

@@ -156,14 +156,14 @@ _RUN_ALL = """() => {
   window.gradmemDone = false;
   jupyterapp.commands.execute('notebook:run-all-cells').finally(() => { window.gradmemDone = true; });
 }"""
-# Every canvas in a busy cell, as its pixels.
+# Every canvas in a busy cell: the cell's number and the canvas's pixels.
 _SAMPLE = """() => ({
   done: window.gradmemDone,
-  frames: [...document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell')]
-    .filter((cell) => cell.querySelector('.jp-InputPrompt').textContent.includes('*'))
-    .flatMap((cell) => [...cell.querySelectorAll('canvas.gm-canvas')])
-    .filter((canvas) => +canvas.dataset.points > 0)
-    .map((canvas) => canvas.toDataURL()),
+  frames: [...document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell')].flatMap((cell, i) =>
+    cell.querySelector('.jp-InputPrompt').textContent.includes('*')
+      ? [...cell.querySelectorAll('canvas.gm-canvas')].filter((canvas) => +canvas.dataset.points > 0)
+        .map((canvas) => [i, canvas.toDataURL()])
+      : []),
 })"""
 
 
@@ -213,23 +213,30 @@ class Notebook:
         """Run all cells, without waiting for them."""
         self.page.evaluate(_RUN_ALL)
 
-    def watch(self, *, seconds: float = 240, until=None, on_frame=None) -> list[str]:
-        """The distinct pictures of the live plot, seen in running cells until all are done (or ``until(pictures)``)."""
-        seen: list[str] = []
+    def watch(self, *, seconds: float = 240, until=None, on_frame=None) -> int:
+        """Look at the live plots of running cells until all cells are done, or ``until(n)`` holds.
+
+        Returns n, the distinct pictures that one cell showed while it ran (of the cell with the most).
+        """
+        seen: dict[int, set[str]] = {}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             sample = self.page.evaluate(_SAMPLE)
-            for picture in sample["frames"]:
-                if picture not in seen:
-                    seen.append(picture)
+            for cell, picture in sample["frames"]:
+                pictures = seen.setdefault(cell, set())
+                if picture not in pictures:
+                    pictures.add(picture)
                     if on_frame is not None:
-                        on_frame(len(seen))
-            if sample["done"] or (until is not None and until(seen)):
-                return seen
+                        on_frame(len(pictures))
+            most = max(map(len, seen.values()), default=0)
+            if sample["done"] or (until is not None and until(most)):
+                return most
             time.sleep(0.03)
-        raise AssertionError(f"the notebook was still running after {seconds} s; {len(seen)} pictures so far")
+        raise AssertionError(
+            f"the notebook was still running after {seconds} s; its plots so far: {len(seen)}"
+        )
 
-    def run_all(self, *, seconds: float = 240) -> list[str]:
+    def run_all(self, *, seconds: float = 240) -> int:
         self.start()
         return self.watch(seconds=seconds)
 

@@ -93,7 +93,7 @@ def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, the
         notebook.start()
         middle = {12: f"live_{theme.lower()}"}
         pictures = notebook.watch(on_frame=lambda n: n in middle and shot(notebook, middle[n]))
-        assert len(pictures) >= 5
+        assert pictures >= 5
         assert_still_picture(notebook, notebook.output(1))
         shot(notebook, f"after_{theme.lower()}")
         assert notebook.errors == []
@@ -102,7 +102,7 @@ def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, the
 def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
     with Notebook(browser, lab, "endless.ipynb") as notebook:
         notebook.start()
-        notebook.watch(until=lambda pictures: len(pictures) >= 2)
+        notebook.watch(until=lambda pictures: pictures >= 2)
         notebook.command("notebook:interrupt-kernel")
         notebook.watch()
         assert_still_picture(notebook, notebook.output(1))
@@ -200,9 +200,9 @@ def test_first_lesson_moves_and_ends_in_a_picture(browser, lab, name):
     with Notebook(browser, lab, name) as notebook:
         notebook.start()
         pictures = notebook.watch(on_frame=lambda n: n == 5 and shot(notebook, "lesson_00_live"))
-        assert len(pictures) >= 5
-        pictures = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
-        pictures.first.wait_for()
+        assert pictures >= 5
+        stills = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
+        stills.first.wait_for()
         assert notebook.panel.locator("canvas.gm-canvas[data-recording=true]").count() == 0
         shot(notebook, "lesson_00_after")
         assert notebook.errors == []

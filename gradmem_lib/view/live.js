@@ -351,12 +351,18 @@ function render({ model, el }) {
   resized.observe(plot);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", schedule);
+  // A new theme arrives as a transition of the colour, as an attribute of the page, or as a style sheet.
   root.addEventListener("transitionend", schedule);
+  const restyled = new MutationObserver(schedule);
+  restyled.observe(document.body, { attributes: true });
+  document.head.addEventListener("load", schedule, true);
   model.on("change:frame", arrived);
   arrived();
   return () => {
     model.off("change:frame", arrived);
     resized.disconnect();
+    restyled.disconnect();
+    document.head.removeEventListener("load", schedule, true);
     dark.removeEventListener("change", schedule);
     cancelAnimationFrame(request);
   };

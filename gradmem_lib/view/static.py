@@ -146,8 +146,8 @@ def plot_timeline(
             0.985, 0.93, format_bytes(total), fontsize=11, fontweight="bold", ha="right", va="baseline"
         )
         where = PHASE_LABELS.get(phase, phase)
-        figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=8)
-        figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=8, ha="right")
+        figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=6.8)
+        figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=6.8, ha="right")
         _draw_legend(figure, 0.772, 0.79, parts, used)
     return figure
 
