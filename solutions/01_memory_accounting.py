@@ -595,8 +595,8 @@ for recipe, dtype, autocast in [
     print(f"{recipe:<10}{cells}{sum(row[:3]) / n:>14.3f}")
 
 # %% [markdown]
-# Two surprises. Pure bf16 halves the residents and barely touches the activations: the float32 log-softmax of section 5
-# is most of them here. And autocast halves *nothing* of the residents, while its activations *grow*: what the blocks save
+# Two surprises. Pure bf16 halves the residents and barely touches the activations: most of them here are the logits of
+# section 5, and the loss works on those in float32. And autocast halves *nothing* of the residents, while its activations *grow*: what the blocks save
 # shrinks, but the cached bf16 copies of all weights live through forward and backward, and on a small batch they cost
 # more than the gain.
 #
