@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .static import MUTED, _new_figure, _style, display_size, png
+from .static import INK, _halo, _new_figure, _style, display_size, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; each line has a dash and a mark of its own as well.
-STYLES = (
-    ("#5b6473", "-", "o"),
-    ("#0072b2", "-", "s"),
-    ("#d55e00", "-", "^"),
-    ("#009e73", "-", "D"),
-    ("#cc79a7", "--", "v"),
-    ("#000000", ":", "x"),
-)
+# Okabe and Ito's colours, which colour-blind readers can tell apart; each line has a mark of its own as well. The rules of
+# the course keep theirs from picture to picture.
+STYLES = {
+    "SGD": ("#5b6473", "-", "o"),
+    "momentum": ("#0072b2", "-", "s"),
+    "second moment": ("#d55e00", "-", "^"),
+    "Adam": ("#009e73", "-", "D"),
+    "AdamW": ("#cc79a7", "--", "v"),
+    "": ("#000000", ":", "x"),
+}
 
 
 def plot_paths(
@@ -35,7 +36,7 @@ def plot_paths(
 
     Args:
         surface: heights (...,) of points (..., 2).
-        paths: for each name, the points (steps + 1, 2) that were visited, the start first. At most six.
+        paths: for each name, the points (steps + 1, 2) that were visited, the start first.
         title: a heading.
         marks: points with a name, such as the minimum.
     """
@@ -50,20 +51,29 @@ def plot_paths(
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
     heights = surface(grid.double()).detach()
     with _style():
-        figure = _new_figure(8.6, 3.6)
+        figure = _new_figure(7.8, 3.2)
         axes = figure.add_axes((0.06, 0.11, 0.68, 0.76))
-        levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 14) ** 2
+        levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
         axes.contour(x, y, heights, levels=levels.tolist(), colors="#c3cad6", linewidths=0.7, zorder=1)
-        for (name, path), (color, dash, mark) in zip(paths.items(), STYLES, strict=False):
+        for name, path in paths.items():
+            color, dash, mark = STYLES[name if name in STYLES else ""]
             points = path.detach().double().cpu()
-            axes.plot(*points.T, color=color, linestyle=dash, linewidth=1.1, alpha=0.75, zorder=2)
+            axes.plot(*points.T, color=color, linestyle=dash, linewidth=0.9, zorder=2)
             axes.plot(*points.T, color=color, linestyle="", marker=mark, markersize=2.6, zorder=3)
             axes.plot(
                 *points[-1:].T, color=color, linestyle="", marker=mark, markersize=7, zorder=4, label=name
             )
         for name, at in marks.items():
             axes.plot(*at, marker="+", markersize=11, color="black", linestyle="", zorder=5)
-            axes.annotate(name, at, xytext=(6, 6), textcoords="offset points", color=MUTED, fontsize=8)
+            axes.annotate(
+                name,
+                at,
+                xytext=(7, -13),
+                textcoords="offset points",
+                color=INK,
+                fontsize=8,
+                path_effects=_halo(),
+            )
         axes.set_xlim(float(x[0]), float(x[-1]))
         axes.set_ylim(float(y[0]), float(y[-1]))
         figure.text(0.06, 0.92, title, fontsize=11, fontweight="bold")
@@ -74,11 +84,12 @@ def plot_paths(
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> Figure:
-    """Draw training losses, one curve a name (at most six), each the mean of the last ``smooth`` steps."""
+    """Draw training losses, one curve a name, each the mean of the last ``smooth`` steps."""
     with _style():
-        figure = _new_figure(8.6, 3.2)
-        axes = figure.add_axes((0.06, 0.14, 0.68, 0.72))
-        for (name, losses), (color, dash, mark) in zip(curves.items(), STYLES, strict=False):
+        figure = _new_figure(7.8, 2.7)
+        axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))
+        for name, losses in curves.items():
+            color, dash, mark = STYLES[name if name in STYLES else ""]
             mean = [
                 sum(losses[max(0, i + 1 - smooth) : i + 1]) / min(i + 1, smooth) for i in range(len(losses))
             ]
@@ -124,8 +135,5 @@ def _show(figure: Figure, title: str, words: str) -> None:
     # The text stays the same on every computer, since notebook tests compare it; the picture need not.
     text = "Descent plot" + (f": {title}" if title else "")
     data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": text}
-    display(
-        data,
-        metadata={"image/png": {**display_size(figure), "alt": f"{title}. {words}" if title else words}},
-        raw=True,
-    )
+    metadata = {**display_size(figure), "alt": f"{title}: {words}" if title else words}
+    display(data, metadata={"image/png": metadata}, raw=True)

@@ -1,0 +1,662 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 · Adam by hand
+#
+# *40 minutes. You need: lesson 01, and the chain rule only by name.*
+#
+# Half of what lesson 01 counted as residents belongs to the optimizer. Now you write it. Line by line, from gradient
+# descent to AdamW, and each line that remembers something will show up as bytes. After this lesson you can
+#
+# - write Adam and AdamW from memory, and say what each line is for;
+# - say where the 8 bytes a parameter come from, and *when* they appear;
+# - tell why moments in bf16 stall, with exact numbers;
+# - write a step that needs one temporary, and name the variant of PyTorch's that needs a copy of the model.
+
+# %%
+from math import sqrt
+
+import torch
+from torch import nn
+
+from gradmem_lib import MemoryTracker, check, claims, models, predict_first, texts
+from gradmem_lib.view.descent import show_losses, show_paths
+
+# For tensors as small as most of these, several threads spend their time waiting.
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## 1 · Downhill
+#
+# An optimizer is a loop over parameters, with a **rule** for one parameter inside. We keep the loop fixed and change
+# the rule. The rule gets the parameter, its gradient, and a dict in which it may remember things until the next step:
+
+
+# %%
+class ByHand(torch.optim.Optimizer):
+    """Calls ``rule(p, grad, state, **settings)`` for every parameter that has a gradient."""
+
+    def __init__(self, params, rule, **settings):
+        super().__init__(params, settings)
+        self.rule, self.settings = rule, settings
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.rule(p, p.grad, self.state[p], **self.settings)
+
+
+def sgd(p, grad, state, lr):
+    p.sub_(lr * grad)
+
+
+# %% [markdown]
+# Note `sub_`, with the underscore: it changes `p` **in place**. `p = p - lr * grad` would make a new tensor, call it
+# `p` until the end of the function, and leave the model as it was.
+#
+# Two places to try a rule. The first is a valley that you can see: two numbers, thirty times steeper in one direction
+# than in the other, with noise on every gradient, as a small batch has it.
+
+# %%
+minimum, steepness = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 30.0])
+
+
+def valley(p):
+    return (steepness * (p - minimum) ** 2).sum(-1) / 2
+
+
+def descend(rule, steps=60, **settings):
+    p = nn.Parameter(torch.tensor([-3.0, 2.0], dtype=torch.float64))
+    optimizer, noise = ByHand([p], rule, **settings), torch.Generator().manual_seed(0)
+    path = [p.detach().clone()]
+    for _ in range(steps):
+        p.grad = steepness * (p.detach() - minimum) + torch.randn(2, generator=noise)
+        optimizer.step()
+        path.append(p.detach().clone())
+    return torch.stack(path)
+
+
+# %% [markdown]
+# The second is a model: a very small Llama that learns to predict real text, byte by byte.
+
+# %%
+text = bytearray(texts.language_reference().encode("ascii", "ignore"))
+text = torch.frombuffer(text, dtype=torch.uint8).long()
+
+
+def batches(steps, draw):
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - 64, (8,), generator=draw)
+        yield torch.stack([text[start : start + 64] for start in starts])
+
+
+# %%
+def train(rule, steps=60, **settings):
+    llama = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
+    optimizer, losses = ByHand(llama.parameters(), rule, **settings), []
+    for ids in batches(steps, torch.Generator().manual_seed(0)):
+        loss = llama(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+# %%
+paths = {"SGD": descend(sgd, lr=0.06)}
+curves = {"SGD": train(sgd, lr=0.3)}
+marks = {"minimum": minimum.tolist()}
+show_paths(valley, paths, title="SGD in the valley", marks=marks)
+
+# %% [markdown]
+# Across the valley the step is nearly too long, and the path jumps from side to side. Along it, the step is short. One
+# learning rate has to serve both directions, and a model has millions of directions. That is the problem that the rest
+# of this lesson solves, one line at a time.
+#
+# ## 2 · Momentum: remember where you were going
+#
+# Jumps to and fro cancel in an average; steady progress adds up. So keep a moving average of the gradients,
+#
+# $$m \leftarrow \beta\, m + (1 - \beta)\, g$$
+#
+# and step along it: $p \leftarrow p - \text{lr} \cdot m$. The first line of memory costs the first bytes: m is as large
+# as the parameter.
+#
+# ### Exercise 2.1 · momentum
+#
+# ●○○ · 4 minutes · trains: a moving average, and changing a tensor in place
+#
+# Write `momentum(p, grad, state, lr, beta)`. `state` is an empty dict at the first call, and yours to fill. Change `p`
+# in place, return nothing.
+#
+# <details><summary>Hint 1: the first call</summary>
+#
+# `if not state: state["m"] = torch.zeros_like(p)`. Without the `if`, every step forgets the ones before.
+#
+# <details><summary>Hint 2: the average, in place</summary>
+#
+# `m.mul_(beta)` keeps its share. `m.add_(grad, alpha=1 - beta)` takes the gradient's.
+#
+# </details></details>
+
+
+# %%
+def momentum(p, grad, state, lr, beta):
+    ### BEGIN SOLUTION
+    if not state:
+        state["m"] = torch.zeros_like(p)
+    m = state["m"]
+    m.mul_(beta).add_(grad, alpha=1 - beta)
+    p.sub_(lr * m)
+    ### END SOLUTION
+
+
+momentum = check("2.1", momentum)
+
+# %%
+paths["momentum"] = descend(momentum, lr=0.06, beta=0.9)
+curves["momentum"] = train(momentum, lr=0.3, beta=0.9)
+show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
+show_losses(curves, title="the small Llama, with SGD's learning rate", smooth=5)
+
+# %% [markdown]
+# The same learning rate, and the zigzag is gone. The path is a curve now: it has weight, and swings. But along the
+# valley it is no faster than before, since the average of small gradients is small.
+#
+# ## 3 · The second moment: a step size for every number
+#
+# Where gradients are always large, step less; where they are always small, step more. So keep a moving average of the
+# **squared** gradient, and divide by its root:
+#
+# $$v \leftarrow \beta\, v + (1 - \beta)\, g^2 \qquad\qquad p \leftarrow p - \text{lr} \cdot \frac{g}{\sqrt{v} + \epsilon}$$
+#
+# Squared, because a gradient that jumps between +1 and −1 is large, although its average is zero. The ε keeps the
+# division sane where v is 0, and it stands *outside* the root: inside, $\sqrt{10^{-8}} = 10^{-4}$ would rule over every
+# gradient smaller than that.
+#
+# ### Exercise 2.2 · the second moment
+#
+# ●○○ · 4 minutes · trains: one step size for every number of a parameter
+#
+# Write `second_moment(p, grad, state, lr, beta, eps)`: the two formulas above, without momentum.
+#
+# <details><summary>Hint 1: the order</summary>
+#
+# First take the new gradient into v, then divide by it.
+#
+# <details><summary>Hint 2: the square</summary>
+#
+# `v.mul_(beta).add_(grad * grad, alpha=1 - beta)`.
+#
+# </details></details>
+
+
+# %%
+def second_moment(p, grad, state, lr, beta, eps):
+    ### BEGIN SOLUTION
+    if not state:
+        state["v"] = torch.zeros_like(p)
+    v = state["v"]
+    v.mul_(beta).add_(grad * grad, alpha=1 - beta)
+    p.sub_(lr * grad / (v.sqrt() + eps))
+    ### END SOLUTION
+
+
+second_moment = check("2.2", second_moment)
+
+# %% [markdown]
+# Before you run it: lr is 0.1, so a step should be about 0.1 long in each direction, whatever the slope. The *first*
+# step is special. v starts at zero, so after one gradient it is $0.001\, g^2$.
+
+# %%
+guess_a = predict_first(
+    "2.a", "beta = 0.999: how many times too long is the first step?", unit="times"
+)
+
+# %%
+paths["second moment"] = descend(second_moment, lr=0.1, beta=0.999, eps=1e-8)
+curves["second moment"] = train(second_moment, lr=0.003, beta=0.999, eps=1e-8)
+show_paths(valley, paths, title="with the second moment alone", marks=marks)
+show_losses(curves, title="the small Llama: what happened in the first steps?", smooth=5)
+first = (paths["second moment"][1] - paths["second moment"][0]).abs()
+guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1, 3))
+
+# %% [markdown]
+# Two things to see. The path runs **diagonally**: both directions are equally fast now, the steep one and the flat one.
+# And the first leap is far too long, in both. The small Llama leaps too, and its loss jumps up before it can come down.
+# It is not the gradient that is too large. It is v that is too small: it began at zero and has not filled up.
+#
+# ## 4 · Bias correction, and Adam
+#
+# After t steps, an average that began at zero has taken in a share of $1 - \beta^t$. So divide by that share:
+#
+# $$\hat m = \frac{m}{1 - \beta_1^t} \qquad \hat v = \frac{v}{1 - \beta_2^t} \qquad
+# p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
+#
+# with t = 1 in the first step. Momentum, second moment, correction: that is Adam (Kingma and Ba 2015), all of it.
+#
+# How long do the two remember? Here is a claim, and what PyTorch really does:
+
+# %%
+claims.show("C04")
+
+# %% [markdown]
+# ### Exercise 2.3 · Adam
+#
+# ●●○ · 6 minutes · trains: both moments together, and the bias correction
+#
+# Write `adam(p, grad, state, lr, beta1, beta2, eps)`. Keep m, v and the count t in `state`.
+#
+# <details><summary>Hint 1: the state</summary>
+#
+# `if not state: state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))`, and then `state["t"] += 1` before
+# anything is divided.
+#
+# <details><summary>Hint 2: the moments</summary>
+#
+# The update lines of 2.1 and 2.2, with `beta1` for m and `beta2` for v.
+#
+# <details><summary>Hint 3: the step</summary>
+#
+# `m_hat = m / (1 - beta1**t)`, `v_hat = v / (1 - beta2**t)`: new tensors, so that m and v stay what they are. Then
+# `p.sub_(lr * m_hat / (v_hat.sqrt() + eps))`.
+#
+# </details></details></details>
+
+
+# %%
+def adam(p, grad, state, lr, beta1, beta2, eps):
+    ### BEGIN SOLUTION
+    if not state:
+        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    t, m, v = state["t"], state["m"], state["v"]
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
+    m_hat = m / (1 - beta1**t)
+    v_hat = v / (1 - beta2**t)
+    p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
+    ### END SOLUTION
+
+
+adam = check("2.3", adam)
+
+# %%
+usual = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+paths["Adam"] = descend(adam, lr=0.2, **usual)
+curves["Adam"] = train(adam, lr=0.01, **usual)
+show_paths(valley, paths, title="Adam: no leap, no zigzag", marks=marks)
+show_losses(curves, title="the small Llama: no leap either", smooth=5)
+first = (paths["Adam"][1] - paths["Adam"][0]).abs()
+print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it; lr is 0.2")
+
+# %% [markdown]
+# The first step has exactly the length lr, in every direction: with $\hat m = g$ and $\hat v = g^2$, the ratio is the
+# sign of g. Adam's learning rate is a *length*. SGD's is a factor.
+#
+# ## 5 · AdamW: where the W goes
+#
+# Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient. In SGD that does
+# what it says. In Adam it does not: the addition goes through m and is divided by $\sqrt{v}$, so weights with large
+# gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** it: first shrink p, then do Adam with the
+# gradient as it is.
+#
+# $$p \leftarrow (1 - \text{lr} \cdot \lambda)\, p$$
+#
+# ### Exercise 2.4 · AdamW
+#
+# ●●○ · 4 minutes · trains: decoupled weight decay: where the W goes
+#
+# Write `adamw(p, grad, state, lr, beta1, beta2, eps, weight_decay)`. You may call your `adam`.
+#
+# <details><summary>Hint 1: one line more</summary>
+#
+# One line before Adam, and it touches neither `grad` nor `state`.
+#
+# <details><summary>Hint 2: that line</summary>
+#
+# `p.mul_(1 - lr * weight_decay)`.
+#
+# </details></details>
+
+
+# %%
+def adamw(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    ### BEGIN SOLUTION
+    p.mul_(1 - lr * weight_decay)
+    adam(p, grad, state, lr, beta1, beta2, eps)
+    ### END SOLUTION
+
+
+adamw = check("2.4", adamw)
+
+# %%
+both = {"Adam": paths["Adam"], "AdamW": descend(adamw, lr=0.2, weight_decay=0.5, **usual)}
+curves["AdamW"] = train(adamw, lr=0.01, weight_decay=0.1, **usual)
+places = {**marks, "zero": [0.0, 0.0]}
+show_paths(valley, both, title="a strong decay pulls to zero", marks=places)
+show_losses(curves, title="the small Llama, all five rules", smooth=5)
+
+# %% [markdown]
+# The decay here is fifty times the usual 0.01, so that you can see it: AdamW stays short of the minimum, where the pull
+# towards zero and the pull of the gradient balance. On the text, where sixty steps are few and the decay is small, Adam
+# and AdamW run side by side.
+#
+# ## 6 · Watch the bytes appear
+#
+# Your rule, on a real model. SmolLM2-135M in float32, two training steps with your AdamW. Its `state` holds two tensors
+# for every parameter.
+
+# %%
+smol, tokenizer = models.smollm2()
+n = sum(p.numel() for p in smol.parameters())
+print(f"{n:,} parameters, {smol.dtype}")
+guess_b = predict_first(
+    "2.b", "SmolLM2 with your AdamW: how many bytes of optimizer states appear?"
+)
+
+# %%
+smol_ids = texts.batch(tokenizer, batch_size=1, seq_len=32)
+optimizer = ByHand(smol.parameters(), adamw, lr=1e-5, weight_decay=0.01, **usual)
+with MemoryTracker(smol, optimizer, title="SmolLM2 and your AdamW: two steps") as tracker:
+    for _ in range(2):
+        smol(input_ids=smol_ids, labels=smol_ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+# %%
+before = tracker.timeline.by_category["optimizer"][0]
+print(f"states when the first forward pass begins: {before:,} bytes")
+guess_b.reveal(formula=8 * n, measured=tracker.current.by_category["optimizer"])
+del smol, optimizer  # 1.5 GiB
+
+# %% [markdown]
+# Nothing in the first forward, everything in the first `step()`, parameter by parameter: the staircase in the picture.
+# From then on it stays. The floor of step two is that much higher. (The thin spike at the start of each `step()` is your
+# arithmetic on the largest tensor, the embedding. Section 8 is about it.)
+#
+# Your states have the dtype of the parameters, because `zeros_like(p)` does. So do PyTorch's:
+
+
+# %%
+def state_bytes(make, dtype):
+    llama = models.tiny_llama(dtype=dtype)
+    optimizer = make(llama.parameters())
+    for p in llama.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [x for state in optimizer.state.values() for x in state.values()]
+    return sum(x.nbytes for x in kept if torch.is_tensor(x))
+
+
+# %%
+by_hand = dict(lr=1e-3, weight_decay=0.01, **usual)
+m = sum(p.numel() for p in models.tiny_llama().parameters())
+for dtype in (torch.float32, torch.bfloat16):
+    yours = state_bytes(lambda params: ByHand(params, adamw, **by_hand), dtype)
+    theirs = state_bytes(torch.optim.AdamW, dtype)
+    print(
+        f"{dtype!s:<15} yours {yours:,} = {yours / m:.0f} a parameter, PyTorch's {theirs:,}"
+    )
+
+# %% [markdown]
+# PyTorch keeps its t as a float32 tensor for each parameter tensor, 4 bytes; yours is a Python number. Otherwise equal:
+# **8 bytes a parameter in float32, 4 in bf16.**
+#
+# ## 7 · What bf16 moments cost
+#
+# Half the bytes sounds like a gift. Here is the price. A bf16 number has 8 bits of precision: 7 after the point. So
+# there are 128 numbers from 1 to 2, then 128 from 2 to 4, with gaps twice as wide. Add less than half a gap, and
+# rounding takes it away again.
+#
+# ### Exercise 2.5 · the gaps between bf16 numbers
+#
+# ●●○ · 5 minutes · trains: reading a float format: which additions change nothing
+#
+# Write `half_gap(x)` for x > 0: half the distance from x to the next larger bf16 number. Anything smaller, added to x,
+# changes nothing.
+#
+# <details><summary>Hint 1: at 1</summary>
+#
+# From 1 to 2 there are 128 numbers, so the gap is 1/128. Half of it is 1/256, which is 2⁻⁸.
+#
+# <details><summary>Hint 2: elsewhere</summary>
+#
+# The gap is the same from one power of two to the next. `math.floor(math.log2(x))` is the exponent of the power of two
+# at or below x.
+#
+# </details></details>
+
+# %%
+from math import floor, log2
+
+
+def half_gap(x):
+    ### BEGIN SOLUTION
+    return 2.0 ** (floor(log2(x)) - 8)
+    ### END SOLUTION
+
+
+half_gap = check("2.5", half_gap)
+
+# %% [markdown]
+# Now think of v. Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$.
+
+# %%
+for x in (0.125, 0.25, 0.5, 1.0):
+    moved = (torch.tensor(x, dtype=torch.bfloat16) + 0.001).item() != x
+    print(f"v = {x:<6} half a gap is {half_gap(x):.6f}   adding 0.001 changes it: {moved}")
+
+# %%
+question = (
+    "Every gradient is 1. How many percent of its true value, 1, does v reach in bf16?"
+)
+guess_c = predict_first("2.c", question, unit="%")
+
+
+# %%
+def track_v(dtype, beta2, gradients):
+    v, seen = torch.zeros((), dtype=dtype), []
+    for g in gradients:
+        g = torch.tensor(g, dtype=dtype)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        seen.append(v.item())
+    return seen
+
+
+# %%
+gradients = [1.0] * 2000 + [0.01] * 8000
+exact = track_v(torch.float32, 0.999, gradients)
+stalled = track_v(torch.bfloat16, 0.999, gradients)
+mended = track_v(torch.bfloat16, 0.95, gradients)
+print("  step   gradient   float32     bf16   bf16, beta2 = 0.95")
+for step in (1, 100, 400, 500, 2000, 2001, 4000, 10000):
+    g, *row = (line[step - 1] for line in (gradients, exact, stalled, mended))
+    print(f"{step:>6}{g:>11}{row[0]:>10.3g}{row[1]:>9.3g}{row[2]:>14.3g}")
+
+# %%
+guess_c.reveal(measured=100 * max(stalled))
+length = 0.01 / sqrt(stalled[-1])
+print(
+    f"at the end, a steady gradient of 0.01 moves a weight by {length:.4f} lr, not by 1 lr"
+)
+
+# %% [markdown]
+# v climbs to 0.5 and **stops**: from there on half a gap is 0.00195, and 0.001 is less. Worse is what happens after step
+# 2000. Gradients become a hundred times smaller, float32 forgets the large ones, and bf16 *never* does:
+
+# %%
+every = (torch.arange(128) / 128 + 1).to(torch.bfloat16)  # all bf16 numbers from 1 to 2
+for beta2 in (0.999, 0.99, 0.95):
+    n_smaller = (every * beta2 < every).sum().item()
+    print(f"v * {beta2:<5} is smaller than v for {n_smaller:>3} of the 128 numbers")
+
+# %% [markdown]
+# `v.mul_(0.999)` gives back v, for every bf16 number there is. Such a v only rises, and the steps get shorter for good:
+# training stalls and no error is raised. What to do:
+#
+# - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as the master recipe of lesson 01 has it;
+# - **a smaller β₂**, such as 0.95: its $1 - \beta_2$ is wider than a gap, and v breathes, as the last column shows;
+# - keep the weights themselves in float32 and compute under autocast: a weight of 1 in bf16 does not notice a step of
+#   0.001 either.
+#
+# ## 8 · What the step itself needs
+#
+# States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may sit right there. PyTorch
+# has three variants of AdamW for the same formula: a plain loop over parameters (`foreach=False`), `foreach`, which
+# does each operation for all parameters at once (its default on CUDA), and `fused`, one kernel for everything.
+
+# %%
+guess_d = predict_first(
+    "2.d", "The tiny Llama in float32: how many bytes of temporaries in a foreach step?"
+)
+
+# %%
+from gradmem_lib.adam import AdamW
+
+
+def on_top(make):
+    llama = models.tiny_llama()
+    optimizer = make(llama.parameters())
+    for p in llama.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # the first step makes the states; the second is one like all others
+    with MemoryTracker(llama, optimizer, live=False) as tracker:
+        optimizer.step()
+    return tracker.peak.total - tracker.current.total
+
+
+# %%
+needed = {
+    "plain": on_top(lambda params: torch.optim.AdamW(params, foreach=False)),
+    "foreach": on_top(lambda params: torch.optim.AdamW(params, foreach=True)),
+    "fused": on_top(lambda params: torch.optim.AdamW(params, fused=True)),
+    "exercise 2.4": on_top(lambda params: ByHand(params, adamw, **by_hand)),
+    "gradmem_lib": on_top(AdamW),
+}
+
+# %%
+sizes = [p.nbytes for p in models.tiny_llama().parameters()]
+for name, nbytes in needed.items():
+    print(
+        f"{name:<13}{nbytes:>12,} bytes = {nbytes / max(sizes):>3.1f} × the largest parameter"
+    )
+guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
+
+# %% [markdown]
+# `foreach` takes the root of *all* v's before it divides by any: **a temporary copy of the whole model.** It saves calls,
+# and on a card it is what you get unless you say `foreach=False` or `fused=True`.
+#
+# The plain loop needs two copies of the largest parameter. Written as formulas, as in exercise 2.4, it is more. You can
+# do better than all of the loops: with **one**.
+#
+# ### Exercise 2.6 · AdamW with one temporary
+#
+# ●●● · 9 minutes · trains: in-place arithmetic under a byte budget
+#
+# Write `frugal_adamw` with the arguments of `adamw` and the same result, such that at no moment more than one tensor as
+# large as `p` is alive beside p, its gradient, m and v. Leave `grad` as it is. The budget is in bytes, and exact.
+
+# %%
+from gradmem_lib.exercises.lesson_02 import step_budget, three_steps
+
+with MemoryTracker(live=False) as tracker:
+    three_steps(adamw)
+print(
+    f"budget {step_budget():,} bytes; exercise 2.4's step peaks at {tracker.peak.total:,}"
+)
+
+# %% [markdown]
+# <details><summary>Hint 1: who makes tensors?</summary>
+#
+# `a * b`, `a / b`, `a + b` and `a.sqrt()` each make one. `a.mul_(b)`, `a.div_(b)`, `a.add_(b)` make none, and chains of
+# them read well: `x.sqrt().div_(c).add_(eps)` makes one tensor in all.
+#
+# <details><summary>Hint 2: the corrections are numbers</summary>
+#
+# $1 - \beta_1^t$ is a plain number: put it into the learning rate. The root of $1 - \beta_2^t$ is a plain number too, and
+# $\sqrt{v / c} = \sqrt v / \sqrt c$.
+#
+# <details><summary>Hint 3: two operations that help</summary>
+#
+# `v.addcmul_(grad, grad, value=a)` is v + a · grad · grad, and `p.addcdiv_(m, d, value=a)` is p + a · m / d. Both work in
+# place, with no tensor in between.
+#
+# </details></details></details>
+
+
+# %%
+def frugal_adamw(p, grad, state, lr, beta1, beta2, eps, weight_decay):
+    ### BEGIN SOLUTION
+    if not state:
+        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+    state["t"] += 1
+    t, m, v = state["t"], state["m"], state["v"]
+    p.mul_(1 - lr * weight_decay)
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    divisor = v.sqrt().div_(sqrt(1 - beta2**t)).add_(eps)
+    p.addcdiv_(m, divisor, value=-lr / (1 - beta1**t))
+    ### END SOLUTION
+
+
+frugal_adamw = check("2.6", frugal_adamw)
+
+# %%
+budget = step_budget()
+with MemoryTracker(budget=budget, live=False) as tracker:
+    three_steps(frugal_adamw)
+print(f"peak {tracker.peak.total:,} of {budget:,} bytes")
+
+# %% [markdown]
+# ## 9 · The same lines in a library
+#
+# Open `gradmem_lib/adam.py`. It has the lines that you wrote, and what makes an optimizer one that others can use:
+# settings that are checked, groups, and a `state_dict` with PyTorch's names. So a checkpoint of one continues in the
+# other. Three steps in PyTorch, two in ours, against five in PyTorch:
+
+
+# %%
+def steps(optimizer, start, stop):
+    p = optimizer.param_groups[0]["params"][0]
+    for step in range(start, stop):
+        p.grad = torch.randn(4, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return optimizer
+
+
+# %%
+p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
+steps(torch.optim.AdamW([p]), 0, 5)
+begun = steps(torch.optim.AdamW([q]), 0, 3)
+ours = AdamW([q])
+ours.load_state_dict(begun.state_dict())
+steps(ours, 3, 5)
+print("the same weights:", torch.allclose(p, q, rtol=1e-6))
+print("states:", *ours.state_dict()["state"][0])
+
+# %% [markdown]
+# ## 10 · What you can now do
+#
+# - **Adam** is two moving averages and two divisions: m says where to, v how far, the corrections make up for a start
+#   at zero. The **W** shrinks p itself and leaves the gradient alone.
+# - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
+#   bf16.
+# - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
+# - **A step's temporaries**: none (`fused`), one of the largest parameter (yours), two (PyTorch's loop), a whole model
+#   (`foreach`).
+#
+# Next is lesson 03: larger batches than fit, by accumulating gradients, and the loss that goes wrong on the way.
