@@ -187,7 +187,7 @@ class MemoryTracker:
         optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         budget: int | str | None = None,
-        live: bool = True,
+        live: bool | None = None,
         title: str = "",
         device: torch.device | str | None = None,
     ):
@@ -732,7 +732,7 @@ class MemoryTracker:
     # The picture ---------------------------------------------------------------------------------------------------
 
     def _start_live(self) -> None:
-        if not self._live_wanted:
+        if self._live_wanted is False:
             return
         from .view.live import LivePlot, in_kernel
 
