@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -35,6 +36,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     repeat = 10 if name == "tiny_llama" else 1
 
     def run(context) -> float:
+        gc.collect()  # else a variant pays for the garbage of the one before it: a full collection takes 0.1 s here
         with context:
             start = time.perf_counter()
             for _ in range(repeat):

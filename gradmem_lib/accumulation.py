@@ -98,6 +98,7 @@ def accumulate_gradients(
             # float64, where there is one: a window has many micro-batches, and their sums differ in size
             value = loss.detach().to(loss.dtype if loss.device.type == "mps" else torch.float64)
             loss_sum = value if loss_sum is None else loss_sum + value
+            del value
         items += count
         del loss, micro
 
@@ -126,7 +127,9 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum needs more digits than bf16 has
+    logits = logits.to(
+        torch.promote_types(logits.dtype, torch.float32)
+    )  # a sum needs more digits than bf16 has
     labels = batch["labels"][:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, count_targets(batch["labels"])
@@ -167,7 +170,9 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
     paths = filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if loopback:
-        env["GLOO_SOCKET_IFNAME"] = loopback  # else gloo asks for this machine's name, which may lead elsewhere
+        env["GLOO_SOCKET_IFNAME"] = (
+            loopback  # else gloo asks for this machine's name, which may lead elsewhere
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(script, encoding="utf-8")
@@ -177,13 +182,11 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
         ]  # fmt: skip
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
-        raise RuntimeError(f"one of the {processes} processes failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"one of the {processes} processes failed:\n{done.stderr[-30000:]}")
     return done.stdout
 
 
-_NOTHING = (
-    "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this window"
-)
+_NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this window"
 
 
 def _parallel(model: nn.Module | None):

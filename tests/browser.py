@@ -138,18 +138,26 @@ class Lab:
         raise RuntimeError(f"JupyterLab did not start; its log ends with:\n{self.log.read_text()[-2000:]}")
 
 
-_READY = """async () => {
-  await jupyterapp.restored;
-  for (;;) {
-    const panel = jupyterapp.shell.currentWidget;
-    if (panel && panel.sessionContext) {
-      await panel.context.ready;
-      await panel.sessionContext.ready;
-      const kernel = panel.sessionContext.session && panel.sessionContext.session.kernel;
-      if (kernel) { await kernel.info; if (kernel.status === 'idle') return; }
+# A notebook that does not exist, or one without a kernel's name, never gets ready: the race ends the wait, and says what
+# the page shows instead.
+_READY = """async (seconds) => {
+  const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+  const ready = async () => {
+    await jupyterapp.restored;
+    for (;;) {
+      const panel = jupyterapp.shell.currentWidget;
+      if (panel && panel.sessionContext) {
+        await panel.context.ready;
+        await panel.sessionContext.ready;
+        const kernel = panel.sessionContext.session && panel.sessionContext.session.kernel;
+        if (kernel) { await kernel.info; if (kernel.status === 'idle') return true; }
+      }
+      await pause(50);
     }
-    await new Promise((resolve) => setTimeout(resolve, 50));
-  }
+  };
+  if (await Promise.race([ready(), pause(1000 * seconds)])) return null;
+  const dialog = document.querySelector('.jp-Dialog-content');
+  return (dialog || document.querySelector('#main') || document.body).innerText.slice(0, 500);
 }"""
 # Started, not awaited: the page is sampled while the cells run.
 _RUN_ALL = """() => {
@@ -171,7 +179,15 @@ class Notebook:
     """One notebook, open in a page of its own."""
 
     def __init__(
-        self, browser, lab: Lab, name: str, *, width: int = 1280, height: int = 1000, scale: float = 1
+        self,
+        browser,
+        lab: Lab,
+        name: str,
+        *,
+        width: int = 1280,
+        height: int = 1000,
+        scale: float = 1,
+        ready_within: float = 60,
     ):
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, device_scale_factor=scale
@@ -182,7 +198,10 @@ class Notebook:
         page.on("pageerror", self._page_error)
         page.goto(f"{lab.url}/lab/tree/{name}?reset&token={lab.token}")
         page.wait_for_function("window.jupyterapp")
-        page.evaluate(_READY)
+        shown = page.evaluate(_READY, ready_within)
+        if shown is not None:
+            self.context.close()
+            raise RuntimeError(f"{name} was not ready after {ready_within} s; the page shows: {shown}")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
 
     def __enter__(self) -> Notebook:

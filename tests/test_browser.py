@@ -86,6 +86,11 @@ def assert_still_picture(notebook: Notebook, output) -> None:
     assert output.locator("canvas").count() == 0
 
 
+def test_a_notebook_that_never_gets_ready_is_an_error_not_a_wait(browser, lab):
+    with pytest.raises(RuntimeError, match=r"no_such\.ipynb was not ready after 5 s"):
+        Notebook(browser, lab, "no_such.ipynb", ready_within=5)
+
+
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, theme):
     with Notebook(browser, lab, "live.ipynb", scale=1.5) as notebook:

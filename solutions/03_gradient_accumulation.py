@@ -1,0 +1,808 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 03 · Gradient accumulation
+#
+# *60 minutes. You need: lesson 01, and the training loop of lesson 00.*
+#
+# The batch that you want does not fit. So you cut it into pieces, run them one after the other, and step once. That is
+# two lines of code, and one of them is usually wrong. After this lesson you can
+#
+# - say which bytes follow the micro-batch and which do not, before you cut anything;
+# - divide by the right number, so that the result is the full batch's gradient and not something near it;
+# - put stepping, zeroing, clipping and logging in their places, to the last incomplete window;
+# - find out whether the trainer that you use gets it right, and mend it if it does not.
+
+# %%
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib import MemoryTracker, check, claims, models, predict_first, texts
+from gradmem_lib.accumulation import accumulate_gradients, next_token_loss, split
+
+# %% [markdown]
+# ## 1 · Three batches
+#
+# | name | what it is | what it decides |
+# |---|---|---|
+# | **micro-batch** | what goes through the model at once | activations |
+# | **mini-batch** | all micro-batches of one GPU between two updates | how long an update takes |
+# | **global batch** | the mini-batches of all GPUs together | what the model learns from an update |
+#
+# Some documents say mini-batch for the first of them. Ask, when you read "batch size", *how much goes through at once?*
+#
+# Recipes give the global batch in tokens. A well-known one updates on 524,288 of them. You have a card that holds
+# micro-batches of 4 sequences of 2048 tokens.
+
+# %%
+question = "524,288 tokens an update, in micro-batches of 4 × 2048: how many?"
+guess_a = predict_first("3.a", question, unit="micro-batches")
+
+# %% [markdown]
+# ### Exercise 3.1 · from tokens per update to micro-batches
+#
+# ●○○ · 4 minutes · trains: micro-batch, accumulation and GPUs, with remainders
+#
+# Write `plan_window(tokens_per_update, micro_batch, seq_len, gpus)`. It returns two numbers: how many micro-batches each
+# GPU needs so that an update sees *at least* that many tokens, and how many tokens that really makes.
+#
+# <details><summary>Hint 1: at once</summary>
+#
+# `gpus` cards work at the same time, each on `micro_batch` sequences of `seq_len` tokens.
+#
+# <details><summary>Hint 2: remainders</summary>
+#
+# At least means rounding up, and only if something is left over: `math.ceil`, or `-(-a // b)`.
+#
+# </details></details>
+
+
+# %%
+def plan_window(tokens_per_update, micro_batch, seq_len, gpus):
+    ### BEGIN SOLUTION
+    at_once = micro_batch * seq_len * gpus
+    steps = -(-tokens_per_update // at_once)
+    return steps, steps * at_once
+    ### END SOLUTION
+
+
+plan_window = check("3.1", plan_window)
+
+# %%
+guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 2048, 1)[0])
+print("on 8 GPUs:        ", plan_window(524_288, 4, 2048, 8))
+print("half a million:   ", plan_window(500_000, 4, 2048, 1))
+claims.show("C34")
+
+# %% [markdown]
+# ## 2 · What shrinks, and what does not
+#
+# A tiny Llama and 16 sequences of 64 tokens: first in one go, then in four micro-batches of 4.
+
+# %%
+model = models.tiny_llama()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+ids = torch.randint(0, 8192, (16, 64), generator=torch.Generator().manual_seed(0))
+batch = {"input_ids": ids, "labels": ids}
+
+
+def update(micro_size):
+    for micro in split(batch, micro_size):
+        loss_sum, _ = next_token_loss(model, micro)  # and the number of its tokens
+        (loss_sum / (16 * 63)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+update(16)  # Adam's states are there from now on
+
+# %%
+question = "Four micro-batches of 4 instead of 16 at once: by how much does the peak fall?"
+guess_b = predict_first("3.b", question, unit="percent")
+
+# %% [markdown]
+# Two windows in one picture. Watch the activations, and then look for the gradients between the micro-batches.
+
+# %%
+with MemoryTracker(model, optimizer, title="16 at once, then 4 × 4") as tracker:
+    update(16)
+    peak_of_one = tracker.peak.total
+    tracker.reset_peak()
+    update(4)
+    peak_of_four = tracker.peak.total
+
+# %%
+print(f"16 at once: {peak_of_one:>12,} bytes at the peak")
+print(f"4 × 4:      {peak_of_four:>12,} bytes")
+guess_b.reveal(measured=round(100 * (1 - peak_of_four / peak_of_one)))
+
+# %% [markdown]
+# In the right half, the activations climb to a quarter of their height, four times. The gradients arrive with the first
+# backward and **stay**: the second, third and fourth forward run on top of them. Part by part:
+
+# %%
+columns = ("activations", "gradients", "optimizer")
+print(" " * 8 + "".join(f"{name:>14}" for name in (*columns, "peak")) + "  peak in")
+for size in (16, 8, 4, 2, 1):
+    with MemoryTracker(model, optimizer, live=False) as small:
+        update(size)
+    lines = small.timeline.by_category
+    row = [max(lines[name]) for name in columns] + [small.peak.total]
+    print(
+        f"{16 // size:>2} × {size:<3}" + "".join(f"{n:>14,}" for n in row),
+        "",
+        small.peak.phase,
+    )
+
+# %% [markdown]
+# One column moves, and the peak follows it for a while. Then the peak goes elsewhere: into backward, and at last into the
+# optimizer's step, where no activation is left to save. Three claims can be settled now.
+
+# %%
+claims.show("C08", "C09", "C22")
+
+# %% [markdown]
+# The word for "only the micro-batch is in memory" is the same: true of activations.
+
+# %%
+claims.show("C18")
+
+# %% [markdown]
+# ## 3 · Is it the same gradient?
+#
+# `backward()` *adds* to `.grad`. The gradient of a sum is the sum of the gradients. So if the full batch's loss is a
+# mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line: `loss = loss / K`.
+#
+# Test it: four sequences, all of 64 tokens, in float64 so that rounding does not hide anything.
+
+
+# %%
+def padded(lengths, vocab=64):
+    """Random sequences of these lengths in one batch; where one has ended, the label is -100."""
+    shape = (len(lengths), max(lengths))
+    ids = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(0))
+    ended = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    labels = ids.masked_fill(ended, -100)
+    return {"input_ids": ids, "attention_mask": (~ended).long(), "labels": labels}
+
+
+def take_gradient(model):
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return gradient
+
+
+def relative_error(gradient, right):
+    return ((gradient - right).norm() / right.norm()).item()
+
+
+# %%
+exact = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, dtype=torch.float64)
+
+
+def full_gradient(batch):
+    loss, count = next_token_loss(exact, batch)
+    (loss / count).backward()
+    return take_gradient(exact)
+
+
+def gradient_by_k(batch, k):
+    for micro in split(batch, len(batch["labels"]) // k):
+        loss, count = next_token_loss(exact, micro)
+        mean = loss / count  # what a model returns as its loss
+        (mean / k).backward()
+    return take_gradient(exact)
+
+
+# %%
+equal = padded([64, 64, 64, 64])
+error = relative_error(gradient_by_k(equal, k=4), full_gradient(equal))
+print("equal lengths, loss / K: relative error below 1e-12:", error < 1e-12)
+
+# %% [markdown]
+# The same to twelve digits. So accumulation *is* the full batch. On to real data, where sequences have lengths.
+#
+# ## 4 · The trap
+#
+# Sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How far off will `loss / K` be, compared with the
+# length of the right gradient? (0 is exact, 0.01 is one per cent, 1 is as long as the gradient itself.)
+
+# %%
+question = "Lengths 8, 16, 64, 128 and loss / K: relative error of the gradient?"
+guess_c = predict_first("3.c", question, unit="")
+
+# %%
+ragged = padded([8, 16, 64, 128])
+right = full_gradient(ragged)
+by_k = gradient_by_k(ragged, k=4)
+guess_c.reveal(measured=round(relative_error(by_k, right), 2))
+
+# %% [markdown]
+# An error as large as the gradient. Why? `loss / K` gives each *micro-batch* the same weight. The full batch gives each
+# *token* the same weight. How much more does a token count if it happens to sit in a short sequence?
+
+# %%
+counts = [int((labels[1:] != -100).sum()) for labels in ragged["labels"]]
+print("  predicted   weight of a token in the full batch   by loss / K   factor")
+for n in counts:
+    full, k = 1 / sum(counts), 1 / 4 / n
+    print(f"{n:>11}{full:>38.4f}{k:>14.4f}{k / full:>9.2f}")
+
+# %% [markdown]
+# A token of the shortest sequence counts 7.6 times as much as it should; one of the longest, less than half. No error is
+# raised, and the loss goes down all the same. Popular libraries trained like this until the autumn of 2024.
+#
+# Is it as bad with a pretrained model and real text? SmolLM2, a sequence of 16 tokens and one of 128:
+
+
+# %%
+def real_error(lengths):
+    smol, tokenizer = models.smollm2()
+    ids = texts.batch(tokenizer, batch_size=len(lengths), seq_len=max(lengths))
+    ended = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    real = {"input_ids": ids, "labels": ids.masked_fill(ended, -100)}
+    total = int((real["labels"][:, 1:] != -100).sum())
+    found = []
+    for divisor in (lambda count: total, lambda count: count * len(lengths)):
+        for micro in split(real, 1):
+            loss, count = next_token_loss(smol, micro)
+            (loss / divisor(count)).backward()
+        found.append(take_gradient(smol))
+    return relative_error(found[1], found[0])
+
+
+# %%
+print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {real_error([16, 128]):.1f}")
+
+# %% [markdown]
+# It is. The way out: **add up sums, and divide by one number**, the items of the whole window. For a language model the items
+# are the tokens that are *predicted*.
+#
+# ### Exercise 3.2 · what counts as an item
+#
+# ●○○ · 5 minutes · trains: padding, -100 and the causal shift
+#
+# Write `count_targets(labels)`: how many tokens a causal language model predicts, given labels of shape
+# (batch, sequence). A label of -100 is ignored. The model's output at position t is compared with the label at t + 1.
+#
+# <details><summary>Hint 1: the shift</summary>
+#
+# Which label is never compared with anything? No position comes before the first one.
+#
+# <details><summary>Hint 2: in code</summary>
+#
+# Cut the first column off, then count what is not -100.
+#
+# </details></details>
+
+
+# %%
+def count_targets(labels):
+    ### BEGIN SOLUTION
+    return int((labels[:, 1:] != -100).sum())
+    ### END SOLUTION
+
+
+count_targets = check("3.2", count_targets)
+
+# %% [markdown]
+# What if you get the count wrong in a small way, and forget the shift? The direction stays right, and the length is off
+# by a factor that depends on how short the sequences are:
+
+# %%
+with_shift = count_targets(ragged["labels"])
+without = int((ragged["labels"] != -100).sum())
+print(f"{with_shift} tokens are predicted, {without} labels are not -100")
+print(f"gradient too small by a factor of {without / with_shift:.4f}")
+
+# %% [markdown]
+# ### Exercise 3.3 · the right divisor
+#
+# ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
+#
+# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For one of them,
+# `loss_and_count(micro)` gives two things: the **summed** loss (a tensor) and the number of items (an int, and 0 is
+# possible). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float.
+#
+# <details><summary>Hint 1: the total first</summary>
+#
+# You need the total before the first `backward()`. The simplest way asks for all counts first, in a pass of its own.
+#
+# <details><summary>Hint 2: the gradient</summary>
+#
+# `(loss / total).backward()` for each micro-batch. Nothing else is divided.
+#
+# <details><summary>Hint 3: the returned loss</summary>
+#
+# Add up `loss.item()`, and divide that sum by the total as well.
+#
+# </details></details></details>
+
+
+# %%
+def accumulate(micro_batches, loss_and_count):
+    ### BEGIN SOLUTION
+    total = sum(loss_and_count(micro)[1] for micro in micro_batches)
+    loss_sum = 0.0
+    for micro in micro_batches:
+        loss, _ = loss_and_count(micro)
+        (loss / total).backward()
+        loss_sum += loss.item()
+    return loss_sum / total
+    ### END SOLUTION
+
+
+accumulate = check("3.3", accumulate)
+
+# %%
+mean = accumulate(list(split(ragged, 1)), lambda micro: next_token_loss(exact, micro))
+error = relative_error(take_gradient(exact), right)
+print("tokens as items: relative error below 1e-12:", error < 1e-12)
+claims.show("C10")
+
+# %% [markdown]
+# ## 5 · Asking for the total without a second pass
+#
+# Your function runs every forward twice, only to count. Two ways around it: count the labels alone, which costs nothing;
+# or do not know the total at all, and correct the gradients once at the end, in place. `accumulate_gradients` does either.
+
+
+# %%
+def loss_and_count(micro):
+    return next_token_loss(exact, micro)
+
+
+total = count_targets(ragged["labels"])
+known = accumulate_gradients(split(ragged, 1), loss_and_count, total_items=total)
+print(known.items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
+
+stream = (micro for micro in split(ragged, 1))  # read once, and nobody knows how long it is
+corrected = accumulate_gradients(stream, loss_and_count)
+print(corrected.items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
+
+# %% [markdown]
+# How many micro-batches may there be? Does the peak grow with them?
+
+# %%
+for k in (1, 2, 3, 20):
+    micro_batches = ({name: tensor[:1] for name, tensor in batch.items()} for _ in range(k))
+    with MemoryTracker(model, live=False) as small:
+        accumulate_gradients(micro_batches, lambda micro: next_token_loss(model, micro))
+    model.zero_grad()
+    print(f"{k:>3} micro-batches: {small.peak.total:>12,} bytes")
+
+# %% [markdown]
+# From the second on, not by a byte. The first is cheaper: its forward has no gradients beside it yet.
+#
+# ## 6 · The loop around it
+#
+# When do you step, when do you zero, and what about the end of the epoch, where 7 micro-batches do not fill windows
+# of 3? The last window has one micro-batch. It is an update like the others, over fewer items.
+#
+# ### Exercise 3.4 · the whole loop, and what is left at its end
+#
+# ●●○ · 8 minutes · trains: when to step, when to zero, and the last incomplete window
+#
+# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable, a generator
+# too. Update after every `window` micro-batches, and once more for whatever is left. Return each update's mean loss.
+#
+# <details><summary>Hint 1: use what you have</summary>
+#
+# `accumulate(held, loss_and_count)` does one window, if you hand it a list of its micro-batches.
+#
+# <details><summary>Hint 2: windows from a stream</summary>
+#
+# `from itertools import islice`; with `rest = iter(micro_batches)`, `list(islice(rest, window))` takes the next window, or
+# what is left of it, and is empty at the end.
+#
+# </details></details>
+
+
+# %%
+def train(model, optimizer, micro_batches, window, loss_and_count):
+    ### BEGIN SOLUTION
+    from itertools import islice
+
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        losses.append(accumulate(held, loss_and_count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+    ### END SOLUTION
+
+
+train = check("3.4", train)
+
+# %% [markdown]
+# ### Exercise 3.5 · the loss to log
+#
+# ●○○ · 3 minutes · trains: weighting what is logged as what is trained
+#
+# Models often return *means*. Write `window_loss(means, counts)`: the mean loss of all items of a window, from each
+# micro-batch's mean loss and its number of items.
+#
+# <details><summary>Hint</summary>
+#
+# Mean times count is the sum. Add up, then divide once.
+#
+# </details>
+
+
+# %%
+def window_loss(means, counts):
+    ### BEGIN SOLUTION
+    return sum(mean * n for mean, n in zip(means, counts, strict=True)) / sum(counts)
+    ### END SOLUTION
+
+
+window_loss = check("3.5", window_loss)
+
+# %%
+pairs = [next_token_loss(exact, micro) for micro in split(ragged, 1)]
+means, counts = [loss.item() / n for loss, n in pairs], [n for _, n in pairs]
+print("each micro-batch's mean:         ", [f"{mean:.3f}" for mean in means])
+print(f"averaged without weights:         {sum(means) / 4:.3f}")
+print(f"sum over count:                   {window_loss(means, counts):.3f}")
+print(f"the last one, logged after / K:   {means[-1] / 4:.3f}")
+
+# %% [markdown]
+# The untrained model hides the first difference: all its means are alike. The last line is what a loop shows that divides
+# by K and logs afterwards. People have gone looking for the reason of such a "good" loss.
+
+# %%
+claims.show("C35")
+
+# %% [markdown]
+# ### Exercise 3.6 · clipping, in its place
+#
+# ●●○ · 5 minutes · trains: clipping the gradient of the update, not its parts
+#
+# Write `clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm)`: one update on a list of
+# micro-batches, with its gradient clipped to `max_norm`. Return the norm before clipping, as a float.
+#
+# <details><summary>Hint 1: the function</summary>
+#
+# `nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips in place and returns the norm that it found.
+#
+# <details><summary>Hint 2: the place</summary>
+#
+# The gradient is complete after the last backward. Clip there, then step, then zero.
+#
+# </details></details>
+
+
+# %%
+def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm):
+    ### BEGIN SOLUTION
+    accumulate(micro_batches, loss_and_count)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+    ### END SOLUTION
+
+
+clipped_update = check("3.6", clipped_update)
+
+# %% [markdown]
+# With a `GradScaler` (float16) the order is: all backwards on scaled losses, `scaler.unscale_(optimizer)`, clip,
+# `scaler.step(optimizer)`, `scaler.update()`. `accumulate_gradients(..., scaler=scaler)` does the first of these.
+#
+# ## 7 · What "equal" cannot mean
+#
+# So far nothing in the model looked across the batch. Batch normalisation does: its mean and variance are the
+# *micro-batch's*. Dropout does not, but it throws dice.
+
+
+# %%
+def error_of_four(norm):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 1)).double()
+    x, y = torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 1, dtype=torch.float64)
+    F.mse_loss(net(x), y).backward()
+    one = take_gradient(net)
+    for x_part, y_part in zip(x.split(8), y.split(8), strict=True):
+        (F.mse_loss(net(x_part), y_part, reduction="sum") / 32).backward()
+    return relative_error(take_gradient(net), one)
+
+
+# %%
+for norm in (nn.LayerNorm(8), nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval(), nn.Dropout(0.5)):
+    error = error_of_four(norm)
+    name = type(norm).__name__ + ("" if norm.training else ", eval mode")
+    print(f"{name:<24}", "exact" if error < 1e-12 else f"relative error {error:.1f}")
+claims.show("C30")
+
+# %% [markdown]
+# For dropout the difference is no mistake: another full batch would draw other masks, too. For batch normalisation it is
+# one: the model is trained on statistics of 8 examples. Language models use layer or RMS norm, which is why this trap
+# is more often met in vision.
+#
+# ## 8 · A larger batch: what about the learning rate?
+#
+# "Four times the batch, four times the learning rate." Put it to the test, on a problem small enough to run 64 times: a
+# noisy linear regression, one pass over 2048 examples. `error` is how far the weights end from the true ones. Which
+# learning rate makes batch 16 end where batch 4 ends?
+
+# %%
+question = (
+    "Adam at batch 16 ends where batch 4 ends, if the learning rate grows by what factor?"
+)
+guess_d = predict_first("3.d", question, unit="")
+
+# %%
+from gradmem_lib.claims.lesson_03 import learning_rates
+
+print("error    batch 4   batch 16, rate × 1     × 2     × 4     × 8")
+for name in ("SGD", "Adam"):
+    found = learning_rates(name)
+    row = "".join(f"{found[16, factor]:>8.2f}" for factor in (2, 4, 8))
+    print(f"{name:<8}{found[4, 1]:>8.2f}{found[16, 1]:>21.2f}{row}")
+
+# %%
+adam = learning_rates("Adam")
+nearest = min((1, 2, 4, 8), key=lambda factor: abs(adam[16, factor] - adam[4, 1]))
+guess_d.reveal(formula=4**0.5, measured=nearest)
+claims.show("C31")
+
+# %% [markdown]
+# With SGD four times the batch and four times the rate end in the same place. Adam's step does not grow with the gradient;
+# it grows as the gradient gets *less noisy*, and noise falls with the root of the batch. Both rules fail where the batch
+# is so large that there is little noise left.
+#
+# ## 9 · A batch of 64 where 16 do not fit
+#
+# Time to use it. A small Llama, 64 sequences of unequal lengths, and a card that is too small for 16 of them.
+
+# %%
+from gradmem_lib.exercises.lesson_03 import CARD, batch_setting
+from gradmem_lib.tracker import BudgetExceeded
+
+llama, adamw, sixty_four = batch_setting()
+sixteen = {name: tensor[:16] for name, tensor in sixty_four.items()}
+print("the card for this exercise:", CARD)
+try:
+    with MemoryTracker(llama, adamw, budget=CARD, title="16 sequences on that card"):
+        loss, count = next_token_loss(llama, sixteen)
+        (loss / count).backward()
+        adamw.step()
+except BudgetExceeded as error:
+    print(str(error).splitlines()[0])
+
+# %% [markdown]
+# ### Exercise 3.7 · a batch of 64 where 16 do not fit
+#
+# ●●● · 10 minutes · trains: choosing a micro-batch by its bytes, and letting go of each graph
+#
+# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update on all 64 rows of `batch` (a dict of tensors),
+# within the card, and with exactly the gradient of the full batch. Return the mean loss over all tokens.
+# `split(batch, size)` cuts a batch; AdamW's states and the gradients need their room as well.
+#
+# <details><summary>Hint 1: how small?</summary>
+#
+# Sixteen are too many. Halve.
+#
+# <details><summary>Hint 2: it fits no better?</summary>
+#
+# A loss that you keep keeps its graph. One `backward()` for each micro-batch, and `loss.item()` for the log.
+#
+# <details><summary>Hint 3: all of it</summary>
+#
+# Everything is there already: `accumulate`, or `accumulate_gradients`, on `split(batch, 8)`, then a step and a zero.
+#
+# </details></details></details>
+
+
+# %%
+def train_64(model, optimizer, batch, loss_and_count):
+    ### BEGIN SOLUTION
+    loss, _ = accumulate_gradients(split(batch, 8), loss_and_count)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+    ### END SOLUTION
+
+
+train_64 = check("3.7", train_64)
+
+# %%
+llama, adamw, sixty_four = batch_setting()
+with MemoryTracker(llama, adamw, budget=CARD, title="64 sequences on that card") as tracker:
+    loss = train_64(llama, adamw, sixty_four, lambda micro: next_token_loss(llama, micro))
+print(f"loss {loss:.2f}, peak {tracker.peak.total:,} of {tracker.budget:,} bytes")
+
+# %% [markdown]
+# ## 10 · What Trainer does
+#
+# Hugging Face's `Trainer` accumulates for you. It counts the labels of the window and hands the number to the model as
+# `num_items_in_batch`; the model divides by it. Does every model? Four examples, one update; `Trainer` logs the loss and
+# the gradient's norm. Once as one batch, once in 4 accumulation steps.
+
+# %%
+question = "A BERT that classifies, 4 accumulation steps: how many times too large is its gradient?"
+guess_e = predict_first("3.e", question, unit="times")
+
+# %%
+from gradmem_lib.exercises.lesson_03 import trainer_logs, trainer_setting
+
+bert, classifier = "BertForSequenceClassification", "LlamaForSequenceClassification"
+kinds = ("LlamaForCausalLM", bert, classifier)
+one_batch, four_steps = {}, {}
+for kind in kinds:
+    one_batch[kind] = trainer_logs(*trainer_setting(kind), accumulation_steps=1)
+    four_steps[kind] = trainer_logs(*trainer_setting(kind), accumulation_steps=4)
+    for name, value in one_batch[kind].items():
+        print(f"{kind:<32}{name:<10} × {four_steps[kind][name] / value:.3f}")
+factor = four_steps[bert]["grad_norm"] / one_batch[bert]["grad_norm"]
+guess_e.reveal(formula=4, measured=round(factor, 3))
+
+# %% [markdown]
+# The causal language model is exact, unequal lengths and all. The classifiers are off by **exactly the number of
+# accumulation steps**, in what is logged and in what is trained. The reason is in two lines of their code:
+
+# %%
+import inspect
+
+from transformers import BertForSequenceClassification
+
+forward = BertForSequenceClassification.forward
+source = inspect.getsource(forward)
+print("**kwargs accepted: ", "kwargs" in inspect.signature(forward).parameters)
+print("num_items_in_batch:", source.count("num_items_in_batch"), "times in its code")
+print(next(line.strip() for line in source.splitlines() if "CrossEntropyLoss()" in line))
+
+# %% [markdown]
+# `Trainer` sees `**kwargs`, takes it for a model that divides by the item count, and does not divide itself. The model
+# swallows the count and returns a plain mean. Nobody divides. You may never notice: Adam divides by the gradient's size
+# anyway, and clipping cuts it. The attribute `accepts_loss_kwargs`, set before the `Trainer` is built, tells it the truth.
+#
+# ### Exercise 3.8 · mend a Trainer run
+#
+# ●●○ · 6 minutes · trains: asking a model whether it heeds the number of items
+#
+# Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
+# `Trainer` will divide by the accumulation steps itself. If it heeds the number, leave it alone. Return the model.
+# Do not go by its name: ask it.
+#
+# <details><summary>Hint 1: how to ask</summary>
+#
+# Call `model(**batch, num_items_in_batch=torch.tensor(n))` with two different n, and compare the losses.
+#
+# </details>
+
+
+# %%
+def mended(model, batch):
+    ### BEGIN SOLUTION
+    few = model(**batch, num_items_in_batch=torch.tensor(1)).loss
+    many = model(**batch, num_items_in_batch=torch.tensor(1000)).loss
+    if few.item() == many.item():
+        model.accepts_loss_kwargs = False
+    return model
+    ### END SOLUTION
+
+
+mended = check("3.8", mended)
+
+# %%
+from transformers import default_data_collator
+
+for kind in kinds:
+    patient, examples = trainer_setting(kind)
+    patient = mended(patient, default_data_collator(examples))
+    logged = trainer_logs(patient, examples, accumulation_steps=4)
+    for name, value in one_batch[kind].items():
+        print(f"{kind:<32}{name:<10} × {logged[name] / value:.3f}")
+
+# %% [markdown]
+# Mended is the mean of means: right for classifiers, where every micro-batch has as many items as it has examples. For a
+# language model the same attribute would bring the error of section 4 back.
+#
+# ## 11 · Two processes
+#
+# On several GPUs each process accumulates its own window, and `DistributedDataParallel` (DDP) takes the **mean of the
+# processes' gradients**. That is the trap of section 4 once more: the processes have different numbers of tokens. And DDP
+# talks to the others in *every* backward, unless told not to. `accumulate_gradients(..., model=ddp)` sends gradients
+# with the last micro-batch only, and divides by the count of all processes.
+#
+# This script runs twice at the same time, each time with another rank. One process gets one micro-batch, the other three.
+
+# %%
+script = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from gradmem_lib import models
+from gradmem_lib.accumulation import accumulate_gradients, next_token_loss
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(models.tiny_gpt2(layers=1, hidden=16, heads=2, vocab=64, dtype=torch.float64))
+ids = torch.randint(0, 64, (4, 128), generator=torch.Generator().manual_seed(0))
+labels = ids.masked_fill(torch.arange(128) >= torch.tensor([8, 16, 64, 128])[:, None], -100)
+rows = [{"input_ids": ids[[i]], "labels": labels[[i]]} for i in range(4)]
+mine = rows[:1] if dist.get_rank() == 0 else rows[1:]
+"""
+
+# %%
+script += """
+def error(gradient):  # against the full batch, without DDP
+    model.module.zero_grad()
+    loss, count = next_token_loss(model.module, {"input_ids": ids, "labels": labels})
+    full = torch.autograd.grad(loss / count, list(model.parameters()))
+    full = torch.cat([g.flatten() for g in full])
+    return ((gradient - full).norm() / full.norm()).item()
+
+def gradient():
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+"""
+
+# %%
+script += """
+result = accumulate_gradients(mine, lambda micro: next_token_loss(model, micro), model=model)
+right = error(gradient())
+for micro in mine:  # the usual way: a mean of means in each process, then the mean of both
+    loss, count = next_token_loss(model.module, micro)
+    (loss / count / len(mine)).backward()
+usual = gradient()
+dist.all_reduce(usual)
+if dist.get_rank() == 0:
+    print(f"{dist.get_world_size()} processes, {result.items} items")
+    print("accumulate_gradients: relative error below 1e-12:", right < 1e-12)
+    print(f"means of means: relative error {error(usual / 2):.1f}")
+dist.destroy_process_group()
+"""
+
+# %%
+from gradmem_lib.accumulation import torchrun
+
+print(torchrun(script, processes=2), end="")
+
+# %% [markdown]
+# In the usual way the first process, with its 7 tokens, has the same vote as the second one with 205.
+#
+# ## 12 · What it costs in time
+#
+# The same tokens go through the same matrix products. What grows is the number of operations to start, and each is
+# smaller. First as once measured (`benchmarks/accumulation.py`; your machine has its own ratios), then counted.
+
+# %%
+from gradmem_lib.claims.lesson_03 import recorded
+
+record = recorded()
+print(record["what"])
+print(f"{record['clock']}, {record['where']['device']}, {record['where']['date']}")
+print(f"{'K':>4}{'accumulated':>14}{'an update each':>17}")
+for k, ratio in record["accumulated"].items():
+    each = record["stepped"].get(k)
+    print(f"{k:>4}{ratio:>14.2f}" + (f"{each:>17.2f}" if each else ""))
+
+# %%
+claims.show("C16", "C29")
+
+# %% [markdown]
+# On the one thread of that record, moderate cuts cost nothing: a smaller micro-batch stays closer to the processor's caches,
+# and only the smallest ones pay. A large GPU is the other extreme: a micro-batch that cannot fill it leaves it waiting.
+# So take the largest micro-batch that fits, and measure before you believe a ratio, this one included.
+#
+# ## 13 · What you can now do
+#
+# - **Activations follow the micro-batch. Nothing else does.** Gradients are as large as ever, and live longer.
+# - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
+# - **`loss / K` is right for equal counts only.** With lengths that differ, it is another objective.
+# - **Step, zero, clip and log once a window**, the last incomplete one included.
+# - **Batch norm sees micro-batches**, and a trainer may not do what you think: one update at 1 and at K steps tells.
+# - **Learning rate**: linear for SGD, the root for Adam, and only while the batch is noisy.
+#
+# Accumulation cannot help where one sequence does not fit. Lesson 04 takes the activations themselves apart.
