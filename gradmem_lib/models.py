@@ -283,3 +283,37 @@ def _say(line: str) -> None:
     # With GRADMEM_LIVE=0 outputs are compared word for word, and this line appears on some machines only.
     if os.environ.get("GRADMEM_LIVE") != "0":
         print(line, flush=True)
+
+
+class _Residual(torch.nn.Module):
+    """x + down(gelu(up(gelu(x)))), or x + down(gelu(x)) without ``up``. Its weights take no gradient.
+
+    Frozen linear layers keep no activation, so what autograd keeps is the inputs of the GELUs and nothing else.
+    """
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.up = torch.nn.Linear(width, inner, bias=False) if inner else None
+        self.down = torch.nn.Linear(inner or width, width, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gelu = torch.nn.functional.gelu
+        inner = gelu(x)
+        return x + self.down(inner if self.up is None else gelu(self.up(inner)))
+
+
+def chain(n: int, *, width: int = 128, keeps: int = 5, seed: int = 0) -> torch.nn.Sequential:
+    """``n`` equal residual layers on inputs of shape (batch, ``width``), each of which keeps a whole number of boundaries.
+
+    For its backward a layer keeps ``keeps`` tensors' worth of its input's bytes: the input itself (the boundary x) and
+    internals of a = ``keeps`` - 1 times as many bytes. Weights are frozen, so that no gradient of theirs joins the
+    activations: the input must have ``requires_grad=True``. Raises ``ValueError`` for numbers below 1.
+    """
+    if n < 1 or width < 1 or keeps < 1:
+        raise ValueError(
+            f"cannot build chain(n={n}, width={width}, keeps={keeps}): all three must be at least 1"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(*(_Residual(width, (keeps - 1) * width) for _ in range(n)))
