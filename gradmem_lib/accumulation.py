@@ -158,6 +158,18 @@ def split(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     )
 
 
+# A process that ends well leaves without taking Python down first. DistributedDataParallel keeps its process group, also
+# after destroy_process_group(), and a thread of gloo's that lets go of a tensor meanwhile would abort the process
+# (pytorch/pytorch#179291).
+_START = """
+import os, runpy, sys
+runpy.run_path({!r}, run_name="__main__")
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
 def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
     """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun`` does; what it printed.
 
@@ -174,11 +186,12 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
             loopback  # else gloo asks for this machine's name, which may lead elsewhere
         )
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "script.py"
+        path, start = Path(folder) / "script.py", Path(folder) / "start.py"
         path.write_text(script, encoding="utf-8")
+        start.write_text(_START.format(str(path)), encoding="utf-8")
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--nnodes=1",
-            "--master-addr=127.0.0.1", f"--master-port={port}", str(path),
+            "--master-addr=127.0.0.1", f"--master-port={port}", str(start),
         ]  # fmt: skip
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
