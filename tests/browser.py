@@ -250,7 +250,7 @@ class Notebook:
             most = max(map(len, seen.values()), default=0)
             if sample["done"] or (until is not None and until(most)):
                 return most
-            time.sleep(0.03)
+            time.sleep(0.08)
         raise AssertionError(
             f"the notebook was still running after {seconds} s; its plots so far: {len(seen)}"
         )

@@ -44,6 +44,7 @@ NOTEBOOKS = {
     "endless.ipynb": [MODEL, TRAIN.format(seconds=600)],
     "after.ipynb": [MODEL, TRAIN.format(seconds=0.3), "tracker.show()", PRINT],
     "explorer.ipynb": ["from gradmem_lib.view.explorer import explore\nexplore()"],
+    "schedule.ipynb": ["from gradmem_lib.view.schedule import explore_schedule\nexplore_schedule()"],
 }
 
 
@@ -193,12 +194,36 @@ def test_explorer_reacts_to_a_slider(browser, lab):
         assert notebook.errors == []
 
 
+def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
+    with Notebook(browser, lab, "schedule.ipynb", scale=1.5) as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        picture = notebook.panel.locator(".gm-schedule")
+        picture.first.wait_for()
+        summary = picture.locator(".gm-summary").inner_text()
+        grid = picture.locator("svg").first.inner_html()
+        handle = notebook.panel.locator(".jupyter-widgets:has(.gm-schedule) [role=slider]").first
+        assert handle.get_attribute("aria-label") == "segment"
+        handle.focus()
+        notebook.page.keyboard.press("ArrowRight")
+        notebook.page.wait_for_function(
+            "(before) => document.querySelector('.gm-schedule .gm-summary').textContent !== before",
+            arg=summary,
+        )
+        assert picture.locator("svg").first.inner_html() != grid
+        shot(notebook, "schedule_light")
+        notebook.theme("JupyterLab Dark")
+        shot(notebook, "schedule_dark")
+        assert notebook.errors == []
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "00_start_here.ipynb",
         "02_manual_adam.ipynb",
         "03_gradient_accumulation.ipynb",
+        "04_gradient_checkpointing.ipynb",
     ],
 )
 def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):

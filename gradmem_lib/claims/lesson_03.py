@@ -294,21 +294,25 @@ def _normalised(norm: nn.Module) -> tuple[float, int | None]:
 
 @answers("C30")
 def any_architecture() -> Finding:
+    from .lesson_04 import architectures
+
+    checkpointing, figures = architectures()
     layer, _ = _normalised(nn.LayerNorm(8))
     batch, updates = _normalised(nn.BatchNorm1d(8))
     dropout, _ = _normalised(nn.Dropout(0.5))
     frozen, _ = _normalised(nn.BatchNorm1d(8).eval())
     return Finding(
         "holds only if" if layer < 1e-12 < 1e-3 < batch else "does not hold",
-        "every example's loss is its own. Batch normalisation takes its statistics over the micro-batch, so the gradient is another "
-        f"one and the running statistics are updated {updates} times instead of once; a contrastive loss loses its negatives. Dropout "
-        "draws other masks: equal in the mean over masks, not in one run. (For accumulation; lesson 04 answers for checkpointing.)",
+        "every example's loss is its own. In accumulation, batch normalisation takes its statistics over the micro-batch, so the gradient "
+        f"is another one and the running statistics are updated {updates} times instead of once; a contrastive loss loses its negatives. Dropout "
+        "draws other masks: equal in the mean over masks, not in one run. " + checkpointing,
         {
             "layer norm: relative error below 1e-12": "yes" if layer < 1e-12 else "no",
             "batch norm, 4 x 8 against 32: relative error": f"{batch:.2g}",
             "batch norm in eval mode: relative error below 1e-12": "yes" if frozen < 1e-12 else "no",
             "dropout, other masks: relative error above 0.1": "yes" if dropout > 0.1 else "no",
-        },
+        }
+        | figures,
     )
 
 

@@ -1,0 +1,280 @@
+"""Lesson 05's answers: what the techniques need together, on which card, and which of them comes first.
+
+Needs are predicted for a CUDA card: live bytes of the second and later steps, exact; what the allocator, cuBLAS and the driver add
+is left out, so that "does not fit" is certain. Times are counted, not measured.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from .. import accounting
+from ..accounting import SHAPES, Shape
+from ..plan import CARDS, LORA_RANK, count, find_model, seconds_per_token
+from ..predict import Prediction, predict
+from ..recipe import Recipe
+from ..units import GiB
+from . import Finding, answers
+from .lesson_01 import gb
+
+CARD_24 = 24 * GiB
+
+
+def _with(**changes) -> Recipe:
+    return Recipe(**({"precision": "bf16", "optimizer": "adamw-fused"} | changes))
+
+
+@cache
+def _predicted(model: str, rows: int, seq_len: int, recipe: Recipe) -> Prediction:
+    return predict(find_model(model)[0], batch_size=rows, seq_len=seq_len, recipe=recipe, target="cuda")
+
+
+def _activations(prediction: Prediction) -> int:
+    """The most bytes of activations at any moment."""
+    return max(prediction.timeline.by_category["activations"])
+
+
+@answers("C23")
+def gpt2_xl() -> Finding:
+    mixed = {"precision": "autocast-bf16"}
+    whole = _predicted("GPT-2 XL", 32, 1024, _with(**mixed))
+    checkpointed = _predicted("GPT-2 XL", 32, 1024, _with(**mixed, checkpointing="per-layer"))
+    both = _predicted("GPT-2 XL", 16, 1024, _with(**mixed, checkpointing="per-layer", accumulation=2))
+    resident = accounting.resident_bytes(SHAPES["GPT-2 XL"], "autocast", "AdamW")
+    figures: dict[str, int | float | str] = {
+        "weights, gradients and Adam states (float32)": sum(resident.values()),
+    }
+    for name, found in (
+        ("32 rows", whole),
+        ("32 rows, checkpointed", checkpointed),
+        ("8 rows at a time, checkpointed", both),
+    ):
+        figures[f"{name}: activations"] = _activations(found)
+        figures[f"{name}: peak"] = found.peak.total
+    return Finding(
+        "does not hold",
+        f"In mixed precision 32 x 1024 tokens leave {gb(_activations(whole))} of activations, and the step peaks at "
+        f"{gb(whole.peak.total)}; with checkpointing it is {gb(checkpointed.peak.total)}, with 8 rows at a time too "
+        f"{gb(both.peak.total)}. No technique of the three goes below the {gb(sum(resident.values()))} that weights, gradients and "
+        "states take.",
+        figures,
+    )
+
+
+# A family of Llamas that grows in width and depth alike, as published ones do: 128 features a head, 2.7 x in the MLP.
+def _llama(layers: int) -> Shape:
+    hidden = 128 * layers
+    return Shape(f"{layers} layers", 32000, hidden, layers, layers, layers, -(-hidden * 8 // 3 // 128) * 128)
+
+
+def _largest(rows: int, checkpointing: str, budget: int) -> Shape:
+    """The largest of the family whose step of ``rows`` x 2048 tokens in one piece fits, by the closed forms."""
+    fits = None
+    for layers in range(1, 64):
+        shape = _llama(layers)
+        need = accounting.estimate(
+            shape, batch_size=rows, seq_len=2048, precision="autocast", checkpointing=checkpointing
+        )
+        if need.total > budget:
+            break
+        fits = shape
+    return fits
+
+
+@answers("C25")
+def larger_models() -> Finding:
+    figures: dict[str, int | float | str] = {}
+    ratios = []
+    for card in (CARD_24, 80 * GiB):
+        together = _largest(1, "every layer", card)
+        for rows in (1, 8, 16):
+            alone = _largest(rows, "none", card)
+            ratios.append(together.parameters / alone.parameters)
+            figures[
+                f"{card // GiB} GiB, global batch {rows} x 2048: millions of parameters, neither / both"
+            ] = f"{alone.parameters / 1e6:,.0f} / {together.parameters / 1e6:,.0f}, {ratios[-1]:.1f} times"
+    return Finding(
+        "holds only if" if min(ratios) < 4 <= max(ratios) else "does not hold",
+        "the batch is large: accumulation and checkpointing shrink activations alone, so with one row there is little to win, and "
+        "weights, gradients and states set the limit at 16 bytes a parameter, with or without them. On 24 GiB (closed forms, mixed "
+        f"precision, 2,048 tokens a row) both together are worth {ratios[0]:.1f} times at a global batch of 1, {ratios[1]:.1f} times "
+        f"at 8 and {ratios[2]:.1f} times at 16.",
+        figures,
+    )
+
+
+@answers("C51")
+def thirteen_billion() -> Finding:
+    shape = SHAPES["Llama-2-13B"]
+    weights = 2 * shape.parameters
+    per = accounting.resident_bytes(shape, "bf16", "AdamW")
+    qlora = {"lora_rank": LORA_RANK, "quantized_base": True}
+    plain = _predicted("Llama-2-13B", 1, 2048, _with(**qlora))
+    checkpointed = _predicted("Llama-2-13B", 1, 2048, _with(**qlora, checkpointing="per-layer"))
+    return Finding(
+        "does not hold",
+        f"The weights alone take {gb(weights)} in bf16, and checkpointing does nothing about them; full fine-tuning keeps "
+        f"{gb(sum(per.values()))} before any activation. 15 GB is possible with a base of 4 bits: then 1 x 2,048 tokens need "
+        f"{gb(plain.peak.total)} without checkpoints and {gb(checkpointed.peak.total)} with them.",
+        {
+            "weights in bf16": weights,
+            "weights, gradients and Adam states in bf16": sum(per.values()),
+            "an A100 40GB has (as the driver says)": CARDS["A100 40GB"].nbytes,
+            "QLoRA, rank 16, 1 x 2048: peak": plain.peak.total,
+            "the same, each layer checkpointed": checkpointed.peak.total,
+        },
+    )
+
+
+@answers("C53")
+def key_value_cache() -> Finding:
+    shape, tokens = SHAPES["Llama-2-70B"], 32 * 2048
+    per_token = 2 * shape.layers * shape.kv_hidden * 2
+    cache, weights = per_token * tokens, 2 * shape.parameters
+    return Finding(
+        "does not hold",
+        f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 8 heads of keys and values serve 64 of queries: "
+        f"{gb(cache)} for 32 x 2,048 tokens, next to {gb(weights)} of weights. It would take {-(-weights // (per_token * 2048))} such "
+        f"rows to outweigh them. About 40 GB is what float32 would need; one head of keys and values for each of queries, "
+        f"{gb(cache * shape.heads // shape.kv_heads)}.",
+        {
+            "bytes of keys and values a token, bf16": per_token,
+            "cache of 32 x 2048 tokens, bf16": cache,
+            "the same in float32": 2 * cache,
+            "the same in bf16 without shared heads": cache * shape.heads // shape.kv_heads,
+            "weights in bf16": weights,
+            "rows of 2048 tokens that weigh as much as the weights, count": -(-weights // (per_token * 2048)),
+        },
+    )
+
+
+@answers("C54")
+def seven_billion_on_24() -> Finding:
+    shape = SHAPES["Llama-2-7B"]
+    both = 2 * 2 * shape.parameters
+    trio = {"checkpointing": "per-layer", "accumulation": 2}
+    resident = sum(accounting.resident_bytes(shape, "bf16", "AdamW").values())
+    lora = _predicted("Llama-2-7B", 2, 2048, _with(**trio, lora_rank=LORA_RANK))
+    backward = _predicted(
+        "Llama-2-7B", 1, 2048, _with(optimizer="adafactor", in_backward=True, checkpointing="per-layer")
+    )
+    return Finding(
+        "does not hold",
+        f"Weights and gradients alone are {gb(both)} in bf16, and the card has {gb(CARD_24)} at most: accumulation needs the gradients "
+        f"to stay, so no micro-batch is small enough. With AdamW's states it is {gb(resident)}. What does fit: the same trio "
+        f"around LoRA, {gb(lora.peak.total)}; or every weight, where Adafactor steps in backward and frees each gradient at once, "
+        f"without accumulation, {gb(backward.peak.total)}.",
+        {
+            "weights and gradients in bf16": both,
+            "24 GiB": CARD_24,
+            "weights, gradients and Adam states in bf16": resident,
+            "bf16, checkpointing, accumulation of rows of 2048, LoRA of rank 16: peak": lora.peak.total,
+            "1 x 2048, Adafactor in backward, checkpointing: peak": backward.peak.total,
+        },
+        needs="a 24 GB card to be seen running; the bytes are predicted",
+    )
+
+
+@answers("C55")
+def seven_billion_on_80() -> Finding:
+    trio = {"checkpointing": "per-layer", "accumulation": 2}
+    bf16 = _predicted("Llama-2-7B", 2, 4096, _with(**trio))
+    mixed = accounting.resident_bytes(SHAPES["Llama-2-7B"], "autocast", "AdamW")
+    card = CARDS["A100 80GB"].nbytes
+    return Finding(
+        "holds only if" if bf16.peak.total < card < sum(mixed.values()) else "does not hold",
+        f"Adam's states are in bf16 too, as they are when the weights were loaded in bf16: the peak is {gb(bf16.peak.total)} of the "
+        f"{gb(card)} that the driver has. With float32 weights and states, which bf16=True means for a float32 checkpoint, "
+        f"{gb(sum(mixed.values()))} are needed before the first activation.",
+        {
+            "bf16 throughout, rows of 4096 accumulated, checkpointing: peak": bf16.peak.total,
+            "float32 weights, gradients and states": sum(mixed.values()),
+            "an A100 80GB has (as the driver says)": card,
+        },
+        needs="an 80 GB card to be seen running; the bytes are predicted",
+    )
+
+
+def _times(model: str, seq_len: int, rows: int) -> dict[str, float]:
+    """Estimated time of a token on an RTX 4090, relative to the whole batch at once."""
+    work, card = count(find_model(model)[0]), CARDS["RTX 4090 24GB"]
+    recipe = _with(precision="autocast-bf16")
+    ways = {
+        "whole": (recipe, rows),
+        "accumulated": (_with(precision="autocast-bf16", accumulation=rows), 1),
+        "checkpointed": (_with(precision="autocast-bf16", checkpointing="per-layer"), rows),
+    }
+    found = {name: seconds_per_token(work, way, card, micro, seq_len) for name, (way, micro) in ways.items()}
+    return {name: seconds / found["whole"] for name, seconds in found.items()}
+
+
+@answers("C57")
+def which_first() -> Finding:
+    long, short = _times("Llama-3.2-1B", 2048, 16), _times("Llama-3.2-1B", 64, 16)
+    figures: dict[str, int | float | str] = {}
+    for seq_len, found in ((2048, long), (64, short)):
+        for way in ("accumulated", "checkpointed"):
+            figures[f"Llama-3.2-1B, 16 x {seq_len}, {way}: estimated time / whole batch at once"] = (
+                f"{found[way]:.2f}"
+            )
+    shape = SHAPES["Llama-3.2-1B"]
+    for rows, checkpointing in ((16, "none"), (1, "none"), (16, "every layer"), (1, "every layer")):
+        need = accounting.estimate(
+            shape, batch_size=rows, seq_len=2048, precision="autocast", checkpointing=checkpointing
+        )
+        figures[f"Llama-3.2-1B, {rows} x 2048, checkpointing {checkpointing}: closed-form peak"] = need.total
+    return Finding(
+        "holds only if"
+        if long["accumulated"] < long["checkpointed"] and short["accumulated"] > short["checkpointed"]
+        else "does not hold",
+        "one row alone is too much, or rows are so short that a micro-batch leaves the card waiting for its weights. Otherwise "
+        "accumulate first: rows of 2,048 tokens one at a time cost "
+        f"{long['accumulated'] - 1:.0%} more time by count, checkpointing {long['checkpointed'] - 1:.0%}; at 64 tokens a row it is "
+        f"{short['accumulated'] - 1:.0%} against {short['checkpointed'] - 1:.0%}.",
+        figures,
+    )
+
+
+@answers("C58")
+def fit_table() -> Finding:
+    figures: dict[str, int | float | str] = {}
+    base = SHAPES["Llama-3.2-1B"]
+    deep = Shape(
+        "four times as deep",
+        base.vocab,
+        base.hidden,
+        4 * base.layers,
+        base.heads,
+        base.kv_heads,
+        base.intermediate,
+        tied=True,
+    )
+    saved = {}
+    for name, shape, rows, seq_len in (
+        ("1 x 2048", base, 1, 2048),
+        ("16 x 2048", base, 16, 2048),
+        ("1 x 8192", base, 1, 8192),
+        ("1 x 2048, four times as deep", deep, 1, 2048),
+    ):
+        for how in ("none", "every layer"):
+            items = accounting.model_activations(shape, rows, seq_len, checkpointing=how)
+            saved[name, how] = items["blocks"]
+            figures[f"{name}: saved in blocks, checkpointing {how}"] = items["blocks"]
+    states = {
+        p: sum(accounting.resident_bytes(base, p, "AdamW").values()) for p in ("float32", "autocast", "bf16")
+    }
+    for precision, nbytes in states.items():
+        figures[f"weights, gradients and Adam states, {precision}"] = nbytes
+    for rows in (1, 16):
+        for precision in ("float32", "autocast"):
+            items = accounting.model_activations(base, rows, 128, precision=precision)
+            figures[f"{rows} x 128: saved for backward, {precision}"] = sum(items.values())
+    batch = saved["16 x 2048", "none"] == 16 * saved["1 x 2048", "none"]
+    return Finding(
+        "holds only if" if batch and states["float32"] == states["autocast"] else "does not hold",
+        "mixed precision is not expected to shrink the states: weights, gradients and Adam's states stay as they are, "
+        f"{gb(states['autocast'])} for a 1.2B Llama, and bf16 copies of the weights join them. The other two are right: cutting 16 rows into 1 "
+        "divides what is saved by 16, but no cut helps where one row is too long or the model too deep; there, checkpointing takes "
+        f"{gb(saved['1 x 8192', 'none'])} to {gb(saved['1 x 8192', 'every layer'])} at 8,192 tokens.",
+        figures,
+    )
