@@ -1,8 +1,10 @@
-"""The command line: ``python -m gradmem_lib doctor | progress``."""
+"""The command line: ``python -m gradmem_lib doctor | predict | plan | progress``."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +28,118 @@ def _progress(options: argparse.Namespace) -> int:
     return 0
 
 
+def _predict(options: argparse.Namespace) -> int:
+    from gradmem_lib.plan import find_model
+    from gradmem_lib.predict import predict
+    from gradmem_lib.recipe import Recipe
+
+    recipe = Recipe(
+        precision=options.precision,
+        optimizer=options.optimizer,
+        momentum=options.momentum,
+        in_backward=options.in_backward,
+        attention=options.attention,
+        checkpointing=_schedule(options.checkpointing),
+        every_n_layers=options.every_n_layers,
+        accumulation=options.accumulation,
+        lora_rank=options.lora_rank,
+        lora_targets=tuple(options.lora_targets),
+        quantized_base=options.quantized_base,
+        frozen_base=options.frozen_base,
+        chunked_loss=options.chunked_loss,
+    )
+    config, title = find_model(options.model)
+    prediction = predict(
+        config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target
+    )
+    print(json.dumps(_as_dict(title, prediction), indent=2) if options.json else _as_text(title, prediction))
+    return 0
+
+
+def _schedule(text: str | None) -> str | int | list[int] | None:
+    """``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for a list of them."""
+    if text is None or text == "none":
+        return None
+    parts = text.split(",")
+    if all(part.strip().isdigit() for part in parts):
+        return int(text) if len(parts) == 1 else [int(part) for part in parts]
+    return text
+
+
+def _as_dict(title: str, prediction) -> dict:
+    from gradmem_lib.plan import beyond
+
+    peak, extra = prediction.peak, beyond(prediction)
+    return {
+        "model": title,
+        "target": prediction.target,
+        "peak": {"total": peak.total, "phase": peak.phase, "by_category": peak.by_category},
+        "peak_by_phase": prediction.peak_by_phase,
+        "between_steps": prediction.current.total,
+        "beyond_the_peak": extra,
+        "needs": peak.total + sum(extra.values()),
+    }
+
+
+def _as_text(title: str, prediction) -> str:
+    from gradmem_lib.plan import beyond
+    from gradmem_lib.units import format_bytes
+
+    peak, extra = prediction.peak, beyond(prediction)
+    rows = [(name, n) for name, n in peak.by_category.items() if n]
+    rows += [("peak, live bytes", peak.total)]
+    if extra:
+        rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{title}, predicted for {prediction.target}; the peak is in {peak.phase.replace('_', ' ')}"]
+    for name, n in rows:
+        if name in ("peak, live bytes", "needs"):
+            lines.append("  " + "-" * (width + 33))
+        lines.append(f"  {name:{width}} {n:>20,} {format_bytes(n):>11}")
+    return "\n".join(lines)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from gradmem_lib.plan import plan
+
+    made = plan(
+        options.model,
+        card=options.card,
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        method=options.method,
+        target=options.target,
+    )
+    if options.json:
+        print(json.dumps(made.to_dict(), indent=2))
+    else:
+        print(made)
+        if made.code:
+            print(f"\nCode for the first one (train_dataset is yours):\n\n{made.code}", end="")
+    return 0 if made.fits else 1
+
+
+def _asked(options: argparse.Namespace) -> int:
+    """Run a command whose bad input is a sentence on stderr and exit code 2."""
+    from transformers.utils import logging as transformers_logging
+
+    from gradmem_lib.predict import CannotTrace
+
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+    try:
+        return options.command(options)
+    except (ValueError, TypeError, CannotTrace) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+_MODEL = (
+    "a well-known model (Llama-2-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id (needs a network)"
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """Every subcommand sets ``run``, a function from the parsed options to the exit code."""
     top = argparse.ArgumentParser(prog="python -m gradmem_lib", description="The gradmem course.")
@@ -35,6 +149,67 @@ def parser() -> argparse.ArgumentParser:
         "doctor", help="what of the course works here, and what to do about the rest"
     )
     doctor.set_defaults(run=_doctor)
+
+    predict = commands.add_parser("predict", help="the peak of a training step, without running it")
+    predict.add_argument("model", help=_MODEL)
+    predict.add_argument(
+        "--batch-size", type=int, required=True, metavar="N", help="rows of one optimizer step"
+    )
+    predict.add_argument("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
+    predict.add_argument(
+        "--precision",
+        default="float32",
+        metavar="P",
+        help="float32, bf16, autocast-bf16, autocast-fp16, float32-master",
+    )
+    predict.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="O",
+        help="adamw, adamw-foreach, adamw-fused, adamw-8bit, adafactor, sgd",
+    )
+    predict.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
+    predict.add_argument(
+        "--in-backward", action="store_true", help="step each parameter in backward and free its gradient"
+    )
+    predict.add_argument("--attention", default="fused", metavar="A", help="fused (the default) or eager")
+    predict.add_argument(
+        "--checkpointing",
+        metavar="C",
+        help="per-layer, sqrt, best, layers in a segment (4), or segments (4,3,2)",
+    )
+    predict.add_argument("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
+    predict.add_argument(
+        "--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into"
+    )
+    predict.add_argument(
+        "--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest"
+    )
+    predict.add_argument(
+        "--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj"
+    )
+    predict.add_argument(
+        "--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)"
+    )
+    predict.add_argument("--frozen-base", action="store_true", help="train the head alone")
+    predict.add_argument("--chunked-loss", action="store_true", help="never hold all logits at once")
+    predict.add_argument("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
+    predict.add_argument("--json", action="store_true", help="print JSON")
+    predict.set_defaults(run=_asked, command=_predict)
+
+    plan = commands.add_parser("plan", help="the recipe that fits a card, and why faster ones do not")
+    plan.add_argument("model", help=_MODEL)
+    plan.add_argument(
+        "--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)"
+    )
+    plan.add_argument("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
+    plan.add_argument(
+        "--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step"
+    )
+    plan.add_argument("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")
+    plan.add_argument("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=_asked, command=_plan)
 
     progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
     progress.add_argument("--reset", action="store_true", help="forget them and start anew")

@@ -1,0 +1,518 @@
+"""The plan: what it recommends fits, what it refuses does not, and the code that it prints runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradmem_lib import claims, models, quantized
+from gradmem_lib.__main__ import main
+from gradmem_lib.plan import (
+    CARDS,
+    EQUAL_TIME,
+    METHODS,
+    Card,
+    _Search,
+    count,
+    find_card,
+    find_model,
+    known_model,
+    plan,
+    resident_bytes,
+    seconds_per_token,
+)
+from gradmem_lib.predict import predict
+from gradmem_lib.recipe import Recipe, prepare, step
+from gradmem_lib.tracker import BudgetExceeded, MemoryTracker
+from gradmem_lib.units import GiB
+
+SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+
+
+def small(**changes):
+    model = models.tiny_llama(**SMALL | changes)
+    model.config.max_position_embeddings = 256
+    return model
+
+
+@pytest.fixture(scope="module")
+def config():
+    return small().config
+
+
+def needs(config, recipe, rows, seq_len) -> int:
+    """Predicted anew, by the whole trace."""
+    return predict(
+        config, batch_size=rows, seq_len=seq_len, recipe=recipe, target="cpu", full=True
+    ).peak.total
+
+
+def track(option, seq_len, rows, budget):
+    """Two real steps of the option, the second under the budget."""
+    with torch.random.fork_rng():
+        model, optimizer, undo = prepare(small(), option.recipe)
+        ids = torch.randint(0, 512, (rows, seq_len))
+        batch = {"input_ids": ids, "labels": ids}
+        step(model, optimizer, batch, option.recipe)
+        try:
+            with MemoryTracker(model, optimizer, budget=budget, live=False) as tracker:
+                step(model, optimizer, batch, option.recipe)
+        finally:
+            undo.close()
+    return tracker
+
+
+@pytest.fixture(scope="module")
+def tight(config):
+    """A card on which QLoRA has to give something up."""
+    whole = needs(
+        config, Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused"), 4, 128
+    )
+    return plan(config, card=whole // 2, seq_len=128, global_batch=4, method="qlora", target="cpu")
+
+
+def test_best_fits_and_next_faster_does_not_predicted_independently(config, tight):
+    best, faster = tight.best, tight.next_cheaper
+    assert best.recipe.accumulation * best.micro_batch == 4
+    assert best.needs == needs(config, best.recipe, 4, 128) <= tight.card.nbytes
+    assert faster.seconds < best.seconds
+    assert faster.needs == needs(config, faster.recipe, 4, 128) > tight.card.nbytes
+    assert best.spare == tight.card.nbytes - best.needs
+
+
+def test_best_runs_under_the_card_and_the_refused_one_exceeds_it(tight):
+    tracker = track(tight.best, 128, 4, tight.card.nbytes)
+    assert tracker.peak.total == tight.best.needs
+    with pytest.raises(BudgetExceeded):
+        track(tight.next_cheaper, 128, 4, tight.card.nbytes)
+
+
+def test_options_are_in_order_of_time_but_for_those_that_count_as_equal(tight):
+    seconds = [o.seconds for o in tight.fits]
+    assert all(b * EQUAL_TIME >= a for a, b in pairwise(seconds))
+    assert tight.best is tight.fits[0] and tight.closest is tight.best
+
+
+def test_refusals_say_what_is_missing_in_bytes(tight):
+    text = tight.next_cheaper.why_not()
+    assert "more than there is" in text and "activations" in text
+    assert str(tight.next_cheaper) in str(tight) and "estimates" in str(tight)
+    assert tight._repr_html_().startswith("<pre>")
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_micro_batches_beyond_the_second_add_their_rows_and_nothing_else(config, k):
+    recipe = Recipe(precision="bf16", checkpointing="per-layer")
+    search = _Search(count(config), find_card("1 GiB"), 64, 2 * k, "cpu")
+    found = search.option(recipe, "full", 2)
+    assert found.needs == needs(config, replace(recipe, accumulation=k), 2 * k, 64)
+
+
+def test_no_fit_names_the_closest_and_what_would_do(config):
+    made = plan(config, card="400 KB", seq_len=128, global_batch=4, method="full", target="cpu")
+    assert made.best is None and not made.fits and made.code == ""
+    assert made.closest.needs > 400_000
+    assert made.ruled_out and "alone" in made.ruled_out[0].why
+    assert any("RTX 2060" in line for line in made.advice)
+    assert "Nothing fits" in str(made)
+
+
+def test_an_optimizer_in_backward_gets_the_whole_batch_at_once_and_advice_to_shrink_it(config):
+    work = count(config)
+    weights = resident_bytes(work, Recipe(precision="bf16"))["parameters"]
+    made = plan(config, card=int(weights * 1.9), seq_len=8, global_batch=1, target="cpu")
+    kept = made.best or made.closest
+    assert kept.recipe.in_backward and kept.recipe.accumulation == 1
+
+
+def test_roomy_card_gets_plain_training(config):
+    made = plan(config, card="24 GiB", seq_len=16, global_batch=4, method="qlora", target="cpu")
+    recipe = made.best.recipe
+    assert recipe.checkpointing is None and recipe.every_n_layers is None and recipe.accumulation == 1
+    assert made.next_cheaper is None
+
+
+# --- counting ----------------------------------------------------------------------------------------
+
+
+def test_operations_are_those_that_torch_counts(config):
+    card = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, float("inf"))
+    model = small(attention="eager")  # torch does not count the fused kernel's products on a CPU
+    ids = torch.randint(0, 512, (2, 64))
+    with FlopCounterMode(display=False) as flops:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # Torch counts whole matrices of scores, also where half of them is masked.
+    work = replace(count(config), causal=False)
+    found = seconds_per_token(work, Recipe(precision="bf16"), card, 2, 64) * 2 * 64
+    assert found == pytest.approx(flops.get_total_flops(), rel=1e-9)
+
+
+def test_resident_bytes_are_what_training_keeps(config):
+    for recipe in (
+        Recipe(),
+        Recipe(precision="bf16"),
+        Recipe(precision="bf16", lora_rank=16),
+        Recipe(optimizer="adafactor"),
+        Recipe(optimizer="adamw-8bit"),
+    ):
+        found = predict(config, batch_size=1, seq_len=8, recipe=recipe, target="cpu").current.by_category
+        estimated = resident_bytes(count(config), recipe)
+        assert estimated["parameters"] == found["parameters"]
+        assert estimated["optimizer"] == pytest.approx(found["optimizer"], rel=0.1)
+
+
+def test_time_grows_with_what_is_run_again_and_with_smaller_micro_batches(config):
+    work, card = count(find_model("Llama-3.2-1B")[0]), CARDS["RTX 4090 24GB"]
+
+    def seconds(micro, **changes):
+        return seconds_per_token(work, Recipe(precision="bf16", **changes), card, micro, 2048)
+
+    plain = seconds(8)
+    assert plain < seconds(8, every_n_layers=2) < seconds(8, checkpointing="per-layer") < 1.4 * plain
+    assert plain < seconds(1, accumulation=8)
+    assert seconds(8, lora_rank=16) < plain
+    assert seconds_per_token(work, Recipe(), card, 8, 2048) > plain
+
+
+# --- 4 bits --------------------------------------------------------------------------------------------
+
+
+def test_nf4_keeps_weights_near_and_bytes_as_documented():
+    torch.manual_seed(0)
+    base = nn.Linear(512, 384, bias=False).requires_grad_(False)
+    small = quantized.Linear4bit(base)
+    values = quantized.nf4_values()
+    assert len(values) == 16 and values[0] == -1 and values[7] == 0 and values[15] == 1
+    assert values[8].item() == pytest.approx(0.0795803, abs=1e-6)  # appendix E of the paper
+    assert values[1].item() == pytest.approx(-0.6961928, abs=1e-6)
+    error = (small.dequantized() - base.weight).abs().max() / base.weight.abs().max()
+    assert error < 0.18  # half the widest gap between values, and the magnitudes' own rounding
+    nbytes = {name: b.numel() * b.itemsize for name, b in small.named_buffers()}
+    n = 512 * 384
+    assert nbytes == {"packed": n // 2, "magnitudes": n // 64, "scales": 4 * (n // 64 // 256), "offset": 4}
+
+
+def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
+    torch.manual_seed(0)
+    layer = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False))
+    x = torch.randn(5, 96, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    plain = nn.functional.linear(x, layer.dequantized(), layer.bias)
+    (wanted,) = torch.autograd.grad(plain.square().sum(), x)
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_4bit_layer_keeps_nothing_for_backward_but_its_own_buffers():
+    layer = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False))
+    own = {b.untyped_storage()._cdata for b in [*layer.buffers(), *layer.parameters()]}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(5, 96, requires_grad=True))
+    assert kept and all(t.untyped_storage()._cdata in own for t in kept)
+
+
+def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
+    made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
+    best = made.best
+    assert best.needs == best.prediction.peak.total + sum(best.parts.values())
+    assert best.needs >= best.prediction.reserved + best.prediction.workspace + best.prediction.context
+    cards = Card("one byte less", best.needs - 1, 1e12, 1e12, 1e12)
+    refused = plan(config, card=cards, seq_len=16, global_batch=1, method="qlora", target="cuda")
+    assert best.recipe not in [o.recipe for o in refused.fits]
+
+
+@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
+def test_qlora_predicted_equals_tracked(config, checkpointing):
+    recipe = Recipe(precision="bf16", lora_rank=4, quantized_base=True, checkpointing=checkpointing)
+    predicted = predict(config, batch_size=2, seq_len=64, recipe=recipe, target="cpu")
+
+    class Option:
+        pass
+
+    option = Option()
+    option.recipe = recipe
+    assert track(option, 64, 2, None).peak == predicted.peak
+
+
+def test_quantized_base_needs_lora_and_no_autocast():
+    with pytest.raises(ValueError, match="lora_rank"):
+        Recipe(quantized_base=True, precision="bf16")
+    with pytest.raises(ValueError, match="precision='bf16'"):
+        Recipe(quantized_base=True, lora_rank=4, precision="autocast-bf16")
+    with pytest.raises(ValueError, match="add LoRA first"):
+        quantized.quantize_base(small())
+
+
+# --- code that runs ---------------------------------------------------------------------------------------
+
+
+class _Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        ids = torch.arange(16) + i
+        return {"input_ids": ids, "labels": ids}
+
+
+def run_code(made, config, tmp_path, monkeypatch, **more):
+    monkeypatch.chdir(tmp_path)
+    text = made.code.replace(
+        'output_dir="out",', 'output_dir="out", max_steps=1, report_to=[], disable_tqdm=True,'
+    )
+    space = {"config": config, "train_dataset": _Texts(), **more}
+    exec(compile(text, "plan", "exec"), space)
+    return space
+
+
+def option_of(config, recipe, method, rows):
+    """A plan that has chosen this recipe: what is printed for it must run."""
+    made = plan(config, card="24 GiB", seq_len=16, global_batch=rows, method="qlora", target="cpu")
+    search = _Search(count(config), made.card, 16, rows, "cpu")
+    return replace(made, fits=[search.option(recipe, method, 1 if not recipe.in_backward else rows)])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
+        Recipe(precision="bf16", optimizer="adafactor", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(
+            precision="bf16",
+            optimizer="adamw-fused",
+            lora_rank=16,
+            quantized_base=True,
+            checkpointing="per-layer",
+        ),
+    ],
+    ids=["autocast", "chunked", "qlora"],
+)
+def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
+    method = "qlora" if recipe.quantized_base else "full"
+    made = option_of(config, recipe, method, 2)
+    space = run_code(made, config, tmp_path, monkeypatch)
+    trainer, args = space["trainer"], space["args"]
+    assert trainer.state.global_step == 1
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 2
+    assert space["model"].config.use_cache is False
+    weight = space["model"].get_input_embeddings().weight
+    assert weight.dtype == recipe.weight_dtype
+
+
+def test_printed_loop_steps_in_backward(config, tmp_path, monkeypatch):
+    made = option_of(config, Recipe(precision="bf16", optimizer="adafactor", in_backward=True), "full", 2)
+    space = run_code(made, config, tmp_path, monkeypatch)
+    assert space["loss"] > 0 and all(p.grad is None for p in space["model"].parameters())
+
+
+def test_printed_code_names_the_model_as_it_was_given(config, tmp_path):
+    folder = tmp_path / "model"
+    small().save_pretrained(folder)
+    made = plan(str(folder), card="1 GiB", seq_len=16, global_batch=1, method="qlora", target="cpu")
+    assert f'from_pretrained("{folder}"' in made.code
+    given = plan(small(), card="1 GiB", seq_len=16, global_batch=1, method="qlora", target="cpu")
+    assert "from_pretrained" not in given.code
+    compile(given.code, "plan", "exec")
+    assert known_model("llama 2 7b")[2] == "meta-llama/Llama-2-7b-hf"
+    assert known_model("Llama-9") is None
+
+
+def test_chunked_loss_of_a_trainer_with_accumulation_is_the_mean_of_the_batch(config):
+    from gradmem_lib.recipe import chunked_loss
+
+    model = small()
+    ids = torch.randint(0, 512, (4, 16))
+    labels = ids.clone()
+    labels[:2, 4:] = -100
+    whole = model(input_ids=ids, labels=labels).loss
+    items = (labels[:, 1:] != -100).sum()
+    parts = [
+        chunked_loss(model, {"input_ids": ids[i : i + 2], "labels": labels[i : i + 2]}, items) for i in (0, 2)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+# --- cards and bad input --------------------------------------------------------------------------------------
+
+
+def test_cards_by_name_by_part_of_it_and_by_bytes():
+    assert (
+        find_card("RTX 4090")
+        is find_card("4090")
+        is find_card("nvidia geforce rtx 4090")
+        is CARDS["RTX 4090 24GB"]
+    )
+    assert find_card("T4").nbytes < 16 * GiB
+    assert find_card("24 GiB").nbytes == 24 * GiB and find_card(10**9).nbytes == 10**9
+    for card in CARDS.values():
+        nominal = int(card.name.rpartition(" ")[2].removesuffix("GB"))
+        assert 0.91 * nominal * GiB < card.nbytes < nominal * GiB
+    with pytest.raises(ValueError, match="'A100 40GB' or 'A100 80GB'"):
+        find_card("A100")
+    with pytest.raises(ValueError, match=r"no card is known as 'GTX 9999'.*RTX 3060"):
+        find_card("GTX 9999")
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"card": "Voodoo 2"}, "no card is known"),
+        ({"method": "dora"}, "method='dora' is not known"),
+        ({"global_batch": 2.5}, "give a whole number of rows"),
+        ({"global_batch": 0}, "at least 1"),
+        ({"seq_len": 100_000}, "beyond the 256 positions"),
+        ({"seq_len": None}, "number of tokens"),
+        ({"target": "tpu"}, "target='tpu'"),
+    ],
+)
+def test_bad_input_is_a_sentence(config, changes, says):
+    asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 2, "method": "qlora", "target": "cpu"} | changes
+    with pytest.raises(ValueError, match=says):
+        plan(config, **asked)
+
+
+def test_a_module_without_a_config_is_sent_to_predict():
+    with pytest.raises(ValueError, match="plan is for transformers models"):
+        plan(nn.Linear(2, 2), card="1 GiB", seq_len=16, global_batch=1)
+
+
+# --- command line --------------------------------------------------------------------------------------------
+
+
+def command(capsys, *words) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
+    config.save_pretrained(tmp_path)
+    words = [
+        "predict",
+        str(tmp_path),
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "32",
+        "--target",
+        "cpu",
+        "--precision",
+        "bf16",
+    ]
+    code, out, _ = command(capsys, *words)
+    wanted = predict(config, batch_size=2, seq_len=32, recipe=Recipe(precision="bf16"), target="cpu")
+    assert code == 0 and f"{wanted.peak.total:,}" in out
+    code, out, _ = command(capsys, "predict", str(tmp_path / "config.json"), *words[2:], "--json")
+    assert json.loads(out)["peak"]["total"] == json.loads(out)["needs"] == wanted.peak.total
+    code, out, _ = command(capsys, *words, "--checkpointing", "1,1", "--json")
+    assert json.loads(out)["peak"]["total"] < wanted.peak.total
+
+
+def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config):
+    config.save_pretrained(tmp_path)
+    words = [
+        "plan", str(tmp_path), "--card", "1GiB", "--seq-len", "32", "--global-batch", "2", "--method", "qlora",
+        "--target", "cpu",
+    ]  # fmt: skip
+    code, out, _ = command(capsys, *words)
+    assert code == 0 and "Fits, fastest first" in out and "TrainingArguments(" in out
+    code, out, _ = command(capsys, *words, "--json")
+    found = json.loads(out)
+    assert found["fits"][0]["needs"] <= found["card"]["nbytes"] == GiB and found["method"] in METHODS
+    words[3] = "100KB"
+    code, out, _ = command(capsys, *words)
+    assert code == 1 and "Nothing fits" in out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (
+            ["plan", "tiny-llama", "--card", "GTX9", "--seq-len", "8", "--global-batch", "2"],
+            "no card is known",
+        ),
+        (["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "8", "--global-batch", "-1"], "at least 1"),
+        (["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "9999", "--global-batch", "1"], "positions"),
+        (
+            ["predict", "tiny-llama", "--batch-size", "2", "--seq-len", "8", "--lora-rank", "0"],
+            "nothing to train",
+        ),
+        (
+            ["predict", "tiny-llama", "--batch-size", "3", "--seq-len", "8", "--accumulation", "2"],
+            "multiple of 2",
+        ),
+        (
+            ["predict", "tiny-llama", "--batch-size", "3", "--seq-len", "8", "--checkpointing", "0"],
+            "at least 1",
+        ),
+        (["predict", "tiny-llama", "--batch-size", "3"], "seq_len"),
+        (
+            [
+                "predict",
+                "tiny-llama",
+                "--batch-size",
+                "4",
+                "--seq-len",
+                "8",
+                "--accumulation",
+                "2",
+                "--in-backward",
+            ],
+            "choose one of the two",
+        ),
+    ],
+)
+def test_command_refuses_bad_input_in_a_sentence(capsys, words, says):
+    code, out, err = command(capsys, *words)
+    assert code == 2 and says in err and not out and "Traceback" not in err
+
+
+def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_path):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    code, _, err = command(
+        capsys, "plan", "nobody/nothing", "--card", "T4", "--seq-len", "8", "--global-batch", "1"
+    )
+    assert code == 2 and "no model is known as 'nobody/nothing'" in err and "config.json" in err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, _, err = command(capsys, "predict", str(empty), "--batch-size", "1", "--seq-len", "8")
+    assert code == 2 and "has no config.json" in err
+
+
+def test_missing_options_leave_with_2(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "tiny-llama"])
+    assert left.value.code == 2 and "--card" in capsys.readouterr().err
+
+
+# --- lesson 05's claims ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "claim_id, verdict",
+    [("C25", "holds only if"), ("C53", "does not hold"), ("C57", "holds only if"), ("C58", "holds only if")],
+)
+def test_verdicts_that_need_no_trace(claim_id, verdict):
+    assert claims.find(claim_id).verdict == verdict
+
+
+def test_figures_behind_them():
+    assert claims.find("C53").figures["cache of 32 x 2048 tokens, bf16"] == 2 * 80 * 8 * 128 * 2 * 32 * 2048
+    which = claims.find("C57").figures
+    long, short = (f"Llama-3.2-1B, 16 x {n}, " for n in (2048, 64))
+    times = [
+        float(which[f"{start}{way}: estimated time / whole batch at once"])
+        for start in (long, short)
+        for way in ("accumulated", "checkpointed")
+    ]
+    assert times[0] < times[1] < 4 / 3 and times[2] > times[3]
