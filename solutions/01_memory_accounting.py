@@ -617,7 +617,112 @@ for recipe in accounting.PRECISIONS:
 claims.show("C01", "C33", "C32", "C36")
 
 # %% [markdown]
-# ## 7 · Tied weights: two names, one storage
+# ## 7 · Predict SmolLM2's peak, then run it
+#
+# You have a formula for every term of the sum now. A formula is a story about a program, and leaves out what its teller
+# did not think of. There is another way to know beforehand: **run the step without the memory.** `predict` runs the
+# very training step on *fake tensors*. They have a shape and a dtype, and no bytes behind them; the tracker counts them
+# like real ones. Layers that are alike are traced a few times only, so that a 7B model takes no longer than a small one.
+#
+# One thing changes since section 2: SmolLM2 attends the old way, with eager attention, over one longer sequence.
+
+# %%
+guess_e = predict_first(
+    "1.e",
+    "SmolLM2 as in section 2 (float32, AdamW), but 1 × 384 tokens and eager attention: the peak?",
+)
+
+# %%
+from gradmem_lib.predict import predict
+from gradmem_lib.recipe import Recipe
+
+sizes = {"batch_size": 1, "seq_len": 384}
+formula = accounting.estimate(shape, **sizes, precision="float32", attention="eager")
+recipe = Recipe(precision="float32", optimizer="adamw", attention="eager")
+predicted = predict(smol.config, **sizes, recipe=recipe, target="cpu")
+print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
+
+# %% [markdown]
+# The prediction is made, and nothing of SmolLM2 has been touched: `predict` was given its config alone. Now the step
+# itself, with every byte of it:
+
+# %%
+smol.set_attn_implementation("eager")
+smol_ids = texts.batch(tokenizer, **sizes)
+with MemoryTracker(
+    smol, smol_optimizer, title="SmolLM2-135M, eager attention, 1 × 384 tokens"
+) as tracker:
+    step(smol, smol_optimizer, smol_ids)
+
+# %%
+guess_e.reveal(formula=formula.total, measured=tracker.peak.total)
+print(f"\n{'at the peak':<14}{'formula':>15}{'predicted':>15}{'measured':>15}")
+columns = formula.by_category, predicted.peak.by_category, tracker.peak.by_category
+for name in tracker.peak.by_category:
+    print(f"{name:<14}" + "".join(f"{column[name]:>15,}" for column in columns))
+totals = formula.total, predicted.peak.total, tracker.peak.total
+print(f"{'total':<14}" + "".join(f"{total:>15,}" for total in totals))
+print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} bytes off")
+
+# %% [markdown]
+# To the byte, line by line. The formula is a hair off, and it had to be *written*, for Llama and GPT-2, by someone who saw
+# where the peaks would be. The prediction knew nothing beforehand: it ran the program.
+#
+# ### What the popular formulas say
+#
+# Now you hold a measure for the rules that everyone quotes:
+#
+# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision. Tokens play no part.
+# - **states only**: weights, gradients and Adam in the bytes that the recipe really uses.
+# - **34·s·b·h a layer** (Korthikanti et al. 2022): the activations of a GPT layer in 16 bits, for sequence *s*, batch *b* and
+#   hidden size *h*. Eager attention with *a* heads adds **5·a·s²·b**. We add them to the states.
+
+
+# %%
+def popular(shape, b, s):
+    states = sum(accounting.resident_bytes(shape, precision="bf16").values())
+    layer = 34 * s * b * shape.hidden
+    scores = 5 * shape.heads * s**2 * b
+    return {
+        "16 bytes a parameter": 16 * shape.parameters,
+        "states only": states,
+        "states + 34·s·b·h": states + shape.layers * layer,
+        "states + 34·s·b·h + 5·a·s²·b": states + shape.layers * (layer + scores),
+    }
+
+
+# %%
+def compare(shape, config, b, s):
+    for attention in ("fused", "eager"):
+        recipe = Recipe(precision="bf16", attention=attention)
+        sizes = {"batch_size": b, "seq_len": s}
+        exact = predict(config, **sizes, recipe=recipe, target="cpu").peak
+        ours = accounting.estimate(shape, **sizes, attention=attention).total
+        print(f"{shape.name}, bf16, {b} × {s} tokens, {attention} attention:")
+        print(f"  {'exact: peak in ' + exact.phase:<32}{exact.total:>16,}")
+        rows = popular(shape, b, s) | {"this lesson's closed form": ours}
+        for name, nbytes in rows.items():
+            print(f"  {name:<32}{nbytes:>16,}{nbytes / exact.total - 1:>+9.1%}")
+
+
+# %%
+compare(shape, smol.config, 8, 1024)
+
+# %%
+from transformers import LlamaConfig
+
+seven_config = LlamaConfig()  # its defaults are the sizes of Llama-2-7B
+print(accounting.Shape.from_config(seven_config, seven.name) == seven)
+compare(seven, seven_config, 1, 2048)
+
+# %% [markdown]
+# With fused attention, the 7B model on one sequence flatters "states only": its peak sits in the optimizer's step, where no
+# activation is left. The small model on many tokens shows what a rule without tokens is: blind. Korthikanti's 34 was
+# counted for GPT layers with dropout, an MLP of four times the hidden size, and models of 22 billion parameters and more,
+# whose logits are small change; in SmolLM2 they are the largest layer. And whoever adds all states to all activations
+# counts gradients that have not arrived yet. **A rule of thumb is right for the model it was made for.**
+#
+# ## 8 · Tied weights: two names, one storage
 #
 # SmolLM2's output layer *is* its embedding table. It has two names, and `state_dict()` lists both. It is one storage,
 # and the tracker counts storages.
@@ -636,7 +741,7 @@ print(f"in training, tying saves as much again: {format_bytes(16 * table.numel()
 # %% [markdown]
 # Code that adds up by name gets it wrong, and for a small model with a large vocabulary it gets it very wrong.
 #
-# ## 8 · Three steps under a budget
+# ## 9 · Three steps under a budget
 #
 # A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
 # `BudgetExceeded`, and says who holds what. Here is a training loop as one finds it everywhere. It holds something
@@ -719,9 +824,11 @@ with MemoryTracker(
 print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 
 # %% [markdown]
-# ## 9 · Explore
+# ## 10 · Explore
 #
-# The closed forms of this lesson, under your fingers. Try to answer before you move a control:
+# Predictions under your fingers. While you move a control, the closed forms of this lesson answer; as soon as you rest,
+# the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a CUDA card,
+# going by PyTorch's sources; nothing here was measured on one. Try to answer before you move a control:
 #
 # - Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
 # - With SmolLM2 and eager attention: at which sequence length do the activations overtake everything else?
@@ -733,13 +840,14 @@ from gradmem_lib.view.explorer import explore
 explore()
 
 # %% [markdown]
-# ## 10 · What you can now do
+# ## 11 · What you can now do
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
 # - **The peak is a moment.** Few tokens: the optimizer's step. Many tokens: the loss. Ask `tracker.peak_by_phase`.
 # - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
 #   and no scores, if attention is fused.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
+# - **`predict` runs the step without its memory**, and is exact. Rules of thumb are right for the model they were made for.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
 # `python -m gradmem_lib progress` shows how far you have come. Next is lesson 02, where you write Adam yourself and see

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import itertools
@@ -237,12 +238,49 @@ def test_verdict_changes_at_the_last_byte():
 @pytest.mark.parametrize("checkpointing", accounting.CHECKPOINTING)
 def test_every_model_has_a_picture(model, checkpointing):
     settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing, "segment": 16}
-    total = explorer.estimate(settings).total
-    root = ET.fromstring(explorer.picture(settings))
-    assert sum(int(e.get("data-bytes")) for e in root.iter(f"{SVG}rect") if e.get("data-bytes")) == total
+    found = explorer.preview(settings)
+    root = ET.fromstring(explorer.picture(settings, found))
+    shown = sum(int(e.get("data-bytes")) for e in root.iter(f"{SVG}rect") if e.get("data-bytes"))
+    assert shown == found.total == explorer.estimate(settings).total
 
 
-def test_controls_change_picture_and_words():
+@pytest.mark.parametrize("model", accounting.SHAPES)
+def test_a_shape_and_its_config_are_the_same_model(model):
+    shape = accounting.SHAPES[model]
+    assert accounting.Shape.from_config(explorer.config_of(shape), model) == shape
+
+
+TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"precision": name} for name in accounting.PRECISIONS),
+        *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in accounting.OPTIMIZERS),
+        {"attention": "eager"},
+        {"checkpointing": "every layer"},
+        {"checkpointing": "segments", "segment": 2},
+        {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": "segments", "segment": 16},
+    ],
+    ids=str,
+)
+def test_the_trace_is_of_what_the_closed_form_describes(changed):
+    settings = explorer.DEFAULTS | TINY | changed
+    formula, found = explorer.estimate(settings), explorer.answer(settings)
+    assert found.total == pytest.approx(formula.total, rel=0.02)
+    assert "by an exact trace" in found.words and f"{abs(formula.total - found.total):,} bytes" in found.words
+
+
+def test_what_no_recipe_can_train_keeps_the_closed_form_and_says_why():
+    settings = explorer.DEFAULTS | TINY | {"precision": "float32 master", "optimizer": "SGD"}
+    found = explorer.answer(settings)
+    assert found.by_category == explorer.estimate(settings).by_category
+    assert "no exact figure: float32-master is written for AdamW" in found.words
+
+
+def test_controls_change_picture_and_words(monkeypatch):
+    monkeypatch.setattr(explorer, "answer", explorer.preview)
     shown = explorer.Explorer(model="Llama-2-7B", card="A100 80 GB", batch_size=3)
     shown.widget()
     picture, before = shown._picture, shown._picture.svg
@@ -256,6 +294,71 @@ def test_controls_change_picture_and_words():
         options = [o[1] if isinstance(o, tuple) else o for o in shown.controls[name].options]
         shown.controls[name].value = next(o for o in options if o != shown.controls[name].value)
         assert picture.svg != before, name
+
+
+def test_only_where_a_slider_comes_to_rest_is_traced(monkeypatch):
+    asked = []
+
+    def traced(settings):
+        asked.append(settings["batch_size"])
+        return explorer.Answer({"parameters": settings["batch_size"]}, "Traced.")
+
+    monkeypatch.setattr(explorer, "answer", traced)
+    timers = []
+
+    class Timer:
+        def __init__(self, act):
+            self.act, self.cancelled = act, False
+            timers.append(self)
+
+        def cancel(self):
+            self.cancelled = True
+
+    class Loop:
+        call_soon_threadsafe = staticmethod(lambda act: act())
+        call_later = staticmethod(lambda seconds, act: Timer(act))
+
+    shown = explorer.Explorer()
+    shown._loop = Loop()
+    shown.widget()
+    picture, controls = shown._picture, shown.controls
+    for size in (8, 16, 32):
+        controls["batch_size"].value = size
+        assert picture.pending and "By the closed form" in picture.detail
+    assert [timer.cancelled for timer in timers] == [True, True, True, False] and not asked
+    timers[-1].act()
+    assert asked == [32] and not picture.pending
+    assert "Traced." in picture.detail and picture.verdict.endswith("32 B on the 8 GB card.")
+    controls["card"].value = "6 GB card"
+    assert not picture.pending, "another card needs no new trace"
+    controls["batch_size"].value = 64
+    assert picture.pending
+    controls["batch_size"].value = 32
+    assert not picture.pending and "Traced." in picture.detail, "what was traced is kept"
+    assert asked == [32]
+
+
+def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
+    async def drag():
+        shown = explorer.Explorer()
+        shown.widget()
+
+        def slow(settings):  # the slider moves while this is computed
+            if settings["batch_size"] == 8:
+                shown.controls["batch_size"].value = 16
+            return explorer.Answer({"parameters": settings["batch_size"]}, "Traced.")
+
+        monkeypatch.setattr(explorer, "answer", slow)
+        drawn = []
+        shown._picture.observe(lambda change: drawn.append(change.new), "verdict")
+        shown.controls["batch_size"].value = 8
+        while shown._picture.pending:
+            await asyncio.sleep(0.01)
+        assert ": 16 B on" in drawn[-1] and not any(": 8 B on" in words for words in drawn)
+        shown.controls["batch_size"].value = 8
+        assert not shown._picture.pending and ": 8 B on" in drawn[-1]
+
+    asyncio.run(asyncio.wait_for(drag(), 60))
 
 
 @pytest.mark.parametrize(

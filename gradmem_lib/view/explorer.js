@@ -1,11 +1,19 @@
 // The explorer's answer: one bar, and the verdict in words, in a live region that stays while the bar is redrawn.
+const PATIENCE = 300; // milliseconds, after which a wait is said
+
 function render({ model, el }) {
   const root = document.createElement("div"), bar = document.createElement("div");
-  const verdict = document.createElement("p"), detail = document.createElement("p");
-  root.className = "gm-explorer"; verdict.className = "gm-verdict"; detail.className = "gm-detail";
-  verdict.setAttribute("role", "status");
-  verdict.setAttribute("aria-live", "polite");
-  root.append(verdict, bar, detail);
+  const [verdict, detail, state] = ["gm-verdict", "gm-detail", "gm-state"].map((name) => {
+    const line = document.createElement("p");
+    line.className = name;
+    return line;
+  });
+  root.className = "gm-explorer";
+  for (const line of [verdict, state]) {
+    line.setAttribute("role", "status");
+    line.setAttribute("aria-live", "polite");
+  }
+  root.append(verdict, bar, detail, state);
   el.append(root);
   // The sliders come without a name, and with the index of their value: give screen readers what the eye sees.
   const nameSliders = () => {
@@ -15,16 +23,32 @@ function render({ model, el }) {
       if (readout) handle?.setAttribute("aria-valuetext", readout.textContent);
     }
   };
+  let timer;
+  const wait = (waiting) => {
+    root.classList.toggle("gm-waiting", waiting);
+    state.textContent = waiting ? "Computing the exact bytes…" : "";
+  };
   const update = () => {
     if (bar.dataset.svg !== model.get("svg")) bar.innerHTML = bar.dataset.svg = model.get("svg");
     verdict.textContent = model.get("verdict");
     verdict.classList.toggle("gm-exceeds", !model.get("fits"));
     detail.textContent = model.get("detail");
+    // What will change in a moment need not be read out twice.
+    verdict.setAttribute("aria-busy", model.get("pending"));
+    if (model.get("pending")) timer ??= setTimeout(wait, PATIENCE, true);
+    else {
+      clearTimeout(timer);
+      timer = undefined;
+      wait(false);
+    }
     requestAnimationFrame(nameSliders);
   };
   model.on("change", update);
   update();
-  return () => model.off("change", update);
+  return () => {
+    model.off("change", update);
+    clearTimeout(timer);
+  };
 }
 
 export default { render };

@@ -1,21 +1,26 @@
-"""The memory explorer: closed forms under your fingers, as one stacked bar against a card.
+"""The memory explorer: a training step's peak under your fingers, as one stacked bar against a card.
 
-Every control is an argument of ``accounting.estimate``; the picture is its answer. Nothing is run and nothing is loaded,
-so a 70B model is as quick to explore as a tiny one.
+Every control is an argument of the closed form, ``accounting.estimate``, and of the exact trace, ``predict``. The closed form
+answers while a control moves. A trace takes about a second, so it begins when the controls rest, and its answer is kept.
+Nothing is run and nothing is loaded: a 70B model is as quick to explore as a small one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from .. import accounting
-from ..units import format_bytes
+from ..units import MiB, format_bytes
 from .live import in_kernel, live_enabled
 from .static import bar_svg, display_size, plot_bars, png
 
 PLAIN_TEXT = "Memory explorer"
+REST = 0.15  # seconds without a change, before a trace begins
 BATCH_SIZES = tuple(2**k for k in range(9))
 SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
 DEFAULTS = {
@@ -29,14 +34,115 @@ DEFAULTS = {
     "segment": 4,
     "card": "8 GB card",
 }
+# The names of the closed forms, as a recipe has them. Without a step nothing is kept or made; plain SGD does as little.
+PRECISIONS = {"autocast": "autocast-bf16", "float32 master": "float32-master"}
+OPTIMIZERS = {
+    "AdamW": {"optimizer": "adamw"},
+    "AdamW foreach": {"optimizer": "adamw-foreach"},
+    "SGD": {"optimizer": "sgd"},
+    "SGD momentum": {"optimizer": "sgd", "momentum": 0.9},
+    "none": {"optimizer": "sgd"},
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The bytes at the peak by category, and in words where the peak is and how it was found."""
+
+    by_category: dict[str, int]
+    words: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_category.values())
+
+
+def shape_of(settings: dict) -> accounting.Shape:
+    """The model's shape, a learned position table made as long as the sequence needs."""
+    shape = _known(accounting.SHAPES, settings["model"], "model")
+    return replace(shape, positions=max(shape.positions, settings["seq_len"])) if shape.positions else shape
+
+
+def config_of(shape: accounting.Shape):
+    """A transformers config of ``shape``, without dropout: ``Shape.from_config`` turned round."""
+    from transformers import GPT2Config, LlamaConfig
+
+    if shape.positions:
+        return GPT2Config(
+            vocab_size=shape.vocab, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads,
+            n_inner=shape.intermediate, n_positions=shape.positions, tie_word_embeddings=shape.tied,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    return LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied, max_position_embeddings=SEQUENCE_LENGTHS[-1],
+    )  # fmt: skip
+
+
+def recipe_of(settings: dict):
+    """The settings as a ``Recipe``. ``ValueError`` for what the closed forms can add up and no recipe can train."""
+    from ..recipe import Recipe
+
+    segment = min(settings["segment"], shape_of(settings).layers)
+    return Recipe(
+        precision=PRECISIONS.get(settings["precision"], settings["precision"]),
+        attention=settings["attention"],
+        checkpointing={"none": None, "every layer": "per-layer", "segments": segment}[
+            settings["checkpointing"]
+        ],
+        **OPTIMIZERS[settings["optimizer"]],
+    )
 
 
 def estimate(settings: dict) -> accounting.Estimate:
-    """The peak of a step under ``settings`` (keys as in ``DEFAULTS``)."""
-    shape = _known(accounting.SHAPES, settings["model"], "model")
+    """The closed form's peak of a step under ``settings`` (keys as in ``DEFAULTS``)."""
+    shape = shape_of(settings)
     options = {k: v for k, v in settings.items() if k not in ("model", "card", "segment")}
     segment = min(settings["segment"], shape.layers) if settings["checkpointing"] == "segments" else None
     return accounting.estimate(shape, **options, segment=segment)
+
+
+def trace(settings: dict):
+    """The exact peak on a card, as a ``Prediction``. Errors are those of ``predict`` and ``recipe_of``."""
+    from transformers.utils import logging
+
+    from ..predict import predict
+
+    sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
+    recipe, config = recipe_of(settings), config_of(shape_of(settings))
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # GPT-2 has a remark to make about its loss, and no cell to make it in
+    try:
+        return predict(config, **sizes, recipe=recipe, target="cuda")
+    finally:
+        logging.set_verbosity(before)
+
+
+def preview(settings: dict) -> Answer:
+    """What the closed form says, at once."""
+    found = estimate(settings)
+    return Answer(found.by_category, f"By the closed form, the peak is in: {found.moment}.")
+
+
+def answer(settings: dict) -> Answer:
+    """What the trace says, and how far off the closed form is; where no trace can be had, the closed form and the reason."""
+    from ..predict import CannotTrace
+
+    formula = estimate(settings)
+    try:
+        found = trace(settings)
+    except (ValueError, CannotTrace) as error:
+        closed = preview(settings)
+        return replace(closed, words=f"{closed.words} There is no exact figure: {error}.")
+    off = formula.total - found.peak.total
+    compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}" if off else "equal"
+    beside = round((found.context + found.workspace) / MiB)
+    return Answer(
+        found.peak.by_category,
+        f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed form is {compared}. "
+        f"A card needs about {beside} MiB more for its driver and libraries.",
+    )
 
 
 def verdict(total: int, card: str) -> str:
@@ -47,28 +153,27 @@ def verdict(total: int, card: str) -> str:
     return f"Exceeds by {format_bytes(-room)}: {format_bytes(total)} on the {card}."
 
 
-def detail(result: accounting.Estimate, settings: dict) -> str:
-    """What the bar is made of: its exact bytes, its largest part, and the moment of the peak."""
-    parts = result.by_category
+def detail(found: Answer, settings: dict) -> str:
+    """What the bar is made of: its exact bytes, its largest part, and what there is to say about the peak."""
+    parts = found.by_category
     main = max(parts, key=parts.get)
     words = (
-        f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / result.total:.0%} of {result.total:,} bytes). "
-        f"The peak is expected in: {result.moment}."
+        f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / found.total:.0%} of {found.total:,} bytes). "
+        f"{found.words}"
     )
     positions = accounting.SHAPES[settings["model"]].positions
     if positions and settings["seq_len"] > positions:
-        words += f" {settings['model']} knows only {positions:,} positions: this length needs a longer table."
+        words += f" {settings['model']} knows only {positions:,} positions: a longer table is counted."
     return words
 
 
-def picture(settings: dict) -> str:
+def picture(settings: dict, found: Answer) -> str:
     """The stacked bar as an inline SVG."""
-    result = estimate(settings)
     card = settings["card"]
     return bar_svg(
-        {_label(settings): result.by_category},
+        {_label(settings): found.by_category},
         cards={card: accounting.CARDS[card]},
-        title=f"{settings['model']} at the peak of a training step. {verdict(result.total, card)}",
+        title=f"{settings['model']} at the peak of a training step. {verdict(found.total, card)}",
     )
 
 
@@ -100,6 +205,7 @@ def _picture_class():
         verdict = traitlets.Unicode("").tag(sync=True)
         detail = traitlets.Unicode("").tag(sync=True)
         fits = traitlets.Bool(True).tag(sync=True)
+        pending = traitlets.Bool(False).tag(sync=True)
 
     return ExplorerPicture
 
@@ -124,18 +230,25 @@ class Explorer:
         )  # a mistake shows here, not in a callback
         self.controls: dict = {}
         self._picture = None
+        self._answers: dict[tuple, Answer] = {}
+        self._drawing = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        try:
+            self._loop = asyncio.get_running_loop()  # the kernel's, where cells run
+        except RuntimeError:
+            self._loop = None
 
     def still_bundle(self) -> tuple[dict, dict]:
         """The picture of the starting settings as a mimebundle: (data, metadata)."""
-        settings, result = self.settings, estimate(self.settings)
-        card, words = settings["card"], verdict(estimate(settings).total, settings["card"])
+        settings, found = self.settings, self._answer(self.settings)
+        card, words = settings["card"], verdict(found.total, settings["card"])
         figure = plot_bars(
-            {_label(settings): result.by_category},
+            {_label(settings): found.by_category},
             cards={card: accounting.CARDS[card]},
             title=words.split(":")[0],
         )
         data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": PLAIN_TEXT}
-        alt = f"{_label(settings)}. {words} {detail(result, settings)}"
+        alt = f"{_label(settings)}. {words} {detail(found, settings)}"
         return data, {"image/png": {**display_size(figure), "alt": alt}}
 
     def widget(self):
@@ -177,15 +290,53 @@ class Explorer:
         )
         return ipywidgets.VBox([ipywidgets.GridBox(list(made.values()), layout=grid), self._picture])
 
+    def _now(self) -> dict:
+        return {name: control.value for name, control in self.controls.items()}
+
     def _changed(self, _=None) -> None:
-        now = {name: control.value for name, control in self.controls.items()}
+        now = self._now()
         self.controls["segment"].layout.display = "" if now["checkpointing"] == "segments" else "none"
-        result = estimate(now)
-        with self._picture.hold_sync():
-            self._picture.svg = picture(now)
-            self._picture.verdict = verdict(result.total, now["card"])
-            self._picture.detail = detail(result, now)
-            self._picture.fits = result.total <= accounting.CARDS[now["card"]]
+        known = self._answers.get(_key(now))
+        self._draw(now, known or preview(now), pending=known is None)
+        if known is not None:
+            return
+        if self._loop is None:
+            self._settle()
+        else:
+            # JupyterLab may deliver changes on a thread of their own, and a trace must not run beside a cell's training step.
+            self._loop.call_soon_threadsafe(self._wait_for_rest)
+
+    def _wait_for_rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(REST, self._settle)
+
+    def _settle(self) -> None:
+        """Trace what the controls say; if they have moved meanwhile, the next trace will draw."""
+        now = self._now()
+        found = self._answer(now)
+        if now == self._now():
+            self._draw(now, found, pending=False)
+
+    def _answer(self, settings: dict) -> Answer:
+        key = _key(settings)
+        if key not in self._answers:
+            self._answers[key] = answer(settings)
+        return self._answers[key]
+
+    def _draw(self, now: dict, found: Answer, *, pending: bool) -> None:
+        with self._drawing, self._picture.hold_sync():
+            self._picture.svg = picture(now, found)
+            self._picture.verdict = verdict(found.total, now["card"])
+            self._picture.detail = detail(found, now)
+            self._picture.fits = found.total <= accounting.CARDS[now["card"]]
+            self._picture.pending = pending
+
+
+def _key(settings: dict) -> tuple:
+    """What an answer depends on: all but the card, and the segment only where there are segments."""
+    unread = {"card"} if settings["checkpointing"] == "segments" else {"card", "segment"}
+    return tuple((name, settings[name]) for name in DEFAULTS if name not in unread)
 
 
 def explore(**settings) -> None:
