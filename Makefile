@@ -12,13 +12,14 @@ PY := .venv/bin/python
 LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 
-.PHONY: help lab test notebooks benchmarks browser
+.PHONY: help lab test notebooks benchmarks gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
 	@echo "make test        check everything: style, notebooks, library, widgets in a browser"
 	@echo "make notebooks   build the notebooks from solutions/*.py, and LEDGER.md from the claims"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
+	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, in at most eight minutes"
 
 # --- the environment --------------------------------------------------------------------------------------------------
 
@@ -58,6 +59,18 @@ notebooks: $(TEST)
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
 
+# The measurement on a card needs torch and transformers alone: a Python that has recent ones will do as it is.
+HAS_BOTH = import re, sys; from importlib.metadata import version; \
+  v = lambda name: [int(n) for n in re.findall(r"\d+", version(name))[:2]]; \
+  sys.exit(v("torch") < [2, 11] or v("transformers") < [5, 17])
+
+gpu:
+	@$(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null || ! { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; } || \
+	  $(MAKE) --no-print-directory $(LEARN)
+	@if $(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null; then exec $(PYTHON) benchmarks/gpu_predict.py; fi; \
+	if [ -e $(LEARN) ]; then exec $(PY) benchmarks/gpu_predict.py; fi; \
+	echo "No CUDA card here: there is nothing to measure, and nothing was written."
+
 PLAYWRIGHT_HAS_ONE = $(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright; \
   p = sync_playwright().start(); found = os.path.exists(p.chromium.executable_path); p.stop(); sys.exit(not found)'
 
@@ -84,7 +97,7 @@ test: $(TEST) browser
 	step "style" $(PY) -m ruff check .; \
 	step "format" $(PY) -m ruff format --check .; \
 	step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check; \
-	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile; \
+	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest --durations=12 -n $(WORKERS) --dist loadfile; \
 	step "SmolLM2 unpacked" $(PY) -c 'from gradmem_lib import models; models.smollm2_status() == "ready" or models.smollm2()'; \
 	step "solutions, word for word" $(PY) -m pytest --nbval --nbval-current-env -n $(WORKERS) --dist loadfile solutions/*.ipynb; \
 	step "lessons, from top to bottom" $(PY) -m pytest --nbval-lax --nbval-current-env -n $(WORKERS) --dist loadfile lessons/*.ipynb; \
