@@ -92,7 +92,7 @@ def pieces(batch, lengths, cuts, trim):
 @pytest.mark.parametrize(
     "way", ["corrected after", "corrected after, model given", "total known", "counted first"]
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cut=cut_batches())
 def test_the_gradient_is_the_full_batchs(
     dtype, limit, way, cut
