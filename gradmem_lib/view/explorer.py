@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import accounting
 from ..units import MiB, format_bytes
-from .live import in_kernel, live_enabled
+from .live import show_explorer
 from .static import bar_svg, display_size, plot_bars, png
 
 PLAIN_TEXT = "Memory explorer"
@@ -342,13 +342,4 @@ def _key(settings: dict) -> tuple:
 def explore(**settings) -> None:
     """Display the explorer, starting from ``settings`` (see ``Explorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
     explorer = Explorer(**settings)
-    if not in_kernel():
-        return
-    from IPython.display import display
-
-    data, metadata = explorer.still_bundle()
-    if live_enabled():
-        bundle = explorer.widget()._repr_mimebundle_()
-        live = bundle[0] if isinstance(bundle, tuple) else bundle
-        data = {**data, **live, "text/plain": PLAIN_TEXT}
-    display(data, metadata=metadata, raw=True)
+    show_explorer(explorer, PLAIN_TEXT)

@@ -193,3 +193,20 @@ def show_timeline(
         live, live_metadata = _view_bundle(widget, title)
         data, metadata = {**data, **live}, {**metadata, **live_metadata}
     display(data, metadata=metadata, raw=True)
+
+
+def show_explorer(explorer, text: str) -> None:
+    """Display ``explorer`` (it has ``still_bundle()`` and ``widget()``) in a notebook; its text/plain is always ``text``.
+
+    The picture goes with the widget, for readers without a kernel. ``GRADMEM_LIVE=0``: the picture alone.
+    """
+    if not in_kernel():
+        return
+    from IPython.display import display
+
+    data, metadata = explorer.still_bundle()
+    if live_enabled():
+        bundle = explorer.widget()._repr_mimebundle_()
+        live = bundle[0] if isinstance(bundle, tuple) else bundle
+        data = {**data, **live, "text/plain": text}
+    display(data, metadata=metadata, raw=True)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tracker import _tensors
 from ..units import format_bytes
-from .live import in_kernel, live_enabled
+from .live import show_explorer
 from .static import (
     INK,
     MUTED,
@@ -1121,13 +1121,4 @@ class ScheduleExplorer:
 def explore_schedule(**settings) -> None:
     """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
     explorer = ScheduleExplorer(**settings)
-    if not in_kernel():
-        return
-    from IPython.display import display
-
-    data, metadata = explorer.still_bundle()
-    if live_enabled():
-        bundle = explorer.widget()._repr_mimebundle_()
-        live = bundle[0] if isinstance(bundle, tuple) else bundle
-        data = {**data, **live, "text/plain": EXPLORER_TEXT}
-    display(data, metadata=metadata, raw=True)
+    show_explorer(explorer, EXPLORER_TEXT)
