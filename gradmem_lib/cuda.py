@@ -2,7 +2,7 @@
 
 Kernels save other tensors for backward, autocast has another list of operations that stay in float32, the allocator hands out
 blocks of 512 bytes and takes segments from the driver. All of it follows PyTorch's sources (aten/src/ATen/native/transformers/
-cuda, autocast_mode.h, c10/cuda/CUDACachingAllocator.cpp) and is checked against a card by ``make gpu``.
+cuda, autocast_mode.h, c10/cuda/CUDACachingAllocator.cpp). ``make gpu`` compares it with a card; that has not been done yet.
 """
 
 from __future__ import annotations
