@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -209,27 +210,9 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float = 1e-4) -> Prepared:
     for it. Works on fake models too.
     """
     undo = ExitStack()
-    model.train()
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
-    set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
-    if recipe.weight_dtype != torch.float32:
-        cast_weights(model, recipe.weight_dtype)
-    if recipe.lora_rank is not None:
-        add_lora(model, recipe.lora_rank, recipe.lora_targets)
-    if recipe.quantized_base:
-        from .quantized import quantize_base
-
-        quantize_base(model)
-    if recipe.frozen_base:
-        freeze_base(model)
+    change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            "there is nothing to train: every parameter is frozen. Leave frozen_base out, or set requires_grad on some of them"
-        )
     if not recipe.in_backward:
         return Prepared(model, make_optimizer(trained, recipe, lr), undo)
     optimizers = []
@@ -238,6 +221,28 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float = 1e-4) -> Prepared:
         hook = parameter.register_post_accumulate_grad_hook(_step_and_free(optimizers[-1]))
         undo.callback(hook.remove)
     return Prepared(model, optimizers, undo)
+
+
+def change_model(model: nn.Module, recipe: Recipe) -> None:
+    """The lasting part of ``prepare``, in place: cache off, attention, dtype, LoRA, 4-bit base, frozen base."""
+    model.train()
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
+    cast_weights(model, recipe.weight_dtype)
+    if recipe.lora_rank is not None:
+        add_lora(model, recipe.lora_rank, recipe.lora_targets)
+    if recipe.quantized_base:
+        from .quantized import quantize_base
+
+        quantize_base(model)
+    if recipe.frozen_base:
+        freeze_base(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "there is nothing to train: every parameter is frozen. Leave frozen_base out, or set requires_grad on some of them"
+        )
 
 
 def _step_and_free(optimizer: Optimizer) -> Callable[[Tensor], None]:
@@ -400,7 +405,23 @@ def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) ->
     return torch.optim.SGD(parameters, lr=lr, momentum=recipe.momentum, foreach=False)
 
 
-class MasterAdamW(Optimizer):
+class _OwnDtypes(Optimizer):
+    """An optimizer whose states have dtypes of their own.
+
+    ``Optimizer.load_state_dict`` casts what it loads to the parameter's dtype: a float32 copy of the weights would come back
+    rounded to bf16, and 8-bit codes as numbers.
+    """
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[p][name] = value.to(p.device, copy=True)
+
+
+class MasterAdamW(_OwnDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
     A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32 copy,
@@ -459,7 +480,7 @@ BLOCK = 256
 SMALLEST_8BIT = 4096
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(_OwnDtypes):
     """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
 
     The layout is bitsandbytes': blocks of 256 numbers share one float32, their largest magnitude; tensors below 4,096
@@ -470,6 +491,17 @@ class AdamW8bit(Optimizer):
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            if "code" in state:  # the tables are shared by all parameters again
+                state["code"], state["code_sq"] = self._tables(p.device)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._codes:
+            self._codes[device] = (_code(True, device), _code(False, device))
+        return self._codes[device]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -500,9 +532,7 @@ class AdamW8bit(Optimizer):
             state[name] = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
         for name in ("absmax", "absmax_sq"):
             state[name] = torch.zeros(blocks, device=p.device)
-        if p.device not in self._codes:
-            self._codes[p.device] = (_code(True, p.device), _code(False, p.device))
-        state["code"], state["code_sq"] = self._codes[p.device]
+        state["code"], state["code_sq"] = self._tables(p.device)
 
 
 def _code(signed: bool, device) -> Tensor:
@@ -592,18 +622,19 @@ def step(
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     mark: Callable[[str], None] = lambda part: None,
+    micro_batches: int | None = None,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
 
     ``batch`` is given to the model as its arguments: a dict by name. ``loss(model, micro_batch)`` returns the scalar to
     minimise; without it the model's own output must hold it (``output.loss``, or the output itself). Micro-batches count
     by their number of labels that are not -100. ``mark`` is called with ``"forward"``, ``"backward"`` and ``"step"``
-    before each begins.
+    before each begins. ``micro_batches`` ends after so many of them: for a prediction, which knows that the rest are alike.
     """
     device = next(model.parameters()).device.type
     scaled = recipe.precision == "autocast-fp16"
     losses = None
-    for micro, weight in _micro_batches(model, batch, recipe):
+    for micro, weight in islice(_micro_batches(model, batch, recipe), micro_batches):
         mark("forward")
         with _autocast(device, recipe):
             value = loss(model, micro) if loss is not None else _loss(model, micro, recipe)
@@ -641,12 +672,8 @@ def _micro_batches(model: nn.Module, batch, recipe: Recipe) -> Iterator[tuple[An
         list(batch.values()) if isinstance(batch, dict) else [batch] if isinstance(batch, Tensor) else batch
     )
     rows = recipe.micro_batch(len(tensors[0]))
-    labels = batch.get("labels") if isinstance(batch, dict) else None
-    counts = None
-    if labels is not None:
-        counted = labels[:, 1:] if labels.dim() == 2 and predicts_next_token(model) else labels
-        counts = (counted != IGNORED).flatten(1).sum(1) if counted.dim() > 1 else (counted != IGNORED).long()
-        total = counts.sum()
+    counts = label_counts(model, batch)
+    total = None if counts is None else counts.sum()
     for start in range(0, len(tensors[0]), rows):
         part = slice(start, start + rows)
         if isinstance(batch, dict):
@@ -654,6 +681,18 @@ def _micro_batches(model: nn.Module, batch, recipe: Recipe) -> Iterator[tuple[An
         else:
             micro = batch[part] if isinstance(batch, Tensor) else tuple(t[part] for t in batch)
         yield micro, 1 / recipe.accumulation if counts is None else counts[part].sum() / total
+
+
+def label_counts(model: nn.Module, batch) -> Tensor | None:
+    """How many labels of each row count, (rows,): those that are not -100, and after the shift where the model shifts them.
+
+    ``None`` where the batch has no labels by name."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if labels is None:
+        return None
+    counted = labels[:, 1:] if labels.dim() == 2 and predicts_next_token(model) else labels
+    counts = counted != IGNORED
+    return counts.flatten(1).sum(1) if counted.dim() > 1 else counts.long()
 
 
 def predicts_next_token(model: nn.Module) -> bool:

@@ -270,3 +270,26 @@ def test_every_row_of_the_text_can_be_asked_for_and_no_more(monkeypatch):
 def test_sizes_below_one_are_refused(sizes):
     with pytest.raises(ValueError, match="both must be at least 1"):
         texts.batch(Letters(), **sizes)
+
+
+def test_held_out_rows_are_of_other_topics(monkeypatch):
+    import pydoc_data.topics
+
+    # Topics of 40 characters; the tokenizer numbers letters by what they are.
+    topics = {f"t{i:02}": chr(97 + i) * 40 for i in range(20)}
+    monkeypatch.setattr(pydoc_data.topics, "topics", topics)
+
+    class Codes:
+        def __call__(self, text, **options):
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    train, held = texts.datasets(Codes(), seq_len=8)
+    assert len(train) == (18 * 40 + 17 * 2) // 8 and len(held) == (2 * 40 + 2) // 8
+    assert set(train.ids.flatten().tolist()).isdisjoint({ord("a"), ord("k")})
+    assert set(held.ids.flatten().tolist()) == {ord("a"), ord("k"), ord("\n")}
+    row = train[3]
+    assert row["input_ids"].shape == (8,) and torch.equal(row["labels"], row["input_ids"])
+    few, fewer = texts.datasets(Codes(), seq_len=8, rows=5, held_out=2)
+    assert torch.equal(few.ids, train.ids[:5]) and torch.equal(fewer.ids, held.ids[:2])
+    with pytest.raises(ValueError, match="lower held_out or seq_len"):
+        texts.datasets(Codes(), seq_len=8, held_out=11)

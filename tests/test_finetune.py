@@ -1,0 +1,513 @@
+"""A recipe on transformers' ``Trainer``: same bytes as predicted, same steps as ``recipe.step``, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, models, texts
+from gradmem_lib.finetune import (
+    MemoryCallback,
+    arguments,
+    checkpointing_argument,
+    make_trainer,
+    merge_adapters,
+)
+from gradmem_lib.predict import predict
+from gradmem_lib.recipe import AdamW8bit, LoRALinear, MasterAdamW, Recipe, prepare, step
+from gradmem_lib.tracker import CATEGORIES
+
+ROWS, SEQ = 8, 48
+
+
+def small(**sizes):
+    return models.tiny_llama(**({"layers": 3, "hidden": 64, "intermediate": 160, "vocab": 512} | sizes))
+
+
+def rows(n: int = 4 * ROWS, seq_len: int = SEQ, vocab: int = 512) -> texts.Rows:
+    return texts.Rows(torch.randint(0, vocab, (n, seq_len), generator=torch.Generator().manual_seed(1)))
+
+
+def trainer_for(model, recipe, tmp_path, **given):
+    # Without clipping, decay and shuffling, so that steps can be compared with a plain loop's.
+    settings = {
+        "batch_size": ROWS,
+        "train_dataset": rows(),
+        "output_dir": str(tmp_path / "out"),
+        "live": False,
+        "progress": False,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+    }
+    return make_trainer(model, recipe, **(settings | given))
+
+
+class InOrder(Trainer):
+    """Rows in their order, so that two trainings see the same ones."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    monkeypatch.setattr(Trainer, "_get_train_sampler", InOrder._get_train_sampler)
+
+
+# --- the bytes --------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "naive": Recipe(),
+    "accumulation": Recipe(accumulation=4),
+    "per-layer": Recipe(accumulation=4, checkpointing="per-layer"),
+    "every second layer": Recipe(accumulation=4, every_n_layers=2),
+    "segments": Recipe(checkpointing=(2, 1)),
+    "autocast": Recipe(accumulation=2, precision="autocast-bf16"),
+    "bf16": Recipe(accumulation=2, precision="bf16"),
+    "master": Recipe(accumulation=2, precision="float32-master"),
+    "8-bit": Recipe(accumulation=2, precision="bf16", optimizer="adamw-8bit"),
+    "adafactor": Recipe(accumulation=2, optimizer="adafactor"),
+    "foreach": Recipe(optimizer="adamw-foreach"),
+    "fused": Recipe(optimizer="adamw-fused"),
+    "momentum": Recipe(optimizer="sgd", momentum=0.9),
+    "LoRA": Recipe(accumulation=4, precision="bf16", lora_rank=4, checkpointing="per-layer"),
+    "QLoRA": Recipe(accumulation=4, precision="bf16", lora_rank=4, quantized_base=True),
+    "chunks": Recipe(accumulation=2, chunked_loss=True),
+    "chunks in autocast": Recipe(accumulation=2, precision="autocast-bf16", chunked_loss=True),
+    "all": Recipe(
+        accumulation=4,
+        precision="bf16",
+        optimizer="adamw-8bit",
+        lora_rank=4,
+        checkpointing="per-layer",
+        chunked_loss=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_a_trainers_peak_is_the_predicted_one(recipe, tmp_path):
+    expected = predict(small(), batch_size=ROWS, seq_len=SEQ, recipe=recipe, target="cpu").peak
+    trainer = trainer_for(small(), recipe, tmp_path)
+    trainer.train()
+    measured = trainer.memory.by_step[2]
+    assert measured.phase == expected.phase
+    micro = 8 * ROWS * SEQ // recipe.accumulation
+    for category in CATEGORIES:
+        more = measured.by_category[category] - expected.by_category[category]
+        if category == "other":
+            # The rows are views of one tensor, which is seen; labels get a tensor of their own; accelerate's loader has the
+            # next micro-batch ready. The rest is counts of labels: recipe.step keeps one of each row.
+            more -= 8 * rows().ids.numel() + (recipe.accumulation + 2) * micro
+            assert -8 * ROWS <= more <= 64
+        else:
+            assert 0 <= more <= 16, category  # the loss and its weight
+
+
+# --- the steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(accumulation=4),
+        Recipe(accumulation=2, checkpointing="sqrt"),
+        Recipe(accumulation=4, precision="bf16", optimizer="adamw-8bit", lora_rank=4),
+        Recipe(accumulation=2, chunked_loss=True, optimizer="adamw-fused"),
+        Recipe(accumulation=4, precision="float32-master"),
+    ],
+    ids=str,
+)
+def test_it_takes_the_steps_of_recipe_step(recipe, tmp_path, in_order):
+    data = rows(3 * ROWS)
+    by_hand = small()
+    torch.manual_seed(0)
+    model, optimizer, undo = prepare(by_hand, recipe, lr=1e-3)
+    if not recipe.optimizer.startswith("sgd"):
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    losses = []
+    for start in range(0, 3 * ROWS, ROWS):
+        ids = data.ids[start : start + ROWS]
+        losses.append(step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe).item())
+    undo.close()
+    other = small()
+    torch.manual_seed(0)
+    trainer = trainer_for(other, recipe, tmp_path, train_dataset=data, max_steps=3)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-6)
+    for (name, ours), theirs in zip(other.named_parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def classifier(num_labels: int = 3):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=num_labels,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForSequenceClassification(config)
+
+
+class Classified(torch.utils.data.Dataset):
+    def __init__(self, n: int):
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(0, 100, (n, 12), generator=generator)
+        self.labels = torch.randint(0, 3, (n,), generator=generator)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path, in_order):
+    def gradient(accumulation):
+        seen = {}
+
+        class Look(TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+                seen["gradient"] = model.classifier.weight.grad.clone()
+
+        recipe = Recipe(optimizer="sgd", accumulation=accumulation)
+        trainer = trainer_for(
+            classifier(), recipe, tmp_path, train_dataset=Classified(8), max_steps=1, callbacks=[Look()]
+        )
+        trainer.train()
+        return seen["gradient"], trainer.state.log_history[0]["loss"]
+
+    whole, loss = gradient(1)
+    cut, cut_loss = gradient(4)
+    assert torch.allclose(cut, whole, rtol=1e-5, atol=1e-8)
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    # The trap that this avoids: the same model under Trainer itself.
+    model = classifier()
+    args = TrainingArguments(
+        str(tmp_path / "plain"), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1,
+        optim="sgd", max_grad_norm=0.0, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    plain = Trainer(model, args, train_dataset=Classified(8))
+    plain.train()
+    assert plain.state.log_history[0]["loss"] == pytest.approx(4 * loss, rel=1e-4)
+
+
+def test_labels_that_do_not_count_do_not_weigh(tmp_path, in_order):
+    class Ragged(texts.Rows):
+        def __getitem__(self, index):
+            labels = self.ids[index].clone()
+            labels[: 5 * index] = -100
+            return {"input_ids": self.ids[index], "labels": labels}
+
+    losses = {}
+    for accumulation in (1, 4):
+        trainer = trainer_for(
+            small(),
+            Recipe(accumulation=accumulation),
+            tmp_path,
+            train_dataset=Ragged(rows(ROWS).ids),
+            max_steps=1,
+        )
+        trainer.train()
+        losses[accumulation] = trainer.state.log_history[0]["loss"]
+    assert losses[4] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_evaluation_is_the_mean_and_keeps_no_logits(tmp_path):
+    model, held = small(), rows(6)
+    trainer = trainer_for(model, Recipe(accumulation=4), tmp_path, eval_dataset=held)
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=held.ids, labels=held.ids).loss.item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert trainer.args.prediction_loss_only and trainer.args.per_device_eval_batch_size == 2
+
+
+# --- watching -----------------------------------------------------------------------------------------------
+
+
+def plain_trainer(tmp_path, memory, **given):
+    settings = {
+        "per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "logging_strategy": "no",
+    }  # fmt: skip
+    args = TrainingArguments(str(tmp_path / "plain"), **(settings | given))
+    return Trainer(small(), args, train_dataset=rows(), eval_dataset=rows(16), callbacks=[memory])
+
+
+def test_any_trainer_can_be_watched(tmp_path):
+    with MemoryCallback(live=False, title="mine") as memory:
+        plain_trainer(tmp_path, memory, eval_strategy="steps", eval_steps=3).train()
+    assert sorted(memory.by_step) == [1, 2, 3]
+    assert memory.by_step[2] == memory.by_step[3]
+    assert memory.by_step[1].total <= memory.by_step[2].total
+    highest = max(s.total for s in [*memory.by_step.values(), memory.evaluation])
+    assert memory.peak.total >= highest
+    assert memory.tracker.title == "mine" and MemoryTracker._running is None
+    assert memory.evaluation.by_category["gradients"] == 0
+
+
+def test_a_budget_ends_a_run_and_leaves_nothing_behind(tmp_path):
+    with MemoryCallback(live=False, budget="2 MiB") as memory:
+        trainer = plain_trainer(tmp_path, memory)
+        with pytest.raises(BudgetExceeded):
+            trainer.train()
+    assert MemoryTracker._running is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
+    with MemoryCallback(live=False) as memory:
+        plain_trainer(tmp_path, memory).train()
+    assert memory.peak.total > 0
+
+
+def test_outside_its_with_it_refuses(tmp_path):
+    memory = MemoryCallback(live=False)
+    with pytest.raises(RuntimeError, match="with block"):
+        plain_trainer(tmp_path, memory).train()
+    with pytest.raises(RuntimeError, match="nothing was trained"):
+        _ = memory.peak
+
+
+# --- errors, Ctrl-C, resuming -------------------------------------------------------------------------------
+
+
+class At(TrainerCallback):
+    """Does something in the middle of a step."""
+
+    def __init__(self, number, what):
+        self.number, self.what = number, what
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.number:
+            self.what()
+
+
+def assert_clean(trainer):
+    model = trainer.model
+    assert MemoryTracker._running is None
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert not any("_call_impl" in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("checkpointing", ["per-layer", "sqrt"])
+def test_an_error_leaves_nothing_behind(checkpointing, tmp_path):
+    def fail():
+        raise ArithmeticError("mine")
+
+    recipe = Recipe(accumulation=2, checkpointing=checkpointing)
+    trainer = trainer_for(small(), recipe, tmp_path, callbacks=[At(2, fail)])
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer.train()
+    assert_clean(trainer)
+    trainer.remove_callback(At)
+    trainer.train()
+    assert_clean(trainer)
+
+
+def test_a_run_over_budget_can_be_repeated_with_a_smaller_micro_batch(tmp_path):
+    model = small(layers=2)
+    least = predict(
+        model, batch_size=ROWS, seq_len=256, recipe=Recipe(accumulation=8), target="cpu"
+    ).peak.total
+    budget, data = round(1.2 * least), rows(2 * ROWS, 256)
+    trainer = trainer_for(model, Recipe(), tmp_path, budget=budget, train_dataset=data)
+    with pytest.raises(BudgetExceeded):
+        trainer.train()
+    assert_clean(trainer)
+    trainer_for(model, Recipe(accumulation=8), tmp_path, budget=budget, train_dataset=data).train()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(accumulation=2, checkpointing="sqrt"),
+        Recipe(precision="bf16", optimizer="adamw-8bit", lora_rank=4, checkpointing="per-layer"),
+        Recipe(precision="float32-master"),
+        Recipe(precision="bf16", optimizer="adamw-8bit"),
+    ],
+    ids=str,
+)
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_path):
+    def run(folder, callbacks=(), resume=None):
+        torch.manual_seed(0)
+        trainer = trainer_for(
+            small(vocab=1024),
+            recipe,
+            tmp_path / folder,
+            max_steps=4,
+            callbacks=list(callbacks),
+            train_dataset=rows(vocab=1024),
+        )
+        if callbacks:
+            with pytest.raises(KeyboardInterrupt, match="stopped after step 2"):
+                trainer.train()
+            assert_clean(trainer)
+            assert torch.isfinite(trainer.model(input_ids=rows(2).ids, labels=rows(2).ids).loss)
+        else:
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run("whole")
+    run("cut", callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGINT))])
+    assert (tmp_path / "cut" / "out" / "checkpoint-2").is_dir()
+    resumed = run("cut", resume=True)
+    assert resumed.state.global_step == 4
+    for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = trainer_for(small(), Recipe(checkpointing="sqrt"), tmp_path, callbacks=[At(1, twice)])
+    with pytest.raises(KeyboardInterrupt, match="at once"):
+        trainer.train()
+    assert_clean(trainer)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_it_trains_outside_the_main_thread(tmp_path):
+    trainer, failed = trainer_for(small(), Recipe(), tmp_path), []
+
+    def work():
+        try:
+            trainer.train()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed and trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, MasterAdamW])
+def test_states_keep_their_dtypes_when_they_are_loaded(kind):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(80, 80, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))]
+
+    def one_step(optimizer):
+        generator = torch.Generator().manual_seed(len(optimizer.state))
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+    first = kind(parameters)
+    one_step(first)
+    saved = first.state_dict()
+    second = kind(parameters)
+    second.load_state_dict(saved)
+    for p in parameters:
+        for name, value in first.state[p].items():
+            other = second.state[p][name]
+            if isinstance(value, torch.Tensor):
+                assert other.dtype == value.dtype and torch.equal(other, value), name
+                assert name in ("step", "code", "code_sq") or other.data_ptr() != value.data_ptr()
+            else:
+                assert other == value
+    if kind is AdamW8bit:
+        codes = {state["code"].data_ptr() for state in second.state.values() if "code" in state}
+        assert len(codes) == 1
+    one_step(second)
+
+
+# --- what comes out -----------------------------------------------------------------------------------------
+
+
+def test_merged_adapters_are_an_ordinary_model(tmp_path):
+    model = small()
+    trainer_for(model, Recipe(lora_rank=4), tmp_path).train()
+    ids = rows(2).ids
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+    merge_adapters(model)
+    assert not any(isinstance(module, LoRALinear) for module in model.modules())
+    model.save_pretrained(tmp_path / "saved")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, expected, atol=1e-5)
+
+
+def test_four_bits_are_not_merged_into(tmp_path):
+    model = small()
+    trainer_for(model, Recipe(lora_rank=4, quantized_base=True, precision="bf16"), tmp_path)
+    with pytest.raises(ValueError, match="4 bits"):
+        merge_adapters(model)
+
+
+# --- what is asked for --------------------------------------------------------------------------------------
+
+
+def test_arguments_are_transformers_own():
+    every = replace(RECIPES["all"], chunked_loss=False)
+    found = arguments(every, 2)
+    assert found["per_device_train_batch_size"] == 2 and found["gradient_accumulation_steps"] == 4
+    assert found[checkpointing_argument()] is True
+    assert set(found) <= set(TrainingArguments.__dataclass_fields__)
+    assert arguments(Recipe(precision="autocast-fp16"), 1)["fp16"] is True
+    kwargs = arguments(Recipe(every_n_layers=2), 1)[f"{checkpointing_argument()}_kwargs"]
+    assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "says"),
+    [
+        (Recipe(in_backward=True), {}, "recipe.step"),
+        (Recipe(accumulation=3), {}, "equal micro-batches"),
+        (Recipe(precision="autocast-fp16"), {}, "fp16=True"),
+        (Recipe(), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        (Recipe(), {"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
+        (Recipe(), {"bf16": True}, "bf16=True"),
+        (Recipe(), {"gradient_checkpointing": True}, "gradient_checkpointing=True"),
+        (Recipe(), {"optim": "sgd"}, "optim='sgd'"),
+    ],
+)
+def test_what_contradicts_the_recipe_is_an_error_and_changes_nothing(recipe, given, says, tmp_path):
+    model = small()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError) as caught:
+        trainer_for(model, recipe, tmp_path, **given)
+    assert says in str(caught.value)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_recipe_is_wanted(tmp_path):
+    with pytest.raises(TypeError, match="give a Recipe"):
+        trainer_for(small(), {"precision": "bf16"}, tmp_path)
+
+
+def test_rows_without_labels_are_named(tmp_path):
+    class Bare(texts.Rows):
+        def __getitem__(self, index):
+            return {"input_ids": self.ids[index]}
+
+    trainer = trainer_for(small(), Recipe(), tmp_path, train_dataset=Bare(rows().ids))
+    with pytest.raises(ValueError, match="no labels"):
+        trainer.train()
