@@ -1,6 +1,6 @@
 """Predicted against measured on a CUDA card: the bytes that PyTorch's allocator counts, over many models and recipes.
 
-    make gpu                                     or: python benchmarks/gpu_predict.py [--seconds 420] [--only WORDS]
+    make gpu                                     or: python benchmarks/gpu_predict.py [--seconds 260] [--only WORDS]
     python benchmarks/gpu_predict.py --dry-run   tiny models on the CPU against MemoryTracker; writes nothing
 
 Needs torch 2.11+ and transformers 5.17+ and nothing else of the course's environment. Every case is a model with random
@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=420, help="after so many, no further case begins")
+    parser.add_argument("--seconds", type=float, default=260, help="after so many, no further case begins")
     parser.add_argument(
         "--only", nargs="+", help="cases with one of these words in their line; writes nothing"
     )

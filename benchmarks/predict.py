@@ -30,7 +30,7 @@ import psutil
 import torch
 from record import record
 
-from gradmem_lib.accounting import Shape
+from gradmem_lib.accounting import SHAPES, Shape
 from gradmem_lib.predict import attention_without_mask, clear_cache, predict
 from gradmem_lib.recipe import Recipe, example_batch, model_class, prepare, set_attention
 from gradmem_lib.units import format_bytes
@@ -65,31 +65,24 @@ CLOCKS = ("seconds", "CPU seconds")
 
 
 def config_of(name: str):
-    from transformers import GPT2Config, LlamaConfig
-
+    shape = SHAPES.get(name)
     if name == "GPT-3":
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return GPT2Config(
-            vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=96, n_head=96, **no_dropout
+        h = 12288
+        shape = Shape(
+            name,
+            50257,
+            h,
+            96,
+            96,
+            96,
+            4 * h,
+            tied=True,
+            gated=False,
+            norm="layer",
+            biases=True,
+            positions=2048,
         )
-    if name == "Llama-2-70B":
-        return LlamaConfig(
-            vocab_size=32000,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            max_position_embeddings=4096,
-        )
-    return LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-    )
+    return shape.config(positions=4096)
 
 
 # --- how fast, in how much memory; each in a process of its own -------------------------------------

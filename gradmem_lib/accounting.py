@@ -129,6 +129,26 @@ class Shape:
             config.num_key_value_heads, config.intermediate_size, tied=tied,
         )  # fmt: skip
 
+    def config(self, *, positions: int = 131072, dropout: float = 0.0):
+        """A transformers config of this shape: ``from_config`` turned round.
+
+        ``positions``: the longest sequence, for rotary positions; a learned table has its own length. ``dropout`` is GPT-2's
+        alone, in all three places.
+        """
+        from transformers import GPT2Config, LlamaConfig
+
+        if self.positions:
+            return GPT2Config(
+                vocab_size=self.vocab, n_embd=self.hidden, n_layer=self.layers, n_head=self.heads,
+                n_inner=self.intermediate, n_positions=self.positions, tie_word_embeddings=self.tied,
+                resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+            )  # fmt: skip
+        return LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+            tie_word_embeddings=self.tied, max_position_embeddings=positions,
+        )  # fmt: skip
+
 
 def _gpt2(
     name: str, hidden: int, layers: int, heads: int, vocab: int = 50257, positions: int = 1024

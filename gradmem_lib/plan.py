@@ -150,27 +150,14 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
 
 
 def _shape_config(name: str, positions: int):
-    from transformers import BertConfig, GPT2Config, LlamaConfig
-
     if name == "BERT-large":
+        from transformers import BertConfig
+
         return BertConfig(
             hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
         )
-    shape = _MORE_SHAPES.get(name) or SHAPES[name]
-    if shape.positions:
-        return GPT2Config(
-            vocab_size=shape.vocab, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads
-        )
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=positions,
-    )
+    # The hub's GPT-2s are trained with dropout, and its masks take memory.
+    return (_MORE_SHAPES.get(name) or SHAPES[name]).config(positions=positions, dropout=0.1)
 
 
 # --- the model, as far as counting goes -------------------------------------------------------------
@@ -191,6 +178,7 @@ class Work:
     scores: int
     causal: bool
     chunked: bool
+    vocabulary: int
     fused: bool
     images: bool
 
@@ -227,6 +215,7 @@ def count(config) -> Work:
         scores=layers * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
         chunked=plain_head,
+        vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         fused=bool(getattr(model, "_supports_sdpa", True)),
         images=getattr(model, "main_input_name", "") == "pixel_values",
     )
@@ -423,14 +412,13 @@ class _Search:
         self._replayed: set[tuple[Recipe, int]] = set()
 
     def predict(self, recipe: Recipe, micro_batch: int) -> Prediction:
-        """Of one optimizer step. From the second micro-batch on all are alike: two are predicted for any number of them."""
-        k = recipe.accumulation
+        """Of one optimizer step."""
         self.predictions += 1
         return predict(
             self.work.config,
-            batch_size=micro_batch * min(k, 2),
+            batch_size=micro_batch * recipe.accumulation,
             seq_len=self.seq_len,
-            recipe=replace(recipe, accumulation=min(k, 2)),
+            recipe=recipe,
             target=self.target,
         )
 
@@ -440,9 +428,6 @@ class _Search:
         if (recipe, micro_batch) not in self._known:
             prediction = self.predict(recipe, micro_batch)
             parts = beyond(prediction, self.card.capability, replay=False)
-            waiting = max(recipe.accumulation - 2, 0) * micro_batch * self._row_bytes(recipe)
-            if waiting:
-                parts["batch, micro-batches beyond the second"] = waiting
             seconds = seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens)
             self._known[recipe, micro_batch] = Option(
                 recipe=recipe,
@@ -477,13 +462,6 @@ class _Search:
             return self.seq_len
         side, patch = self.work.config.image_size, self.work.config.patch_size
         return (side // patch) ** 2 + 1
-
-    def _row_bytes(self, recipe: Recipe) -> int:
-        """One row of the batch: its tokens (labels are the same tensor) and its count of labels, or its image and class."""
-        if not self.work.images:
-            return 8 * self.seq_len + 8
-        config = self.work.config
-        return recipe.weight_dtype.itemsize * config.num_channels * config.image_size**2 + 8
 
     # Which recipes there are -----------------------------------------------------------------------------
 
@@ -541,18 +519,36 @@ class _Search:
         return RuledOut(family, method, needs, f"{alone}, and the card has {format_bytes(self.card.nbytes)}")
 
     def first_fit(self, rungs: list[Recipe], method: str) -> int | None:
-        """Bisection: index of the first rung that fits with the smallest micro-batch; ``None`` where none does."""
-        low, high = 0, len(rungs)
-        middle = high - 1  # the one that needs least: mostly it settles the matter
-        while low < high:
-            if self._fits(rungs[middle], method, self.smallest(rungs[middle])):
-                high = middle
-            else:
-                low = middle + 1
-            middle = (low + high) // 2
-        while high < len(rungs) and not self.option(rungs[high], method, self.smallest(rungs[high])).fits:
-            high += 1  # what was left to another recipe's prediction
-        return high if high < len(rungs) else None
+        """Index of the first rung that fits with the smallest micro-batch; ``None`` where none does.
+
+        The search starts where a rough guess puts it, and goes from there to where fitting ends or begins.
+        """
+
+        def fits(i: int) -> bool:
+            return self._fits(rungs[i], method, self.smallest(rungs[i]))
+
+        if not rungs:
+            return None
+        guesses = [self._guess(rung) <= self.card.nbytes for rung in rungs]
+        i = guesses.index(True) if True in guesses else len(rungs) - 1
+        if fits(i):
+            while i > 0 and fits(i - 1):
+                i -= 1
+        # What was left to another recipe's prediction is made sure of.
+        while i < len(rungs) and not (
+            fits(i) and self.option(rungs[i], method, self.smallest(rungs[i])).fits
+        ):
+            i += 1
+        return i if i < len(rungs) else None
+
+    def _guess(self, recipe: Recipe) -> float:
+        """Bytes of the smallest micro-batch, roughly: what linear layers take and return, and the logits thrice."""
+        work, width = self.work, 4 if recipe.precision == "float32" else 2
+        tokens = self.tokens * self.smallest(recipe)
+        kept = max(1 - _run_again(work, recipe), 1 / max(work.layers, 1))
+        layers = width * kept * work.adapters / LORA_RANK
+        logits = 0 if recipe.chunked_loss else (width + 8) * work.vocabulary
+        return sum(resident_bytes(work, recipe).values()) + tokens * (layers + logits)
 
     def largest(self, recipe: Recipe, method: str) -> Option | None:
         """The recipe with the largest micro-batch that fits; ``None`` where none does."""
@@ -564,8 +560,12 @@ class _Search:
                 low = middle
             else:
                 high = middle
-        # So far it went by rough figures. Now the answer is made sure of, and so is that the next larger one does not fit.
-        while low + 1 < len(sizes) and self.confirmed(recipe, method, sizes[low + 1]).fits:
+        # So far it went by rough figures. Now the answer is made sure of.
+        while (
+            low + 1 < len(sizes)
+            and self._fits(recipe, method, sizes[low + 1])
+            and self.confirmed(recipe, method, sizes[low + 1]).fits
+        ):
             low += 1
         while low >= 0 and not self.confirmed(recipe, method, sizes[low]).fits:
             low -= 1
@@ -583,11 +583,20 @@ class _Search:
             o.micro_batch != micro_batch or o.recipe.optimizer != recipe.optimizer for o in known
         ):
             nearest = min(known, key=lambda o: abs(math.log(o.micro_batch / micro_batch)))
-            about = self._about(nearest, recipe, micro_batch)
-            doubt = 1.05 if nearest.micro_batch == micro_batch else 1.3
+            line = self._on_a_line(known, recipe, micro_batch)
+            about = self._about(nearest, recipe, micro_batch) if line is None else line
+            doubt = 1.05 if nearest.micro_batch == micro_batch or line is not None else 1.2
             if about < 0.97 * self.card.nbytes or about > doubt * self.card.nbytes:
                 return about < self.card.nbytes
         return self.option(recipe, method, micro_batch).fits
+
+    def _on_a_line(self, known: list[Option], recipe: Recipe, micro_batch: int) -> float | None:
+        """What ``recipe`` needs, if that grows by as much a row as between two of ``known``; ``None`` without two such."""
+        same = [o for o in known if o.recipe.optimizer == recipe.optimizer and o.recipe.accumulation > 1]
+        if len(same) < 2 or micro_batch == self.global_batch:
+            return None
+        a, b = sorted(same, key=lambda o: abs(math.log(o.micro_batch / micro_batch)))[:2]
+        return b.needs + (a.needs - b.needs) * (micro_batch - b.micro_batch) / (a.micro_batch - b.micro_batch)
 
     def _about(self, known: Option, recipe: Recipe, micro_batch: int) -> float:
         """What ``recipe`` needs, from what one with another optimizer or micro-batch does: rather too much than too little.
@@ -635,12 +644,16 @@ class _Search:
         return seconds_per_token(self.work, recipe, self.card, self.global_batch, self.tokens)
 
     def ordered(self) -> list[Option]:
-        """What fits and is worth having, best first; the first one is made sure of."""
+        """What fits and is worth having, best first; the first one is made sure of, and that a larger micro-batch of it does not
+        fit."""
         while True:
             found = _ordered(_worthwhile(self.options(fits=True)))
-            if not found or found[0] is self.confirmed(
-                found[0].recipe, found[0].method, found[0].micro_batch
-            ):
+            if not found:
+                return found
+            best = found[0]
+            confirmed = best is self.confirmed(best.recipe, best.method, best.micro_batch)
+            larger = [m for m in self.micro_batches if m > best.micro_batch][:1]
+            if confirmed and not any(self.confirmed(best.recipe, best.method, m).fits for m in larger):
                 return found
 
     def options(self, *, fits: bool) -> list[Option]:
@@ -938,8 +951,6 @@ def _advice(search: _Search, methods: list[str], closest: Option) -> list[str]:
 
 # --- code that runs ------------------------------------------------------------------------------------------
 
-_OPTIM = {"adamw-fused": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
-
 
 def code(option: Option, given, target: str = "cuda") -> str:
     """Python that trains the model by ``option``, with transformers' ``Trainer`` where it can. ``train_dataset`` is yours."""
@@ -1021,24 +1032,13 @@ def _model_lines(recipe: Recipe, given) -> list[str]:
 
 
 def _training_arguments(option: Option, target: str) -> list[str]:
-    recipe = option.recipe
-    arguments = {
-        "output_dir": '"out"',
-        "per_device_train_batch_size": option.micro_batch,
-        "gradient_accumulation_steps": recipe.accumulation,
-        "optim": f'"{_OPTIM[recipe.optimizer]}"',
-    }
-    if recipe.autocast_dtype is not None:
-        arguments["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
-    every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
-    if every:
-        new = _every_n_layers_known()
-        name = "activation_checkpointing" if new else "gradient_checkpointing"
-        how = {"use_reentrant": False} | ({"every_n_layers": every} if every > 1 else {})
-        arguments |= {name: True, f"{name}_kwargs": how}
+    from .finetune import arguments
+
+    chosen = {"output_dir": "out"} | arguments(option.recipe, option.micro_batch)
     if target == "cpu":
-        arguments["use_cpu"] = True
-    return ["args = TrainingArguments(", *(f"    {k}={v}," for k, v in arguments.items()), ")"]
+        chosen["use_cpu"] = True
+    shown = (f'"{v}"' if isinstance(v, str) else repr(v) for v in chosen.values())
+    return ["args = TrainingArguments(", *(f"    {k}={v}," for k, v in zip(chosen, shown, strict=True)), ")"]
 
 
 def _loop(option: Option, model: list[str], auto_class: str, target: str) -> list[str]:

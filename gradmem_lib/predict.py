@@ -9,28 +9,47 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import cuda
-from .recipe import Prepared, Recipe, example_batch, model_class, prepare, set_attention, step
-from .tracker import CATEGORIES, PHASES, MemorySnapshot, MemoryTracker, Timeline
+from . import cuda, fakes
+from .recipe import (
+    Prepared,
+    Recipe,
+    _autocast,
+    _loss,
+    _micro_batches,
+    example_batch,
+    model_class,
+    prepare,
+    set_attention,
+    step,
+)
+from .tracker import CATEGORIES, PHASES, MemorySnapshot, MemoryTracker, Timeline, _Watch
 
 TARGETS = ("cpu", "cuda")
 OP, PHASE, TOTAL = 0, 1, 2
 BY = slice(3, 3 + len(CATEGORIES))
 OWNED = slice(3 + len(CATEGORIES), 3 + 2 * len(CATEGORIES))
-SHORT_TRACES = ((3, 4), (4, 5))
+SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # in repeated units, which are layers or segments of layers
+SHORTEST = 3  # layers: with fewer, the first and the last are all there is
 CACHED_TRACES = 64
+MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
+HUB_SECONDS = 5
+REPLAYED = 2  # micro-batches for the allocator: a third asks for what the second has given back
+FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
 
 
 class CannotTrace(RuntimeError):
@@ -41,14 +60,16 @@ class CannotTrace(RuntimeError):
 class Prediction:
     """What a training step will need, in the form of a ``MemoryTracker`` that has watched it. All figures are bytes.
 
-    The step is a second or later one: the optimizer's states exist. Attributes: ``timeline``; ``target``; ``title``;
-    ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
+    sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
+    ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
     """
 
     target: str
     timeline: Timeline
     peak: MemorySnapshot
     peak_by_phase: dict[str, int]
+    current: MemorySnapshot
     title: str = ""
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
@@ -60,7 +81,8 @@ class Prediction:
         ``workspace`` and ``context``. ``None`` for the CPU."""
         if self.target != "cuda":
             return None
-        return cuda.replayed(_trace(self._question, None).requests)
+        few = self._question.recipe.accumulation > REPLAYED and self._question.source.key is not None
+        return cuda.replayed(_trace(self._question, None, REPLAYED if few else None).requests)
 
     @property
     def workspace(self) -> int | None:
@@ -71,13 +93,6 @@ class Prediction:
     def context(self) -> int | None:
         """For a card: bytes that the driver keeps for itself, outside the allocator's figures (an estimate)."""
         return cuda.CONTEXT if self.target == "cuda" else None
-
-    @property
-    def current(self) -> MemorySnapshot:
-        """What stays between steps: the live bytes when the step has ended."""
-        last = self.timeline.rows[-1]
-        by = dict(zip(CATEGORIES, last[BY].tolist(), strict=True))
-        return MemorySnapshot(int(last[TOTAL]), by, "idle")
 
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""
@@ -243,6 +258,7 @@ def clear_cache() -> None:
     """Forget every model and trace that ``predict`` has kept to answer faster."""
     _sources.clear()
     _traces.clear()
+    fakes.forget()
 
 
 def _source(given) -> _Source:
@@ -272,6 +288,11 @@ def _config(given):
             f"the folder {name} has no config.json: give a folder that save_pretrained has written"
         )
     try:
+        try:
+            return AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError):
+            if os.path.exists(name) or not _hub_answers():
+                raise
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -279,6 +300,22 @@ def _config(given):
             f"no model is known as {name!r} ({reason}). Give a folder with a config.json, the id of a model on the hub (needs "
             "a network, and for some models a login), or a config such as LlamaConfig(hidden_size=4096, ...)"
         ) from error
+
+
+def _hub_answers() -> bool:
+    """Whether there is a way to the hub: without one, its client would try for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True  # the way may lead through them
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _skeleton(config) -> nn.Module:
@@ -363,27 +400,58 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
 
 def _rows(question: _Question, full: bool) -> tuple[np.ndarray, tuple[int, ...]]:
     """The samples of the step, and the lengths of the short traces behind them (none: a full trace)."""
-    layers = question.source.layers
+    if full:
+        return _trace(question, None).rows, ()
+    recipe, layers = question.recipe, question.source.layers
     n = 0 if layers is None else len(layers)
-    unit = _unit(question.recipe, n) if n and not full else None
+    unit = _unit(recipe, n) if n else None
     if unit is not None:
         size, recipe = unit
         rest = n % size
         for pair in SHORT_TRACES:
             short, long = (k * size + rest for k in pair)
+            if pair[0] * size < SHORTEST:
+                continue
             if short + long >= n:
                 break
             lesser = replace(question, recipe=recipe)
             try:
-                one, two = _trace(lesser, short), _trace(lesser, long)
+                (one, folded), (two, _) = _step_parts(lesser, short), _step_parts(lesser, long)
             except CannotTrace:
                 raise
             except Exception:
                 break  # this model cannot do with fewer layers: the full trace will say so, or work
-            rows = extrapolate(one, two, pair[0], n // size)
-            if rows is not None:
-                return rows, (short, long)
-    return _trace(question, None).rows, ()
+            steps = extrapolate(one, two, pair[0], n // size)
+            if steps is not None:
+                return _joined(steps, folded), (short, long)
+    parts, folded = _step_parts(question, None)
+    return _joined([steps for steps, _ in parts], folded), ()
+
+
+Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
+
+
+def _step_parts(question: _Question, layers: int | None) -> tuple[list[Part], int]:
+    """The parts of a trace, and how many micro-batches were left out of it, all of them like the second.
+
+    Parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
+    gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
+    """
+    k = question.recipe.accumulation
+    if k > FEW and question.source.key is not None:
+        parts = _parts(_trace(question, layers, FEW))
+        (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
+        if np.array_equal(second, third) and np.array_equal(fourth[: len(last)], last):
+            return parts, k - FEW
+    return _parts(_trace(question, layers)), 0
+
+
+def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
+    """The rows of a step from the differences in its parts, the second micro-batch ``folded`` times more."""
+    steps = np.concatenate(steps[:5] + steps[3:5] * folded + steps[5:])
+    rows = steps.cumsum(axis=0)
+    rows[:, PHASE] = steps[:, PHASE]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -400,27 +468,19 @@ class Trace:
     requests: tuple[int, ...] = ()
 
 
-def extrapolate(short: Trace, long: Trace, units: int, wanted: int) -> np.ndarray | None:
-    """The rows of a trace with ``wanted`` repeated units, from those with ``units`` and ``units + 1``.
+def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) -> list[np.ndarray] | None:
+    """The differences in a trace with ``wanted`` repeated units, by part, from those with ``units`` and ``units + 1``.
 
     In each part of the step, the longer trace has one more round of the same events: it is found, repeated as often as
     needed, and whatever happens once (freeing all gradients) grows in proportion. ``None`` where the rounds differ.
     """
-    if len(short.starts) != len(long.starts):
+    if len(short) != len(long):
         return None
-    parts = []
-    for a, b in zip(_parts(short), _parts(long), strict=True):
-        part = _extrapolated_part(a, b, wanted - units)
-        if part is None:
-            return None
-        parts.append(part)
-    steps = np.concatenate(parts)
-    rows = steps.cumsum(axis=0)
-    rows[:, PHASE] = steps[:, PHASE]
-    return rows
+    parts = [_extrapolated_part(a, b, wanted - units) for a, b in zip(short, long, strict=True)]
+    return None if any(part is None for part in parts) else parts
 
 
-def _parts(trace: Trace) -> list[tuple[np.ndarray, list]]:
+def _parts(trace: Trace) -> list[Part]:
     """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""
     steps = np.diff(trace.rows, axis=0, prepend=0)
     steps[:, PHASE] = trace.rows[:, PHASE]
@@ -429,7 +489,7 @@ def _parts(trace: Trace) -> list[tuple[np.ndarray, list]]:
     return [(steps[i:j], kinds[i:j]) for i, j in zip(trace.starts, ends, strict=True)]
 
 
-def _extrapolated_part(a: tuple, b: tuple, more: int) -> np.ndarray | None:
+def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
     (short, short_kinds), (long, long_kinds) = a, b
     n, extra = len(short_kinds), len(long_kinds) - len(short_kinds)
     if extra < 0:
@@ -471,6 +531,19 @@ def _agreeing(a: list, b: list) -> int:
 # --- one trace --------------------------------------------------------------------------------------
 
 
+class _WatchFakes(_Watch):
+    """Asking a fake tensor for its device is an operation too, and none that a real run has."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard costs more than the work
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is fakes.DEVICE and type(args[0]) is fakes.FakeTensor:
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _Recorder(MemoryTracker):
     """A tracker that counts fake storages and notes every sample."""
 
@@ -482,6 +555,9 @@ class _Recorder(MemoryTracker):
         self._operation = ""
         self._born: list[int] = []  # by serial: the sample that a storage was first part of
         self._moved: list[tuple[int, int, int, int, int]] = []
+
+    def _watch(self) -> TorchDispatchMode:
+        return _WatchFakes(self._observe)
 
     def mark(self, part: str) -> None:
         self._drain()
@@ -577,24 +653,27 @@ class _CudaRecorder(_Recorder):
             self._by[temporaries] -= scratch
 
 
-def _trace(question: _Question, layers: int | None) -> Trace:
+def _trace(question: _Question, layers: int | None, micro_batches: int | None = None) -> Trace:
     key = question.key
-    return _traces.get_or_make(key and (key, layers), lambda: _traced(question, layers))
+    return _traces.get_or_make(
+        key and (key, layers, micro_batches), lambda: _traced(question, layers, micro_batches)
+    )
 
 
-def _traced(question: _Question, layers: int | None) -> Trace:
+def _traced(question: _Question, layers: int | None, micro_batches: int | None) -> Trace:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
-        FakeTensorMode,
         UnsupportedOperatorException,
     )
 
     recipe = question.recipe
     try:
         with ExitStack() as stack:
+            stack.enter_context(_without_remarks())
             name = stack.enter_context(attention_without_mask())
-            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            corrected = {"cpu": _cpu_layer_norm, "cuda": _cuda_layer_norm}[question.target]
+            mode = stack.enter_context(fakes.QuickFakeMode(corrected))
             model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
             prepared = prepare(model, recipe)
             stack.callback(prepared.undo.close)
@@ -604,25 +683,41 @@ def _traced(question: _Question, layers: int | None) -> Trace:
                 batch = example_batch(model, question.batch_size, question.seq_len)
             else:
                 batch = _fakes(question.batch)
-            if question.target == "cuda" or recipe.autocast_dtype or question.source.key is None:
-                stack.enter_context(_Kernels(question.target))
             recorder = _Recorder(model, prepared.optimizer)
             if question.target == "cuda":
                 stack.enter_context(cuda.kernels(recipe.autocast_dtype))
                 recorder = _CudaRecorder(model, prepared.optimizer)
             _warm_up(prepared, question, batch)
             with recorder:
-                step(model, prepared.optimizer, batch, recipe, loss=question.loss, mark=recorder.mark)
+                step(
+                    model, prepared.optimizer, batch, recipe,
+                    loss=question.loss, mark=recorder.mark, micro_batches=micro_batches,
+                )  # fmt: skip
             return recorder.trace()
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise _cannot_trace(error) from error
 
 
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """transformers has remarks to make when a model trains (GPT-2: about its loss), and here none does."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _warm_up(prepared: Prepared, question: _Question, batch) -> None:
     """Bring the optimizer's states, and whatever a module keeps from its first step, into being."""
-    if question.source.key is None or question.recipe.checkpointing == "best":
+    if question.source.key is None:
         step(prepared.model, prepared.optimizer, batch, question.recipe, loss=question.loss)
         return
+    if question.recipe.checkpointing == "best":
+        _first_forward(prepared.model, batch, question.recipe)  # in which it measures the layers and settles
     optimizers = prepared.optimizer if isinstance(prepared.optimizer, list) else [prepared.optimizer]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -630,6 +725,12 @@ def _warm_up(prepared: Prepared, question: _Question, batch) -> None:
                 parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def _first_forward(model: nn.Module, batch, recipe: Recipe) -> None:
+    micro, _ = next(_micro_batches(model, batch, recipe))
+    with _autocast(next(model.parameters()).device.type, recipe):
+        _loss(model, micro, recipe)
 
 
 def _cannot_trace(error) -> CannotTrace:
@@ -681,25 +782,20 @@ def attention_without_mask() -> Iterator[str]:
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-class _Kernels(TorchDispatchMode):
-    """Puts right where fake operators disagree with the kernels about what they return."""
+def _cpu_layer_norm(func, args, out):
+    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
+    if func is torch.ops.aten.native_layer_norm.default and len(args) > 2 and args[2] is not None:
+        return _with_float32_statistics(out) if args[2].dtype != args[0].dtype else out
+    return out
 
-    def __init__(self, target: str):
-        super().__init__()
-        self.target = target
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard costs more than the work
+def _cuda_layer_norm(func, args, out):
+    """A card always keeps them in float32."""
+    return _with_float32_statistics(out) if func is torch.ops.aten.native_layer_norm.default else out
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.native_layer_norm.default and out[1].dtype != torch.float32:
-            x, weight = args[0], args[2] if len(args) > 2 else None
-            # The CPU keeps mean and 1/std in float32 when the weight is wider than the input, a card always.
-            if self.target == "cuda" or (weight is not None and weight.dtype != x.dtype):
-                out = (out[0], out[1].to(torch.float32), out[2].to(torch.float32))
-        return out
+
+def _with_float32_statistics(out):
+    return out[0], out[1].to(torch.float32), out[2].to(torch.float32)
 
 
 # --- copies without memory ---------------------------------------------------------------------------
@@ -772,8 +868,11 @@ def fake_copy(model: nn.Module, mode, layers: nn.Module | None = None, keep: int
     """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first ``keep``, if given."""
     memo: dict[int, Any] = {}
     bases: dict[int, Tensor] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        memo[id(tensor)] = _fake_like(tensor, bases)
+    left_out = set() if keep is None else set(list(layers)[keep:])
+    for _, module in model.named_modules(left_out):
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _fake_like(tensor, bases)
     with _Copying(bases):
         if keep is not None:
             kept = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]
@@ -787,17 +886,21 @@ def fake_copy(model: nn.Module, mode, layers: nn.Module | None = None, keep: int
 
 
 def _prediction(rows: np.ndarray, question: _Question, traced: tuple[int, ...]) -> Prediction:
-    peak = rows[rows[:, TOTAL].argmax()]
-    by = dict(zip(CATEGORIES, peak[OWNED].tolist(), strict=True))
     phases = {
         name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
     }
     return Prediction(
         target=question.target,
-        timeline=Timeline(rows[:, : BY.stop]),
-        peak=MemorySnapshot(int(peak[TOTAL]), by, PHASES[peak[PHASE]]),
+        timeline=Timeline(rows[:, : BY.stop].copy()).decimate(MOST_SAMPLES),
+        peak=_snapshot(rows[rows[:, TOTAL].argmax()], OWNED),
         peak_by_phase=phases,
+        current=replace(_snapshot(rows[-1], BY), phase="idle"),
         title=f"{question.source.title}, predicted for {question.target}",
         traced_layers=traced,
         _question=question,
     )
+
+
+def _snapshot(row: np.ndarray, columns: slice) -> MemorySnapshot:
+    by = dict(zip(CATEGORIES, row[columns].tolist(), strict=True))
+    return MemorySnapshot(int(row[TOTAL]), by, PHASES[row[PHASE]])

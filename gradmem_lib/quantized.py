@@ -32,7 +32,7 @@ def nf4_values(device=None) -> Tensor:
 class Linear4bit(nn.Module):
     """What is left of a frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) when its weight is kept in 4 bits.
 
-    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Buffers: ``packed``, two weights a byte; ``magnitudes``, a byte for
+    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a byte for
     every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias stays as it was.
     """
 
@@ -42,7 +42,7 @@ class Linear4bit(nn.Module):
         weight = base.weight if isinstance(base, nn.Linear) else base.weight.T
         parts = _operators().quantize(weight.detach().contiguous())
         for name, tensor in zip(("packed", "magnitudes", "scales", "offset"), parts, strict=True):
-            self.register_buffer(name, tensor)
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = base.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ ATTENTION = {
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 IGNORED = -100
 LOSS_SCALE = 2.0**12
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
 
 def _choose(what: str, value, names) -> None:
@@ -224,7 +224,15 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float = 1e-4) -> Prepared:
 
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
-    """The lasting part of ``prepare``, in place: cache off, attention, dtype, LoRA, 4-bit base, frozen base."""
+    """The lasting part of ``prepare``, in place: cache off, attention, dtype, LoRA, 4-bit base, frozen base.
+
+    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it: the additions would get additions.
+    """
+    if recipe.lora_rank is not None and any(isinstance(module, LoRALinear) for module in model.modules()):
+        raise ValueError(
+            "this model has LoRA already: load it anew, or write its additions into the weights first "
+            "(finetune.merge_adapters(model))"
+        )
     model.train()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -785,7 +793,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 d_logits = d_logits.mul_(counted / count).to(dtype)
                 if wants_hidden:
                     d_hidden[start : start + tokens] = d_logits @ matrix
-                if wants_weight:
+                if wants_weight and d_weight.dtype == dtype:
+                    d_weight.addmm_(d_logits.T, rows)  # += would need a second gradient of the matrix's size
+                elif wants_weight:
                     d_weight += d_logits.T @ rows
                 del log_p, d_logits, rows
         ctx.save_for_backward(d_hidden, d_weight)
@@ -794,9 +804,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         d_hidden, d_weight = ctx.saved_tensors
+        # In place, for the same reason. A second backward through the same graph is an error then, and not a wrong gradient.
         return (
-            None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype),
-            None if d_weight is None else d_weight * d_loss.to(d_weight.dtype),
+            None if d_hidden is None else d_hidden.mul_(d_loss.to(d_hidden.dtype)),
+            None if d_weight is None else d_weight.mul_(d_loss.to(d_weight.dtype)),
             None,
             None,
         )

@@ -395,7 +395,7 @@ class MemoryTracker:
                 undo.callback(
                     self.model.register_forward_pre_hook(self._count_inputs, with_kwargs=True).remove
                 )
-            undo.enter_context(_Watch(self._observe))
+            undo.enter_context(self._watch())
             self._undo = undo.pop_all()
         self._state = "running"
         return self
@@ -427,6 +427,9 @@ class MemoryTracker:
             self._draw(lambda plot: plot.finish(self.timeline, self.peak))
 
     # Counting ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> TorchDispatchMode:
+        return _Watch(self._observe)
 
     def _observe(self, func, args, out) -> None:
         """Called after every operation: take off what is gone, add what is new, and see where that leaves us."""

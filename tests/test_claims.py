@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradmem_lib import claims
-from gradmem_lib.claims import lesson_01
+from gradmem_lib.claims import lesson_01, lesson_05
 from gradmem_lib.claims.__main__ import main
 
 LEDGER = Path(__file__).parent.parent / "LEDGER.md"
@@ -53,6 +53,95 @@ def test_figures_that_lesson_01_leans_on():
     assert layer["feed-forward by its product"] == 536_870_912
     assert claims.find("C52").figures["equal to the real block traced at this size"] == "yes"
     assert claims.find("C38").figures["one bf16 copy of the scores, batch 8"] == 32 * 1024**3
+
+
+# The rows of lesson 05 that are about transformers as installed, and about BERT-large.
+VERDICT_05 = {
+    "C11": "does not hold",
+    "C12": "does not hold",
+    "C13": "holds only if",
+    "C14": "holds only if",
+    "C24": "does not hold",
+    "C43": "holds only if",
+    "C46": "does not hold",
+    "C47": "does not hold",
+    "C56": "does not hold",
+}
+
+
+@pytest.mark.parametrize("claim_id", VERDICT_05)
+def test_verdicts_of_lesson_05(claim_id):
+    finding = claims.find(claim_id)
+    assert finding.verdict == VERDICT_05[claim_id]
+    assert finding.summary.endswith(".") and finding.figures
+
+
+def test_fp16_leaves_weights_gradients_and_states_in_float32_and_may_need_more():
+    found = claims.find("C11").figures
+    assert [d for name, d in found.items() if "Trainer step" in name] == ["float32"] * 3
+    assert "FP16 gradients" in found["the loss scaler, given weights in float16"]
+    full, half = (
+        int(n)
+        for n in found["BERT-large, 1 x 4, checkpointing: peak in float32 / with fp16"]
+        .replace(",", "")
+        .split(" / ")
+    )
+    # A float16 copy of every weight that is multiplied: 24 blocks, pooler, classifier, biases with them.
+    h, copies = 1024, 2 * (24 * (12 * 1024**2 + 9 * 1024) + 1024**2 + 1024 + 2 * 1024 + 2)
+    assert (
+        half > full
+        and copies > 600e6
+        and half - 16 * lesson_05_parameters() < copies + 24 * 512 * h * 4 + 2**26
+    )
+
+
+def lesson_05_parameters() -> int:
+    """BERT-large with two classes, by its sizes: tables and their norm, 24 blocks, pooler, classifier."""
+    h, f = 1024, 4096
+    block = 4 * (h * h + h) + 2 * h * f + f + h + 2 * 2 * h
+    return (30522 + 512 + 2) * h + 2 * h + 24 * block + h * h + h + 2 * h + 2
+
+
+def test_figures_of_lesson_05_against_arithmetic():
+    seven = 6_738_415_616  # parameters of Llama-2-7B
+    found = claims.find("C12").figures
+    assert found["weights, gradients and Adam states"] == 16 * seven + 4 * 291
+    assert found["float16 weights"] == 2 * (seven - 32000 * 4096)
+    assert found["dtype that from_pretrained gives a checkpoint in float16"] == "float16"
+    floor = "weights, gradients and Adam states in float32"
+    assert (
+        claims.find("C14").figures[floor] == claims.find("C24").figures[floor] == 16 * lesson_05_parameters()
+    )
+    assert (
+        claims.find("C13").figures["batch 4: 512 rows / published seconds, published rows a second"]
+        == "8.86, 8.86"
+    )
+
+
+def test_transformers_as_installed():
+    cache = claims.find("C43").figures
+    on, off = (
+        cache[f"checkpointing as transformers does it: peak, use_cache={switch}"] for switch in (True, False)
+    )
+    assert on == off and cache["gradients equal in every bit"] == "yes"
+    assert cache["config.use_cache, set to True, after a Trainer was made"] == "False"
+    kwargs = claims.find("C46").figures
+    assert kwargs["every_n_layers=2 switches on"] == "layers 0, 2 of 4"
+    assert kwargs["use_reentrant=False, modules=['self_attn'] switches on"] == "layers 0, 1, 2, 3 of 4"
+    assert kwargs["modules=['self_attn'] alone"].startswith("ValueError")
+    assert [kwargs[f"kind of checkpoint with {n} given"] for n in ("nothing", "preserve_rng_state=True")] == [
+        "not reentrant",
+        "reentrant",
+    ]
+    assert claims.find("C47").figures["gradient_checkpointing='no' switches on"] == "layers 0, 1, 2, 3 of 4"
+    assert "max_seq_length" in claims.find("C56").figures["TrainingArguments(max_seq_length=4096)"]
+
+
+def test_a_trainer_for_a_claim_prints_nothing(capfd):
+    trainer = lesson_05._trainer(activation_checkpointing=True)
+    assert lesson_05._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
+    printed = capfd.readouterr()
+    assert not printed.out and not printed.err
 
 
 def test_the_full_size_trace_sees_what_the_closed_form_leaves_out(monkeypatch):

@@ -455,6 +455,14 @@ def test_merged_adapters_are_an_ordinary_model(tmp_path):
         assert torch.allclose(loaded(input_ids=ids).logits, expected, atol=1e-5)
 
 
+def test_a_second_lora_on_the_same_model_is_refused(tmp_path):
+    model, recipe = small(), Recipe(lora_rank=4)
+    trainer_for(model, recipe, tmp_path)
+    with pytest.raises(ValueError, match="has LoRA already"):
+        trainer_for(model, recipe, tmp_path)
+    trainer_for(merge_adapters(model), recipe, tmp_path)
+
+
 def test_four_bits_are_not_merged_into(tmp_path):
     model = small()
     trainer_for(model, Recipe(lora_rank=4, quantized_base=True, precision="bf16"), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import (
     ViTConfig,
 )
 
-from gradmem_lib import cuda
+from gradmem_lib import cuda, fakes
 from gradmem_lib.predict import CannotTrace, clear_cache, predict, repeated_layers
 from gradmem_lib.recipe import (
     AdamW8bit,
@@ -193,13 +194,123 @@ def test_short_traces_say_what_the_full_one_says(family, recipe, target):
     assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(checkpointing=2), Recipe(every_n_layers=2, optimizer="sgd")])
-def test_segments_are_repeated_whole(recipe):
-    """17 layers: 2, 2, ..., 1."""
-    ask = {"batch_size": 2, "seq_len": 8, "recipe": recipe, "target": "cpu"}
-    short, full = predict(config("llama", 17), **ask), predict(config("llama", 17), **ask, full=True)
-    assert short.traced_layers == (7, 9)
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("recipe", "layers", "traced"),
+    [
+        (Recipe(checkpointing=2), 17, (5, 7)),  # 2, 2, ..., 1
+        (Recipe(every_n_layers=2, optimizer="sgd"), 17, (5, 7)),
+        (Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=5), 20, (8, 11)),
+        (Recipe(checkpointing=4, precision="bf16", lora_rank=2), 24, (8, 12)),
+        (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18)),
+    ],
+)
+def test_segments_are_repeated_whole(recipe, layers, traced, target):
+    ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
+    short, full = predict(config("llama", layers), **ask), predict(config("llama", layers), **ask, full=True)
+    assert short.traced_layers == traced
     assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+ACCUMULATED = [
+    ("llama", Recipe(precision="bf16", optimizer="adamw-foreach")),
+    ("gqa", Recipe(precision="autocast-fp16", checkpointing="per-layer")),
+    ("tied", Recipe(chunked_loss=True, lora_rank=2)),
+    ("gpt2", Recipe(precision="float32-master", checkpointing=[2, 1])),
+    ("vit", Recipe(precision="autocast-bf16")),
+]
+
+
+@pytest.mark.parametrize("k", [4, 8])
+@pytest.mark.parametrize(("family", "recipe"), ACCUMULATED)
+def test_micro_batches_that_are_alike_are_traced_once(family, recipe, k):
+    recipe = replace(recipe, accumulation=k)
+    predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
+    question = replace(predicted._question, target="cuda")
+    assert predict_module._step_parts(question, None)[1] == k - predict_module.FEW
+    for target in ("cpu", "cuda"):
+        ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
+        few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
+        assert np.array_equal(few.timeline.rows, full.timeline.rows)
+
+
+def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
+    """As where the third one did something else than the second."""
+    traced = predict_module._trace
+
+    def odd(question, layers, micro_batches=None):
+        trace = traced(question, layers, micro_batches)
+        rows = trace.rows.copy()
+        rows[trace.starts[5] + 3 :, predict_module.TOTAL] += micro_batches is not None
+        return replace(trace, rows=rows)
+
+    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
+    full = predict(config("llama"), **ask, full=True)
+    monkeypatch.setattr(predict_module, "_trace", odd)
+    assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
+        ("gpt2", Recipe(precision="bf16", attention="eager", checkpointing=2)),
+        ("qwen3", Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True)),
+        ("vit", Recipe(optimizer="adafactor", accumulation=2)),
+    ],
+)
+def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
+    clear_cache()
+    quick = predict(config(family), **ask).timeline.rows
+    clear_cache()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
+    assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
+
+
+def _operations(x, n):
+    """Results of operations that are easy to take for one another."""
+    yield x + 1
+    yield x + x
+    yield n * 2
+    yield n * 2.0
+    yield n * True
+    yield x.half() + 1
+    yield x.t()
+    yield x.t() + 1
+    yield x[1:]
+    yield x[1:].sum(0)
+    yield x.view(-1)[3:9]
+    yield x.expand(2, *x.shape)
+    yield torch.zeros(3, 4)
+    yield torch.zeros(3, 4, dtype=torch.bfloat16)
+    yield x.clone().add_(1)
+    yield x.clone().resize_(2, 2)
+    yield x.clone().unsqueeze_(0)
+    yield from x.split(2)
+    yield torch.nn.functional.layer_norm(x, x.shape[1:])
+
+
+def test_remembered_results_have_the_form_of_real_ones():
+    def forms():
+        tensors = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
+        base = tensors[0].untyped_storage()._cdata
+        return [
+            (
+                t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes(),
+                t.untyped_storage()._cdata == base,
+            )
+            for t in _operations(*tensors)
+        ]  # fmt: skip
+
+    real = forms()
+    fakes.forget()
+    for _ in range(3):
+        with fakes.QuickFakeMode():
+            assert forms() == real
 
 
 def test_sqrt_is_repeated_where_its_segments_are_equal():
@@ -352,6 +463,24 @@ class Reads(nn.Module):
         return y.sum() if y.sum().item() > 0 else -y.sum()
 
 
+def patched() -> dict:
+    """The functions that a trace for a card replaces."""
+    places = [*cuda._autocast_functions(), (torch.nn.functional, "scaled_dot_product_attention")]
+    return {(home, name): getattr(home, name) for home, name in [*places, (torch.nn.functional, "dropout")]}
+
+
+def test_functions_come_back_after_a_trace_for_a_card():
+    before, own = patched(), set(vars(torch.Tensor))
+    ask = {"target": "cuda", "recipe": Recipe(precision="autocast-bf16")}
+    with cuda.kernels(torch.bfloat16):
+        assert sum(function is not before[place] for place, function in patched().items()) > 20
+    predict(config("gpt2"), batch_size=2, seq_len=8, **ask)
+    assert patched() == before and set(vars(torch.Tensor)) == own
+    with pytest.raises(CannotTrace):
+        predict(Reads(), batch=torch.randn(4, 4), **ask)
+    assert patched() == before and set(vars(torch.Tensor)) == own
+
+
 class Selects(Reads):
     def forward(self, x):
         y = self.linear(x)
@@ -434,6 +563,24 @@ def test_an_unknown_model_without_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="no model is known as 'nobody/nothing'"):
         predict("nobody/nothing", batch_size=1, seq_len=8)
+
+
+def test_without_a_way_to_the_hub_its_client_is_not_asked(monkeypatch):
+    asked = []
+
+    def from_pretrained(name, local_files_only=False):
+        asked.append(local_files_only)
+        raise OSError("not here")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for proxies, calls in (({}, [True]), ({"https": "http://proxy"}, [True, False])):
+        asked.clear()
+        monkeypatch.setattr(predict_module, "getproxies", lambda proxies=proxies: proxies)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:9")
+        with pytest.raises(ValueError, match="not here"):
+            predict("nobody/nothing", batch_size=1, seq_len=8)
+        assert asked == calls
 
 
 def test_a_local_folder(tmp_path):

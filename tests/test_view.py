@@ -247,7 +247,7 @@ def test_every_model_has_a_picture(model, checkpointing):
 @pytest.mark.parametrize("model", accounting.SHAPES)
 def test_a_shape_and_its_config_are_the_same_model(model):
     shape = accounting.SHAPES[model]
-    assert accounting.Shape.from_config(explorer.config_of(shape), model) == shape
+    assert accounting.Shape.from_config(shape.config(), model) == shape
 
 
 TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}

@@ -63,23 +63,6 @@ def shape_of(settings: dict) -> accounting.Shape:
     return replace(shape, positions=max(shape.positions, settings["seq_len"])) if shape.positions else shape
 
 
-def config_of(shape: accounting.Shape):
-    """A transformers config of ``shape``, without dropout: ``Shape.from_config`` turned round."""
-    from transformers import GPT2Config, LlamaConfig
-
-    if shape.positions:
-        return GPT2Config(
-            vocab_size=shape.vocab, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads,
-            n_inner=shape.intermediate, n_positions=shape.positions, tie_word_embeddings=shape.tied,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-    return LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied, max_position_embeddings=SEQUENCE_LENGTHS[-1],
-    )  # fmt: skip
-
-
 def recipe_of(settings: dict):
     """The settings as a ``Recipe``. ``ValueError`` for what the closed forms can add up and no recipe can train."""
     from ..recipe import Recipe
@@ -105,18 +88,10 @@ def estimate(settings: dict) -> accounting.Estimate:
 
 def trace(settings: dict):
     """The exact peak on a card, as a ``Prediction``. Errors are those of ``predict`` and ``recipe_of``."""
-    from transformers.utils import logging
-
     from ..predict import predict
 
     sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
-    recipe, config = recipe_of(settings), config_of(shape_of(settings))
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # GPT-2 has a remark to make about its loss, and no cell to make it in
-    try:
-        return predict(config, **sizes, recipe=recipe, target="cuda")
-    finally:
-        logging.set_verbosity(before)
+    return predict(shape_of(settings).config(), **sizes, recipe=recipe_of(settings), target="cuda")
 
 
 def preview(settings: dict) -> Answer:
