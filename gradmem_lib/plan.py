@@ -644,14 +644,15 @@ class _Search:
         return seconds_per_token(self.work, recipe, self.card, self.global_batch, self.tokens)
 
     def ordered(self) -> list[Option]:
-        """What fits and is worth having, best first; the first one is made sure of, and that a larger micro-batch of it does not
+        """What fits and is worth having, best first; each is made sure of, and that a larger micro-batch of the best does not
         fit."""
         while True:
             found = _ordered(_worthwhile(self.options(fits=True)))
             if not found:
                 return found
             best = found[0]
-            confirmed = best is self.confirmed(best.recipe, best.method, best.micro_batch)
+            made_sure_of = [self.confirmed(o.recipe, o.method, o.micro_batch) for o in found]
+            confirmed = all(a is b for a, b in zip(found, made_sure_of, strict=True))
             larger = [m for m in self.micro_batches if m > best.micro_batch][:1]
             if confirmed and not any(self.confirmed(best.recipe, best.method, m).fits for m in larger):
                 return found

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gradmem_lib import claims, models, quantized
 from gradmem_lib.__main__ import main
+from gradmem_lib.finetune import MemoryCallback, make_trainer
+from gradmem_lib.finetune import arguments as finetune_arguments
 from gradmem_lib.plan import (
     CARDS,
     EQUAL_TIME,
@@ -230,6 +232,14 @@ def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
     assert best.recipe not in [o.recipe for o in refused.fits]
 
 
+def test_whatever_is_listed_for_a_card_was_replayed(config):
+    made = plan(config, card="2 GiB", seq_len=64, global_batch=4, method="any", target="cuda")
+    assert len(made.fits) >= 2
+    for option in made.fits:
+        found = option.prediction
+        assert option.needs == max(found.reserved, found.peak.total) + found.workspace + found.context
+
+
 @pytest.mark.parametrize("checkpointing", [None, "per-layer"])
 def test_qlora_predicted_equals_tracked(config, checkpointing):
     recipe = Recipe(precision="bf16", lora_rank=4, quantized_base=True, checkpointing=checkpointing)
@@ -306,6 +316,39 @@ def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
     assert space["model"].config.use_cache is False
     weight = space["model"].get_input_embeddings().weight
     assert weight.dtype == recipe.weight_dtype
+    ours = make_trainer(
+        small(),
+        made.best.recipe,
+        batch_size=2,
+        train_dataset=_Texts(),
+        output_dir=str(tmp_path / "ours"),
+        progress=False,
+    )
+    for name in finetune_arguments(recipe, 1):
+        assert getattr(ours.args, name) == getattr(args, name), name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="bf16", optimizer="adamw-fused"),
+        Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
+    ],
+    ids=["plain", "chunked", "qlora"],
+)
+def test_printed_code_needs_what_was_predicted(config, recipe, tmp_path, monkeypatch):
+    made = option_of(config, recipe, "qlora" if recipe.quantized_base else "full", 2)
+    trainer = run_code(made, config, tmp_path, monkeypatch)["trainer"]
+    trainer.args.max_steps = 2
+    with MemoryCallback(live=False) as memory:
+        trainer.add_callback(memory)
+        trainer.train()
+    expected, found = made.best.prediction.peak, memory.by_step[2]
+    assert found.phase == expected.phase
+    for category, nbytes in expected.by_category.items():
+        # The loader's tensors and the loss's few numbers apart.
+        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), category
 
 
 def test_printed_loop_steps_in_backward(config, tmp_path, monkeypatch):
