@@ -121,6 +121,7 @@ class Lab:
             "JUPYTER_DATA_DIR": str(own / "data"), "JUPYTER_RUNTIME_DIR": str(own / "runtime"),
             "JUPYTERLAB_SETTINGS_DIR": str(own / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(own / "workspaces"),
             "JUPYTER_PREFER_ENV_PATH": "0", "GRADMEM_PROGRESS": str(own / "progress.json"),
+            "GRADMEM_SIZE": "ci",
         }  # fmt: skip
         # A model that was unpacked once need not be unpacked again.
         env.setdefault("GRADMEM_CACHE", str(platformdirs.user_cache_path("gradmem")))
