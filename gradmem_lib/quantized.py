@@ -18,6 +18,7 @@ from .recipe import BLOCK as SCALES_BLOCK  # 256 magnitudes share a scale
 from .recipe import _code, _dequantized, _linear_sizes, _quantized
 
 BLOCK = 64
+SLICE = 2**20  # weights written out at a time
 _OUTERMOST = 0.9677083  # the quantile of the largest value, as bitsandbytes sets it
 
 
@@ -146,11 +147,21 @@ def _operators():
     def _(codes, scales, offset):
         return codes.new_empty(codes.shape, dtype=torch.float32)
 
+    tables: dict[torch.device, Tensor] = {}
+
+    # In slices, so that it needs no memory beside its result that an allocator would notice.
     @torch.library.custom_op("gradmem::nf4_dequantize", mutates_args=())
     def dequantize(packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        nibbles = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[: rows * columns]
-        scale = absmax.repeat_interleave(BLOCK)[: rows * columns]
-        return (nf4_values(packed.device)[nibbles.long()] * scale).to(dtype).view(rows, columns)
+        if packed.device not in tables:
+            tables[packed.device] = nf4_values(packed.device)
+        values, out = tables[packed.device], packed.new_empty(rows * columns, dtype=dtype)
+        for start in range(0, rows * columns, SLICE):
+            part = out[start : start + SLICE]
+            pairs = packed[start // 2 : (start + SLICE) // 2]
+            nibbles = torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[: len(part)]
+            scale = absmax[start // BLOCK : (start + SLICE) // BLOCK].repeat_interleave(BLOCK)[: len(part)]
+            part.copy_(values[nibbles.int()] * scale)
+        return out.view(rows, columns)
 
     @dequantize.register_fake
     def _(packed, absmax, rows, columns, dtype):

@@ -222,6 +222,29 @@ def test_a_4bit_layer_keeps_nothing_for_backward_but_its_own_parameters():
     assert kept and all(t.untyped_storage()._cdata in own for t in kept)
 
 
+def test_writing_a_4bit_weight_out_needs_its_own_bytes_and_little_more():
+    """By the CPU allocator's events, which see inside an operator."""
+    layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
+    layer.dequantized(torch.bfloat16)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiled:
+        result = layer.dequantized(torch.bfloat16)
+    live = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert 0 < peak - result.nbytes < 30 * quantized.SLICE  # all at once, it would be eight times as much
+
+
+def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):
+    layer = quantized.Linear4bit(nn.Linear(37, 29, bias=False))
+    whole = layer.dequantized()
+    monkeypatch.setattr(quantized, "SLICE", 128)
+    assert torch.equal(layer.dequantized(), whole)
+
+
 def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
     made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
     best = made.best

@@ -1,0 +1,304 @@
+"""A ladder of runs, each with one technique more: the bytes at each peak, what the technique changed, and its time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..tracker import CATEGORIES, MemorySnapshot
+from ..units import format_bytes, parse_bytes
+from .static import (
+    ALARM,
+    COLORS,
+    HATCHES,
+    INK,
+    MUTED,
+    PAPER,
+    PHASE_LABELS,
+    _halo,
+    _hatch_ink,
+    _new_figure,
+    _style,
+    display_size,
+    nice_step,
+    png,
+    scale_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEFT, RIGHT = 0.245, 0.735  # where the bars begin and end; names stand before, figures behind
+COLUMNS = {"peak": 0.82, "change": 0.915, "ms/token": 0.99}  # right edges
+ROW, HEAD, FOOT = 0.42, 0.96, 0.3  # inches
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One run. ``total``, ``by_category`` and ``change`` are bytes, ``change`` against the bar that this one builds on
+    (``None`` for the first); ``seconds_per_token`` is ``None`` where no time was given."""
+
+    name: str
+    total: int
+    by_category: Mapping[str, int]
+    phase: str
+    change: int | None
+    seconds_per_token: float | None
+    aside: bool
+
+
+class Waterfall:
+    """A chart that grows by a bar with every technique. ``Waterfall(budget="2 GiB").add("naive", tracker.peak)``
+
+    Args:
+        budget: bytes (an int or text such as ``"2 GiB"``), drawn as a line; ``None`` for no line.
+        title: a heading.
+
+    In a notebook the last expression of a cell shows it; its ``text/plain`` never changes, since notebook tests compare it.
+    """
+
+    def __init__(self, *, budget: int | str | None = None, title: str = "Peak, one technique at a time"):
+        self.budget = None if budget is None else parse_bytes(budget)
+        self.title = title
+        self.bars: list[Bar] = []
+
+    def add(
+        self,
+        name: str,
+        snapshot: MemorySnapshot,
+        *,
+        seconds: float | None = None,
+        tokens: int | None = None,
+        aside: bool = False,
+    ) -> Waterfall:
+        """Add a run's peak; returns the chart, so that a cell can end with it.
+
+        ``seconds`` and ``tokens`` of one step give its time per token. ``aside``: something tried that the next bar does not
+        build on; it is compared with the bar before like any other, and drawn thinner. A name that is there already is
+        replaced, so that a cell can be run again. Raises ``ValueError`` for a time without its tokens, or the reverse.
+        """
+        if (seconds is None) != (tokens is None) or (tokens is not None and tokens < 1):
+            raise ValueError(
+                f"seconds={seconds} and tokens={tokens}: give both, of the same step, for a time per token, or neither"
+            )
+        bar = Bar(
+            name=name,
+            total=snapshot.total,
+            by_category=dict(snapshot.by_category),
+            phase=snapshot.phase,
+            change=None,
+            seconds_per_token=None if seconds is None else seconds / tokens,
+            aside=aside,
+        )
+        names = [known.name for known in self.bars]
+        at = names.index(name) if name in names else len(names)
+        self.bars[at : at + 1] = [bar]
+        below = None
+        for i, known in enumerate(self.bars):
+            self.bars[i] = replace(known, change=None if below is None else known.total - below)
+            below = below if known.aside else known.total
+        return self
+
+    def describe(self) -> str:
+        """The chart in words, for those who do not see it."""
+        if not self.bars:
+            return f"{self.title}: no bar yet."
+        limit = "" if self.budget is None else f" Budget: {format_bytes(self.budget)}."
+        rows = "; ".join(
+            f"{bar.name}: {format_bytes(bar.total)} in {PHASE_LABELS.get(bar.phase, bar.phase)} ("
+            + ", ".join(f"{k} {format_bytes(n)}" for k, n in bar.by_category.items() if n)
+            + ")"
+            for bar in self.bars
+        )
+        return f"{self.title}, stacked by category.{limit} {rows}."
+
+    def plot(self) -> Figure:
+        """The chart as a matplotlib ``Figure``. ``ValueError`` while there is no bar."""
+        if not self.bars:
+            raise ValueError("there is no bar yet: call add(name, tracker.peak) first")
+        with _style():
+            return _draw(self)
+
+    def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
+        import base64
+
+        text = {"text/plain": "Waterfall: " + self.title}
+        if not self.bars:
+            return text, {}
+        figure = self.plot()
+        data = {"image/png": base64.b64encode(png(figure)).decode(), **text}
+        return data, {"image/png": {**display_size(figure), "alt": self.describe()}}
+
+
+def short(nbytes: int) -> str:
+    """Bytes in three digits: "3.35 GiB", "46.4 MiB", "595 MiB"."""
+    factor, unit = scale_of(nbytes)
+    value = nbytes / factor
+    return (
+        f"{value:.{2 if value < 9.995 and factor > 1 else 1 if value < 99.95 and factor > 1 else 0}f} {unit}"
+    )
+
+
+def signed(change: int) -> str:
+    """ "-1.03 GiB", "+32.0 KiB", "0"."""
+    return "0" if change == 0 else ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits are more than a time is good for; two are enough from 10 on."""
+    ms = 1000 * seconds
+    return f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
+
+
+def _draw(chart: Waterfall) -> Figure:
+    bars = chart.bars
+    height = HEAD + FOOT + ROW * len(bars)
+    figure = _new_figure(8.6, height)
+    axes = figure.add_axes((LEFT, FOOT / height, RIGHT - LEFT, ROW * len(bars) / height))
+    highest = max(bar.total for bar in bars)
+    top = 1.03 * max(highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1)
+    factor, unit = scale_of(round(top))
+    axes.set_xlim(0, top / factor)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    below = 0  # the row of the bar that the next one builds on
+    for row, bar in enumerate(bars):
+        _stack(axes, row, bar, factor)
+        if bar.change is not None:
+            _step(axes, below, bars[below].total / factor, row, bar.total / factor)
+        if not bar.aside:
+            below = row
+        _words(figure, (FOOT + ROW * (len(bars) - row - 0.5)) / height, height, bar, chart.budget)
+    _axis(axes, top, factor, unit)
+    if chart.budget is not None:
+        _budget_line(axes, chart.budget, top, factor)
+    _head(figure, height, chart.title, any(bar.seconds_per_token is not None for bar in bars))
+    return figure
+
+
+def _stack(axes, row: int, bar: Bar, factor: int) -> None:
+    left = 0.0
+    for name in CATEGORIES:
+        width = bar.by_category.get(name, 0) / factor
+        if width:
+            axes.barh(
+                row,
+                width,
+                0.34 if bar.aside else 0.62,
+                left=left,
+                color=COLORS[name],
+                hatch=HATCHES[name],
+                edgecolor=_hatch_ink(COLORS[name]),
+                linewidth=0,
+                zorder=2,
+                label=name,
+            )
+            left += width
+
+
+def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
+    """From where the bar before ended down to this row, and along it to where this one ends."""
+    axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
+    if abs(end - start) > 0.015 * axes.get_xlim()[1]:
+        axes.annotate(
+            "",
+            (end, row),
+            (start, row),
+            arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0.5},
+            zorder=1.5,
+        )
+
+
+def _words(figure: Figure, y: float, height: float, bar: Bar, budget: int | None) -> None:
+    """The bar's name and phase before it, its figures behind."""
+    line = 0.085 / height
+    x = 0.028 if bar.aside else 0.012
+    size = min(8.5, 8.5 * 26 / max(len(bar.name), 1))  # a longer name would run into its bar
+    weight = None if bar.aside else "bold"
+    figure.text(x, y + line, bar.name, va="center_baseline", fontsize=size, fontweight=weight)
+    if bar.phase in PHASE_LABELS:
+        figure.text(
+            x, y - line, f"peak in {PHASE_LABELS[bar.phase]}", va="center_baseline", fontsize=7, color=MUTED
+        )
+    fits = budget is not None and bar.total <= budget
+    figure.text(
+        COLUMNS["peak"],
+        y,
+        short(bar.total),
+        va="center_baseline",
+        ha="right",
+        fontsize=8.5,
+        fontweight="bold",
+        color=INK if fits or budget is None else ALARM,
+    )
+    cells = {"change": "" if bar.change is None else signed(bar.change)}
+    cells["ms/token"] = "" if bar.seconds_per_token is None else milliseconds(bar.seconds_per_token)
+    for column, text in cells.items():
+        figure.text(COLUMNS[column], y, text, va="center_baseline", ha="right", fontsize=8.5)
+    if fits:
+        figure.text(COLUMNS["peak"] + 0.005, y, "✓", va="center_baseline", fontsize=8.5)
+
+
+def _axis(axes, top: float, factor: int, unit: str) -> None:
+    axes.set_yticks([])
+    axes.set_facecolor(PAPER)
+    axes.grid(axis="x", color="#e3e5e8", linewidth=0.7, zorder=0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color(MUTED)
+    step = nice_step(top / factor)
+    axes.set_xticks([step * i for i in range(int(top / factor / step) + 1)])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(colors=MUTED, length=0, labelsize=8)
+    axes.set_xlabel(unit, color=MUTED, fontsize=8.5, loc="right", labelpad=-9)
+
+
+def _budget_line(axes, budget: int, top: float, factor: int) -> None:
+    inside = budget <= top
+    at = budget / factor if inside else axes.get_xlim()[1]
+    if inside:
+        axes.axvline(at, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
+    late = at > 0.75 * axes.get_xlim()[1]
+    axes.annotate(
+        f"budget {short(budget)}" + ("" if inside else " (beyond this picture)"),
+        (at, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3 if late else -3, 3),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        va="bottom",
+        color=ALARM,
+        fontsize=8.5,
+        fontweight="bold",
+        path_effects=_halo(),
+        zorder=7,
+    )
+
+
+def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
+    """Title, the categories' colours, and a heading for each column of figures."""
+    from matplotlib.patches import Rectangle
+
+    figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline")
+    x, y = 0.012, 1 - 0.47 / height
+    for name in CATEGORIES:
+        figure.add_artist(
+            Rectangle(
+                (x, y - 0.06 / height),
+                0.018,
+                0.12 / height,
+                transform=figure.transFigure,
+                facecolor=COLORS[name],
+                hatch=HATCHES[name] * 2,
+                edgecolor=_hatch_ink(COLORS[name]),
+                linewidth=0,
+            )
+        )
+        figure.text(x + 0.024, y, name, fontsize=8.5, va="center_baseline")
+        x += 0.052 + 0.0088 * len(name)
+    for column, right in COLUMNS.items():
+        if timed or column != "ms/token":
+            figure.text(
+                right, 1 - 0.84 / height, column, fontsize=8, color=MUTED, ha="right", va="center_baseline"
+            )
