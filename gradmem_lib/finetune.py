@@ -237,11 +237,11 @@ class _StopAfterStep(TrainerCallback):
     """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
 
     def __init__(self):
-        self.asked = False
+        self.asked = self._said = False
         self._before: Any = None
 
     def __enter__(self) -> _StopAfterStep:
-        self.asked = False
+        self.asked = self._said = False
         # Signals reach the main thread alone, and only there may a handler be set.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._ask)
@@ -256,6 +256,16 @@ class _StopAfterStep(TrainerCallback):
         if self.asked:
             raise KeyboardInterrupt("stopped at once: what was done since the last checkpoint is not saved")
         self.asked = True
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        # Not in the handler: it may have come in the middle of another print.
+        if self.asked and not self._said:
+            self._said = True
+            print(
+                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once.", flush=True
+            )
+
+    on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.asked:

@@ -352,7 +352,7 @@ def test_a_run_over_budget_can_be_repeated_with_a_smaller_micro_batch(tmp_path):
     ],
     ids=str,
 )
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_path):
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_path, capsys):
     def run(folder, callbacks=(), resume=None):
         torch.manual_seed(0)
         trainer = trainer_for(
@@ -374,6 +374,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_
 
     whole = run("whole")
     run("cut", callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGINT))])
+    assert "Finishing step 2, then saving" in capsys.readouterr().out
     assert (tmp_path / "cut" / "out" / "checkpoint-2").is_dir()
     resumed = run("cut", resume=True)
     assert resumed.state.global_step == 4
