@@ -88,7 +88,6 @@ class MemoryCallback(TrainerCallback):
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
         self.evaluation: MemorySnapshot | None = None
-        self._peaks: list[MemorySnapshot] = []
         self._open = ExitStack()
         self._entered = False
 
@@ -107,14 +106,7 @@ class MemoryCallback(TrainerCallback):
             raise RuntimeError(
                 "nothing was trained yet: give this callback to a Trainer (callbacks=[memory]) and call its train()"
             )
-        return max([*self._peaks, self.tracker.peak], key=lambda snapshot: snapshot.total)
-
-    def _span(self) -> MemorySnapshot:
-        """The peak since the last call, and the start of a new span."""
-        snapshot = self.tracker.peak
-        self._peaks = [max([*self._peaks, snapshot], key=lambda s: s.total)]
-        self.tracker.reset_peak()
-        return snapshot
+        return self.tracker.peak
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if not self._entered:
@@ -123,22 +115,22 @@ class MemoryCallback(TrainerCallback):
                 "`with MemoryCallback() as memory:` and call trainer.train() in it"
             )
         self._open.close()
-        self.by_step, self.evaluation, self._peaks = {}, None, []
+        self.by_step, self.evaluation = {}, None
         own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.tracker = MemoryTracker(model, own, **self._given)
         self._open.enter_context(self.tracker)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.tracker is not None:
-            self._span()
+            self.tracker.lap()
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.tracker is not None:
-            self.by_step[state.global_step] = self._span()
+            self.by_step[state.global_step] = self.tracker.lap()
 
     def on_evaluate(self, args, state, control, **kwargs):
         if self.tracker is not None and self.tracker is MemoryTracker._running:
-            self.evaluation = self._span()
+            self.evaluation = self.tracker.lap()
 
     def on_train_end(self, args, state, control, **kwargs):
         self._open.close()

@@ -222,6 +222,7 @@ class MemoryTracker:
         self._hooked = WeakIdKeyDictionary()
         self._states_seen: dict[int, int] = {}
 
+        self._earlier: tuple[MemorySnapshot, list[Holder]] | None = None  # of the laps before
         self._peak_total, self._peak_by, self._peak_phase, self._peak_serial = (
             0,
             [0] * len(CATEGORIES),
@@ -251,6 +252,11 @@ class MemoryTracker:
     @property
     def peak(self) -> MemorySnapshot:
         """The moment with the most live bytes."""
+        if self._earlier is not None and self._earlier[0].total >= self._peak_total:
+            return self._earlier[0]
+        return self._lap_peak()
+
+    def _lap_peak(self) -> MemorySnapshot:
         return MemorySnapshot(
             self._peak_total, dict(zip(CATEGORIES, self._peak_by, strict=True)), PHASES[self._peak_phase]
         )
@@ -336,7 +342,18 @@ class MemoryTracker:
         with self._lock:
             self._drain()
             self._phase_peaks = [0] * len(PHASES)
+            self._earlier = None
             self._take_peak()
+
+    def lap(self) -> MemorySnapshot:
+        """The peak since the last lap, or since the beginning. Unlike ``reset_peak`` it leaves ``peak`` what it was."""
+        with self._lock:
+            self._drain()
+            found = self._lap_peak()
+            if self._earlier is None or found.total > self._earlier[0].total:
+                self._earlier = (found, self._holders("peak"))
+            self._take_peak()
+        return found
 
     def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
         """Count ``tensors`` under ``category``: for states and buffers that no module or optimizer owns."""
@@ -685,6 +702,8 @@ class MemoryTracker:
             return self._final["holders"][at]
         with self._lock:
             self._drain()
+            if at == "peak" and self._earlier is not None and self._earlier[0].total >= self._peak_total:
+                return self._earlier[1]
             entries = list(self._storages.values())
             if at == "peak":
                 entries = [e for e in entries if e.birth < self._peak_serial] + self._dead_at_peak

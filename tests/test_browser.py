@@ -224,6 +224,7 @@ def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
         "02_manual_adam.ipynb",
         "03_gradient_accumulation.ipynb",
         "04_gradient_checkpointing.ipynb",
+        "05_fine_tuning.ipynb",
     ],
 )
 def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):

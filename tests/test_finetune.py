@@ -266,7 +266,8 @@ def test_any_trainer_can_be_watched(tmp_path):
     assert memory.by_step[2] == memory.by_step[3]
     assert memory.by_step[1].total <= memory.by_step[2].total
     highest = max(s.total for s in [*memory.by_step.values(), memory.evaluation])
-    assert memory.peak.total >= highest
+    assert memory.peak.total == highest == max(memory.tracker.timeline.totals)
+    assert sum(holder.nbytes for holder in memory.tracker.largest_at_peak(10**6)) == highest
     assert memory.tracker.title == "mine" and MemoryTracker._running is None
     assert memory.evaluation.by_category["gradients"] == 0
 

@@ -820,3 +820,22 @@ def test_the_watch_sees_backward_threads_too():
             t.join()
         sys.setswitchinterval(before)
         assert tracker.current.total == 4 * 256
+
+
+def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
+    with MemoryTracker(live=False) as tracker:
+        small = torch.ones(1000)
+        first = tracker.lap()
+        large = torch.ones(5000)
+        del large
+        second = tracker.lap()
+        middle = torch.ones(2000)
+        third = tracker.lap()
+        assert [lap.total for lap in (first, second, third)] == [4000, 24000, 12000]
+        assert tracker.peak == second
+        assert [holder.nbytes for holder in tracker.largest_at_peak()] == [20000, 4000]
+        del middle
+        highest = torch.ones(9000)
+    assert tracker.peak.total == 4000 + 36000
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [36000, 4000]
+    assert small.numel() + highest.numel() == 10000

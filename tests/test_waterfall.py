@@ -129,7 +129,7 @@ def test_three_digits_are_enough():
     assert [short(n) for n in (7, 999, 1024, 47 * MiB, 595 * MiB, 3_595_068_512)] == [
         "7 B", "999 B", "1.00 KiB", "47.0 MiB", "595 MiB", "3.35 GiB",
     ]  # fmt: skip
-    assert [signed(n) for n in (0, -1024, 5 * GiB)] == ["0", "−1.00 KiB", "+5.00 GiB"]
+    assert [signed(n) for n in (0, -4, -1024, 5 * GiB)] == ["0", "0", "−1.00 KiB", "+5.00 GiB"]
     assert [milliseconds(s) for s in (0.0135, 0.0062, 0.00004)] == ["14", "6.2", "0.04"]
 
 

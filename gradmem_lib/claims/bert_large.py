@@ -279,21 +279,27 @@ def table(found: list[Row] | None = None) -> str:
     """The rows as plain text, with a line on what each column is."""
     found = rows() if found is None else found
     measured = any(row.measured is not None for row in found)
-    heads = [*CAUSES, "sum", "published", "difference", *(["measured today"] if measured else [])]
+    heads = [*CAUSES, "sum", "published", "left", *(["measured today"] if measured else [])]
     lines = [["MiB", *heads]]
     for row in found:
-        left = f"{_whole(row.difference)} ({row.difference / row.run.mib:.1%})"
-        cells = [row.run.name, *map(_whole, row.parts.values()), _whole(row.total), _whole(row.run.mib), left]
+        left = _whole(row.difference)
+        cells = [
+            row.run.name.replace(", checkpointing", " + ckpt"),
+            *map(_whole, row.parts.values()),
+            _whole(row.total),
+            _whole(row.run.mib),
+            left,
+        ]
         if measured:
             cells.append("-" if row.measured is None else _whole(row.measured))
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     printed = [
-        line[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+        line[0].ljust(widths[0]) + "".join(f" {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
         for line in lines
     ]
-    says = CAUSES | {"difference": LEFT}
-    return "\n".join([*printed, "", *(textwrap.fill(f"{n}: {what}.", 110) for n, what in says.items())])
+    says = CAUSES | {"left": LEFT}
+    return "\n".join([*printed, "", *(textwrap.fill(f"{n}: {what}.", 100) for n, what in says.items())])
 
 
 def _whole(value: float) -> str:

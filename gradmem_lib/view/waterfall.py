@@ -141,8 +141,10 @@ def short(nbytes: int) -> str:
 
 
 def signed(change: int) -> str:
-    """ "-1.03 GiB", "+32.0 KiB", "0"."""
-    return "0" if change == 0 else ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
+    """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since a trainer's own scalars come and go."""
+    if abs(change) < 1024:
+        return "0"
+    return ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
 
 
 def milliseconds(seconds: float) -> str:

@@ -1,0 +1,82 @@
+"""The README's figures are those of the ledger and of the recorded benchmarks, and what it points to is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLAIN = " ".join(README.split())
+
+
+def recorded(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_links_and_pictures_are_there():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert len(targets) > 8
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_every_lesson_is_in_the_course_map():
+    lessons = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
+    assert re.findall(r"^\| \[\d\d .*?\]\(lessons/(.*?)\)", README, re.MULTILINE) == lessons
+
+
+def surprises() -> list[tuple[str, str]]:
+    section = README.partition("## Five lines of the ledger")[2].partition("\n## ")[0]
+    found = re.findall(r"^- \*\*(?:.*?)\*\* \((C\d\d)\) (.*?)(?=^- |\Z)", section, re.MULTILINE | re.DOTALL)
+    return [(claim, " ".join(text.split())) for claim, text in found]
+
+
+def test_there_are_five():
+    assert len(surprises()) == 5
+
+
+@pytest.mark.parametrize(("claim", "text"), surprises(), ids=[claim for claim, _ in surprises()])
+def test_a_surprising_line_has_the_ledgers_figures(claim, text):
+    ledger = (ROOT / "LEDGER.md").read_text(encoding="utf-8")
+    entry = ledger.partition(f"### {claim}: ")[2].partition("\n### ")[0]
+    verdict, _, rest = entry.partition("\n")
+    assert verdict and rest
+    figures = re.findall(r"\d[\d.,]*\d%?|\d%", text)
+    for figure in figures:
+        assert figure in entry, figure
+
+
+def test_the_count_of_claims_is_the_ledgers():
+    ledger = (ROOT / "LEDGER.md").read_text(encoding="utf-8")
+    claims, answered = re.search(r"\((\d+) claims.*?(\d+) are answered", ledger, re.DOTALL).groups()
+    assert f"Of {claims} claims that circulate, the course answers {answered}" in PLAIN
+
+
+def test_the_results_are_the_recorded_ones():
+    overhead = recorded("tracker_overhead")["ratios"]["smollm2"]
+    seven = recorded("predict")["speed"]["Llama-2-7B"]
+    chain = recorded("checkpointing")["settings"]["chain"]["variants"]
+    tuned = recorded("finetune")
+    naive, hf, ours = (tuned["ways"][way] for way in tuned["ways"])
+    to_naive = list(tuned["to naive"].values())
+    expected = [
+        f"{overhead['tracked / untracked']:.2f} times",
+        f"{overhead['MemTracker / untracked']:.1f} times",
+        f"{seven['first answer']['seconds']:.2f} s, then {seven['later answers, median']['seconds']:.2f} s",
+        f"{chain['non-uniform']['peak / none']:.1%}",
+        f"{chain['sqrt (k=8)']['peak / none']:.1%}",
+        f"{ours['peak bytes'] / naive['peak bytes']:.1%} of the naive run's",
+        f"{hf['peak bytes'] / naive['peak bytes']:.1%}",
+        f"{ours['tokens/s'] / naive['tokens/s']:.2f} times",
+        f"{hf['tokens/s'] / naive['tokens/s']:.2f} times",
+        f"{naive['held-out loss before']:.2f} to {ours['held-out loss after']:.2f}",
+        f"naive {naive['held-out loss after']:.2f}",
+    ]
+    assert len(to_naive) == 3 and all(tuned["holds"].values())
+    section = " ".join(README.partition("## What was measured")[2].partition("\n## ")[0].split())
+    for figure in expected:
+        assert figure in section, figure
