@@ -98,7 +98,7 @@ test: $(TEST) browser
 	step "style" $(PY) -m ruff check .; \
 	step "format" $(PY) -m ruff format --check .; \
 	step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check; \
-	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile; \
+	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
 	step "SmolLM2 unpacked" $(PY) -c 'from gradmem_lib import models; models.smollm2_status() == "ready" or models.smollm2()'; \
 	step "solutions, word for word" $(PY) -m pytest --nbval --nbval-current-env -n $(WORKERS) --dist loadfile solutions/*.ipynb; \
 	echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
