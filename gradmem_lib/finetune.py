@@ -153,9 +153,8 @@ class RecipeTrainer(Trainer):
         self.recipe, self.memory = recipe, memory
         self._interrupt = _StopAfterStep()
         super().__init__(*given, **named)
-        self.model_accepts_loss_kwargs = (
-            True  # labels are counted over the whole batch, and given to compute_loss
-        )
+        # Then labels are counted over the whole batch, and compute_loss is given their number.
+        self.model_accepts_loss_kwargs = True
         self.add_callback(memory)
         self.add_callback(self._interrupt)
 
@@ -217,11 +216,13 @@ class RecipeTrainer(Trainer):
                 if not finished:
                     self.model.zero_grad(set_to_none=True)
                     self.is_in_train = False
-        if self._interrupt.asked:
+        if self._interrupt.stopped:
             raise KeyboardInterrupt(
                 f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to go on: "
                 "trainer.train(resume_from_checkpoint=True)"
             )
+        if self._interrupt.asked:
+            raise KeyboardInterrupt("asked to stop after the last step: the training is complete")
         return result
 
 
@@ -229,11 +230,11 @@ class _StopAfterStep(TrainerCallback):
     """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
 
     def __init__(self):
-        self.asked = self._said = False
+        self.asked = self.stopped = self._said = False
         self._before: Any = None
 
     def __enter__(self) -> _StopAfterStep:
-        self.asked = self._said = False
+        self.asked = self.stopped = self._said = False
         # Signals reach the main thread alone, and only there may a handler be set.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._ask)
@@ -261,7 +262,7 @@ class _StopAfterStep(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.asked:
-            control.should_save = control.should_training_stop = True
+            control.should_save = control.should_training_stop = self.stopped = True
 
 
 def make_trainer(

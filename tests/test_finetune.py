@@ -383,6 +383,18 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_
         assert torch.equal(ours, theirs), name
 
 
+def test_ctrl_c_after_the_last_step_promises_no_checkpoint(tmp_path):
+    class AtTheEnd(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = trainer_for(small(), Recipe(), tmp_path, callbacks=[AtTheEnd()])
+    with pytest.raises(KeyboardInterrupt, match="the training is complete"):
+        trainer.train()
+    assert_clean(trainer)
+    assert trainer.state.global_step == 2 and not list(tmp_path.glob("out/checkpoint-*"))
+
+
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     def twice():
         os.kill(os.getpid(), signal.SIGINT)

@@ -80,3 +80,19 @@ def test_the_results_are_the_recorded_ones():
     section = " ".join(README.partition("## What was measured")[2].partition("\n## ")[0].split())
     for figure in expected:
         assert figure in section, figure
+
+
+def test_the_numbers_of_combinations_are_those_of_the_tests():
+    import test_predict
+    import test_tracker
+
+    trackers = 2 * 3 * len(test_tracker.OPTIMIZERS) * len(test_tracker.MODELS)
+    assert f"0 bytes apart in {trackers} combinations;" in PLAIN
+    assert f"0 bytes apart in {len(test_predict.CASES)} combinations of models and recipes" in PLAIN
+
+
+def test_the_published_table_is_explained_as_far_as_the_readme_says():
+    from gradmem_lib.claims import bert_large
+
+    furthest = max(abs(row.difference) / row.run.mib for row in bert_large.rows())
+    assert 0.5e-2 < furthest <= 0.6e-2 and "at most 0.6 % off" in PLAIN

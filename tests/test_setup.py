@@ -182,7 +182,9 @@ def test_without_a_browser_lab_prints_the_address(course, screen):
 
 
 @needs_make
-@pytest.mark.parametrize("failing", ["*ruff?check*", "*--check", "*-n?2*--no-loadscope-reorder", "*--nbval?*"])
+@pytest.mark.parametrize(
+    "failing", ["*ruff?check*", "*--check", "*-n?2*--no-loadscope-reorder", "*--nbval?*"]
+)
 def test_test_runs_every_step_and_fails_if_one_does(course, failing):
     done, calls = make(course, "test")
     assert done.returncode == 0 and "All of it passed." in done.stdout

@@ -468,23 +468,26 @@ def plot_bars(
 
 
 def _draw_legend_row(figure: Figure, height: float) -> None:
-    from matplotlib.patches import Rectangle
-
     for i, name in enumerate(CATEGORIES):
         x, y = 0.02 + i * 0.163, 0.2 / height
-        figure.add_artist(
-            Rectangle(
-                (x, y - 0.09 / height),
-                0.021,
-                0.18 / height,
-                transform=figure.transFigure,
-                facecolor=COLORS[name],
-                hatch=HATCHES[name] * 2,
-                edgecolor=_hatch_ink(COLORS[name]),
-                linewidth=0,
-            )
-        )
+        _swatch(figure, name, (x, y), (0.021, 0.18 / height))
         figure.text(x + 0.028, y, name, va="center_baseline", fontsize=8.5)
+
+
+def _swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:
+    """A category's colour and hatch, from ``at`` to the right and centred on its height; parts of the figure's width and height."""
+    from matplotlib.patches import Rectangle
+
+    patch = Rectangle(
+        (at[0], at[1] - size[1] / 2),
+        *size,
+        transform=figure.transFigure,
+        facecolor=COLORS[name],
+        hatch=HATCHES[name] * 2,
+        edgecolor=_hatch_ink(COLORS[name]),
+        linewidth=0,
+    )
+    figure.add_artist(patch)
 
 
 def _bars_top(bars: Mapping[str, Mapping[str, int]], cards: Mapping[str, int]) -> int:

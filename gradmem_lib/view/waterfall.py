@@ -20,6 +20,7 @@ from .static import (
     _hatch_ink,
     _new_figure,
     _style,
+    _swatch,
     display_size,
     nice_step,
     png,
@@ -280,23 +281,10 @@ def _budget_line(axes, budget: int, top: float, factor: int) -> None:
 
 def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
     """Title, the categories' colours, and a heading for each column of figures."""
-    from matplotlib.patches import Rectangle
-
     figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline")
     x, y = 0.012, 1 - 0.47 / height
     for name in CATEGORIES:
-        figure.add_artist(
-            Rectangle(
-                (x, y - 0.06 / height),
-                0.018,
-                0.12 / height,
-                transform=figure.transFigure,
-                facecolor=COLORS[name],
-                hatch=HATCHES[name] * 2,
-                edgecolor=_hatch_ink(COLORS[name]),
-                linewidth=0,
-            )
-        )
+        _swatch(figure, name, (x, y), (0.018, 0.12 / height))
         figure.text(x + 0.024, y, name, fontsize=8.5, va="center_baseline")
         x += 0.052 + 0.0088 * len(name)
     for column, right in COLUMNS.items():
