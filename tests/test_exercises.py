@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -626,3 +627,27 @@ def test_wrong_and_passed_are_the_words_the_progress_file_keeps():
     check("0.1", get("0.1").reference)
     check("0.1", lambda s, b: 1)
     assert progress.load()["checks"]["0.1"] == {"outcome": PASSED, "tries": 3}
+
+
+def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
+    from gradmem_lib.exercises import lesson_05
+    from gradmem_lib.tracker import MemoryTracker
+
+    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
+    for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "EVAL_CARD"):
+        assert f"**{getattr(lesson_05, card)}**" in text, card
+
+    def peak(setting, steps: int) -> str:
+        model, ids = setting()
+        model.train()
+        with MemoryTracker(model, live=False) as tracker:
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for _ in range(steps):
+                model(input_ids=ids, labels=ids).loss.backward()
+                if steps > 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return f"{tracker.peak.total / 2**20:.1f} MiB"
+
+    assert f"where it takes {peak(lesson_05.checkpointing_setting, 1)} now" in text
+    assert f"every weight trained they take {peak(lesson_05.lora_setting, 2)}" in text
