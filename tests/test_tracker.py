@@ -586,14 +586,6 @@ def hook_counts(model):
     )
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C as a terminal has it, also where the test run was started in the background with interrupts ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("how", ["end", "exception", "ctrl_c", "budget", "at_the_door"])
 def test_everything_is_uninstalled(how, interruptible):
     model, opt, _, step = build("llama")
