@@ -235,8 +235,10 @@ class _StopAfterStep(TrainerCallback):
 
     def __enter__(self) -> _StopAfterStep:
         self.asked = self.stopped = self._said = False
-        # Signals reach the main thread alone, and only there may a handler be set.
-        if threading.current_thread() is threading.main_thread():
+        # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
+        # ignore the Ctrl-C that is meant for another.
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._before = signal.signal(signal.SIGINT, self._ask)
         return self
 

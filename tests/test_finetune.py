@@ -32,6 +32,7 @@ from gradmem_lib.recipe import AdamW8bit, LoRALinear, MasterAdamW, Recipe, prepa
 from gradmem_lib.tracker import CATEGORIES
 
 ROWS, SEQ = 8, 48
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 def small(**sizes):
@@ -405,6 +406,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         trainer.train()
     assert_clean(trainer)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_run_in_the_background_goes_on_ignoring_the_ctrl_c_of_others(tmp_path):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    press = At(1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    trainer = trainer_for(small(), Recipe(), tmp_path, callbacks=[press])
+    trainer.train()
+    assert trainer.state.global_step == 2 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_it_trains_outside_the_main_thread(tmp_path):
