@@ -266,8 +266,8 @@ def cases_8b() -> list[Case]:
     def full(optimizer: str) -> Case:
         return Case(FULL, OUR_WAY, replace(_OURS, optimizer=optimizer, in_backward=True))
 
-    found = [full("sgd"), Case(FULL, HF_WAY, _HF), *pair(8, 2, False), *pair(8, 2, True)]
-    found += [*pair(8, 1, False, False), *pair(8, 1, True, False), full("adafactor")]
+    found = [full("adafactor-torch"), Case(FULL, HF_WAY, _HF), *pair(8, 2, False), *pair(8, 2, True)]
+    found += [*pair(8, 1, False, False), *pair(8, 1, True, False), full("sgd")]
     for accumulation in (2, 1):
         for quantized in (False, True):
             found += pair(16, accumulation, quantized, with_hf=accumulation == 2)
@@ -550,7 +550,7 @@ WAYS = {
     "HF defaults": Recipe(
         precision="autocast-bf16", optimizer="adamw-fused", checkpointing="per-layer", accumulation=ROWS
     ),
-    "ours, full": replace(_OURS, optimizer="adafactor", in_backward=True),
+    "ours, full": replace(_OURS, optimizer="adafactor-torch", in_backward=True),
     "ours, LoRA": replace(_OURS, lora_rank=16, accumulation=ROWS),
     "ours, QLoRA": replace(_OURS, lora_rank=16, accumulation=ROWS, quantized_base=True),
 }

@@ -154,6 +154,7 @@ ONCE = (
     Case("gpt2", 8, 512, replace(BF16, lora_rank=8)),
     Case("llama", 4, 512, replace(BF16, in_backward=True)),
     Case("llama", 4, 512, replace(BF16, optimizer="adafactor")),
+    Case("llama", 4, 512, replace(BF16, optimizer="adafactor-torch", in_backward=True)),
     Case("llama", 4, 512, replace(BF16, optimizer="adamw-8bit")),
 )
 AS_MANY_AS_IT_HOLDS = (

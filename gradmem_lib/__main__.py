@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
         "--optimizer",
         default="adamw",
         metavar="O",
-        help="adamw, adamw-foreach, adamw-fused, adamw-8bit, adafactor, sgd",
+        help="adamw, adamw-foreach, adamw-fused, adamw-8bit, adafactor, adafactor-torch, sgd",
     )
     predict.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
     predict.add_argument(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 DEVICE = torch.ops.prim.device.default  # asked for some ten times an operation, by autograd
+VALUE = torch.ops.aten._local_scalar_dense.default  # .item()
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -60,11 +61,13 @@ class QuickFakeMode(FakeTensorMode):
     """``FakeTensorMode`` that remembers. Everything that comes out is an ordinary ``FakeTensor``.
 
     ``corrected(func, args, out)`` returns what the operator's real kernel returns where PyTorch's fake is wrong about it.
+    ``value`` is what ``.item()`` returns; ``None``, as at the beginning, leaves that an error.
     """
 
     def __init__(self, corrected: Callable | None = None):
         super().__init__(allow_non_fake_inputs=True)
         self._corrected = corrected
+        self.value: float | None = None
         self._answers = _known.setdefault((corrected, torch.get_default_dtype()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
@@ -76,6 +79,8 @@ class QuickFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if func is VALUE and self.value is not None:
+            return self.value
         key = self._key(func, args, kwargs)
         found = self._answers.get(key)
         if found is not None:

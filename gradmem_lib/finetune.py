@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from .quantized import Linear4bit
 from .recipe import (
+    RELATIVE_RATE,
     LoRALinear,
     Recipe,
     change_model,
@@ -43,13 +44,15 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
     """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of so many rows.
 
     Checkpointing has the name that the installed transformers prefers: ``activation_checkpointing`` since 5.23,
-    ``gradient_checkpointing`` before. Segments are no argument of ``Trainer``; ``make_trainer`` puts them on.
+    ``gradient_checkpointing`` before. Segments are no argument of ``Trainer``, nor is torch's Adafactor: they are left out
+    here, and ``make_trainer`` puts them on.
     """
     chosen: dict[str, Any] = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": recipe.accumulation,
-        "optim": OPTIM[recipe.optimizer],
     }
+    if recipe.optimizer in OPTIM:
+        chosen["optim"] = OPTIM[recipe.optimizer]
     if recipe.autocast_dtype is not None:
         chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
     every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
@@ -291,7 +294,8 @@ def make_trainer(
         train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
         budget, live, title: of the tracker (``MemoryCallback``).
         progress: a progress bar and the losses as they come. ``None``: as ``live_enabled`` says in a notebook, else yes.
-        training_arguments: all else that ``TrainingArguments`` takes: ``max_steps``, ``learning_rate``, ...
+        training_arguments: all else that ``TrainingArguments`` takes: ``max_steps``, ``learning_rate``, ... The learning rate
+            of torch's Adafactor is relative to a weight's size, and ``recipe.RELATIVE_RATE`` unless you say another.
 
     Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise: both would pass
     what the recipe was chosen for. Raises ``ValueError`` for an argument that says something else than the recipe, and for
@@ -320,6 +324,8 @@ def make_trainer(
                 f"{name}={given!r} and the recipe says {chosen.get(own, False)!r}: change the recipe, or batch_size, and leave the "
                 "argument out"
             )
+    if recipe.optimizer == "adafactor-torch":
+        training_arguments = {"learning_rate": RELATIVE_RATE} | training_arguments
     if progress is None:
         progress = live_enabled() if in_kernel() else True
     defaults = {
@@ -333,7 +339,7 @@ def make_trainer(
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     # The optimizer is made here (create_optimizer); bitsandbytes' name would be refused where it is not installed.
-    if chosen["optim"] == "adamw_bnb_8bit":
+    if chosen.get("optim") == "adamw_bnb_8bit":
         chosen["optim"] = "adamw_torch"
     args = TrainingArguments(**(defaults | chosen | training_arguments))
     change_model(model, recipe)

@@ -23,7 +23,7 @@ from torch import nn
 from . import cuda
 from .accounting import SHAPES, Shape
 from .predict import Prediction, predict
-from .recipe import Recipe, model_class, predicts_next_token
+from .recipe import ADAFACTOR_EPS, RELATIVE_RATE, Recipe, model_class, predicts_next_token
 from .units import GiB, format_bytes, parse_bytes
 
 METHODS = {
@@ -31,6 +31,8 @@ METHODS = {
     "lora": "low-rank additions are trained on a frozen model",
     "qlora": "the same, and the frozen model is kept in 4 bits",
 }
+# By how far they are from plain AdamW. transformers' own Adafactor needs more than torch's, and no less time.
+OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adafactor-torch")
 LORA_RANK = 16
 EQUAL_TIME = 1.10  # what an estimate of time cannot tell apart
 ROUGHLY, ALLOCATOR_ROUGHLY = "allocator, about", 0.05
@@ -232,9 +234,10 @@ def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
         weights += width * work.adapters
         if getattr(recipe, "quantized_base", False):
             weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
-    states = {"adamw-8bit": 2 + 8 / 256, "adafactor": 0, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
-    if recipe.optimizer == "adafactor":
-        states = sum(4 * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
+    states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
+    if recipe.optimizer.startswith("adafactor"):
+        own = 4 if recipe.optimizer == "adafactor" else width
+        states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
     return {
         "parameters": weights,
         "gradients": 0 if recipe.in_backward else width * trained,
@@ -273,8 +276,10 @@ def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, 
     trained = work.adapters if recipe.lora_rank else work.parameters
     micro = passes * read + 3 * width * trained
     # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
-    # tensor read or write it 17 times.
-    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "sgd": 0}.get(recipe.optimizer, 4 * width)
+    # tensor read or write it 17 times, those of torch's Adafactor 14 times.
+    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}.get(
+        recipe.optimizer, 4 * width
+    )
     step = (3 * width + states) * trained
     moved = (micro + step / recipe.accumulation) / tokens
     return operations + moved / card.bandwidth
@@ -482,7 +487,7 @@ class _Search:
             for precision in precisions:
                 if in_backward and precision == "autocast-fp16":
                     continue
-                for optimizer in ("adamw-fused", "adamw-8bit", "adafactor"):
+                for optimizer in OPTIMIZERS:
                     yield replace(base, precision=precision, optimizer=optimizer, in_backward=in_backward)
 
     def ladder(self, family: Recipe) -> list[Recipe]:
@@ -697,7 +702,7 @@ def _changes(option: Option) -> tuple[int, ...]:
     recipe = option.recipe
     return (
         list(METHODS).index(option.method),
-        ("adamw-fused", "adamw-8bit", "adafactor").index(recipe.optimizer),
+        OPTIMIZERS.index(recipe.optimizer),
         recipe.precision == "bf16",
         recipe.in_backward,
         recipe.chunked_loss,
@@ -842,8 +847,8 @@ def plan(
         method: ``"full"``, ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
 
-    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, Adafactor, after backward or in
-    it), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that divides the global
+    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor, after backward
+    or in it), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that divides the global
     batch. Attention is always fused where the model can: eager needs more bytes and more time. ``float32-master`` is not
     tried: it holds as many bytes as mixed precision, and needs an optimizer of its own.
 
@@ -996,12 +1001,27 @@ def code(option: Option, given, target: str = "cuda") -> str:
                 *lines,
                 *lora,
                 *_training_arguments(option, target),
-                f"trainer = {trainer}(model=model, args=args, train_dataset=train_dataset)",
+                *_trainer_lines(trainer, recipe),
                 "trainer.train()",
             ]
         )
         + "\n"
     )
+
+
+def _trainer_lines(name: str, recipe: Recipe) -> list[str]:
+    given = "model=model, args=args, train_dataset=train_dataset"
+    if recipe.optimizer != "adafactor-torch":
+        return [f"trainer = {name}({given})"]
+    return [
+        f"trainer = {name}(",
+        f"    {given},",
+        "    optimizer_cls_and_kwargs=(",
+        "        torch.optim.Adafactor,",
+        f'        {{"lr": args.learning_rate, "eps": {ADAFACTOR_EPS}, "foreach": False}},',
+        "    ),",
+        ")",
+    ]
 
 
 def _auto_class(given) -> str:
@@ -1036,6 +1056,8 @@ def _training_arguments(option: Option, target: str) -> list[str]:
     from .finetune import arguments
 
     chosen = {"output_dir": "out"} | arguments(option.recipe, option.micro_batch)
+    if option.recipe.optimizer == "adafactor-torch":
+        chosen["learning_rate"] = RELATIVE_RATE
     if target == "cpu":
         chosen["use_cpu"] = True
     shown = (f'"{v}"' if isinstance(v, str) else repr(v) for v in chosen.values())
@@ -1050,6 +1072,7 @@ def _loop(option: Option, model: list[str], auto_class: str, target: str) -> lis
         if getattr(option.recipe, name) != getattr(Recipe(), name)
     )
     device = "cuda" if target == "cuda" else "cpu"
+    rate = RELATIVE_RATE if option.recipe.optimizer == "adafactor-torch" else 1e-5
     return [
         "import torch",
         "from torch.utils.data import DataLoader",
@@ -1063,7 +1086,7 @@ def _loop(option: Option, model: list[str], auto_class: str, target: str) -> lis
         "",
         *model,
         f"recipe = Recipe({shown})",
-        f'model, optimizer, undo = prepare(model.to("{device}"), recipe, lr=1e-5)',
+        f'model, optimizer, undo = prepare(model.to("{device}"), recipe, lr={rate})',
         f"for batch in DataLoader(train_dataset, {option.micro_batch}, shuffle=True, collate_fn=default_data_collator):",
         f'    loss = step(model, optimizer, {{k: v.to("{device}") for k, v in batch.items()}}, recipe)',
     ]

@@ -22,6 +22,7 @@ from urllib.request import getproxies
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import cuda, fakes
@@ -677,6 +678,7 @@ def _traced(question: _Question, layers: int | None, micro_batches: int | None) 
             model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
             prepared = prepare(model, recipe)
             stack.callback(prepared.undo.close)
+            _answer_in_steps(prepared, mode)
             if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
                 set_attention(model, name)
             if question.batch is None:
@@ -696,6 +698,23 @@ def _traced(question: _Question, layers: int | None, micro_batches: int | None) 
             return recorder.trace()
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise _cannot_trace(error) from error
+
+
+def _answer_in_steps(prepared: Prepared, mode: fakes.QuickFakeMode) -> None:
+    """Let an optimizer read values in its step. Adafactor scales its update by them: any number needs the same bytes.
+
+    In a model they stay an error, since there they may decide what is computed."""
+
+    def answer(value: float | None) -> Callable:
+        return lambda *step: setattr(mode, "value", value)
+
+    for optimizer in _optimizers(prepared):
+        optimizer.register_step_pre_hook(answer(1.0))
+        optimizer.register_step_post_hook(answer(None))
+
+
+def _optimizers(prepared: Prepared) -> list[Optimizer]:
+    return prepared.optimizer if isinstance(prepared.optimizer, list) else [prepared.optimizer]
 
 
 @contextmanager
@@ -718,8 +737,7 @@ def _warm_up(prepared: Prepared, question: _Question, batch) -> None:
         return
     if question.recipe.checkpointing == "best":
         _first_forward(prepared.model, batch, question.recipe)  # in which it measures the layers and settles
-    optimizers = prepared.optimizer if isinstance(prepared.optimizer, list) else [prepared.optimizer]
-    for optimizer in optimizers:
+    for optimizer in _optimizers(prepared):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)

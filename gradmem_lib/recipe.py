@@ -32,7 +32,8 @@ OPTIMIZERS = {
     "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
     "adamw-fused": "AdamW in one kernel, in place",
     "adamw-8bit": "AdamW whose states take one byte a number",
-    "adafactor": "row and column sums in place of the second moment",
+    "adafactor": "row and column sums in place of the second moment, as transformers has it: with float32 copies of a tensor",
+    "adafactor-torch": "the same, as torch.optim has it: one copy of a tensor, in its own dtype; a relative learning rate",
     "sgd": "no state, or one with momentum",
 }
 ATTENTION = {
@@ -42,6 +43,13 @@ ATTENTION = {
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 IGNORED = -100
 LOSS_SCALE = 2.0**12
+RATE = 1e-4
+# Of torch's Adafactor, relative to a weight's size: T5's in fine-tuning (Raffel et al. 2020). The default, 1e-2, is that
+# of its pretraining.
+RELATIVE_RATE = 1e-3
+# And what is added where a gradient is zero. The default is the rounding unit of the weights' dtype, 0.0078 in bf16: above
+# nearly every gradient, so that none would be normalized. The square of this is still a number in bf16.
+ADAFACTOR_EPS = (1e-16, 1e-3)
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
 
@@ -202,13 +210,15 @@ class Prepared(NamedTuple):
     undo: ExitStack
 
 
-def prepare(model: nn.Module, recipe: Recipe, *, lr: float = 1e-4) -> Prepared:
+def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Prepared:
     """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` where they do not fit.
 
     Casts parameters and persistent buffers (rotary frequencies stay in float32, as ``from_pretrained`` leaves them), sets the
     attention, adds LoRA, freezes, and switches checkpointing on. The key-value cache is switched off: training has no use
-    for it. Works on fake models too.
+    for it. Works on fake models too. Without ``lr`` the learning rate is ``RATE``, and ``RELATIVE_RATE`` for torch's Adafactor.
     """
+    if lr is None:
+        lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
     undo = ExitStack()
     change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
@@ -404,9 +414,10 @@ def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) ->
         return torch.optim.AdamW(parameters, lr=lr, **how)
     if recipe.optimizer == "adamw-8bit":
         return AdamW8bit(parameters, lr=lr)
+    if recipe.optimizer == "adafactor-torch":
+        return torch.optim.Adafactor(parameters, lr=lr, eps=ADAFACTOR_EPS, foreach=False)
     if recipe.optimizer == "adafactor":
-        # The one that transformers' Trainer uses, with its settings. torch.optim.Adafactor reads values on the way
-        # (.item()), which stalls a card and cannot be traced.
+        # The one that transformers' Trainer uses, with its settings.
         from transformers.optimization import Adafactor
 
         return Adafactor(parameters, lr=lr, scale_parameter=False, relative_step=False)

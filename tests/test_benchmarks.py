@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradmem_lib.accounting import SHAPES, Shape
-from gradmem_lib.recipe import Recipe
+from gradmem_lib.recipe import OPTIMIZERS, PRECISIONS, Recipe
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -52,7 +52,9 @@ def test_enough_cases_of_every_kind(gpu):
     assert len(set(map(str, cases))) == len(cases) >= 40
     recipes = [case.recipe for case in cases]
     assert {case.model for case in cases} >= set(gpu.FAMILIES)
-    assert len({r.precision for r in recipes}) == 5 and len({r.optimizer for r in recipes}) == 6
+    assert {r.precision for r in recipes} == set(PRECISIONS) and {r.optimizer for r in recipes} == set(
+        OPTIMIZERS
+    )
     assert len({r.checkpointing for r in recipes}) >= 4 and any(case.rows is None for case in cases)
     for case in cases:
         limit = getattr(gpu.config_of(case.model, tiny=False), "max_position_embeddings", case.seq_len)

@@ -28,7 +28,16 @@ from gradmem_lib.finetune import (
     merge_adapters,
 )
 from gradmem_lib.predict import predict
-from gradmem_lib.recipe import AdamW8bit, LoRALinear, MasterAdamW, Recipe, prepare, step
+from gradmem_lib.recipe import (
+    RELATIVE_RATE,
+    AdamW8bit,
+    LoRALinear,
+    MasterAdamW,
+    Recipe,
+    make_optimizer,
+    prepare,
+    step,
+)
 from gradmem_lib.tracker import CATEGORIES
 
 ROWS, SEQ = 8, 48
@@ -85,6 +94,7 @@ RECIPES = {
     "master": Recipe(accumulation=2, precision="float32-master"),
     "8-bit": Recipe(accumulation=2, precision="bf16", optimizer="adamw-8bit"),
     "adafactor": Recipe(accumulation=2, optimizer="adafactor"),
+    "adafactor-torch": Recipe(accumulation=2, optimizer="adafactor-torch", precision="bf16"),
     "foreach": Recipe(optimizer="adamw-foreach"),
     "fused": Recipe(optimizer="adamw-fused"),
     "momentum": Recipe(optimizer="sgd", momentum=0.9),
@@ -406,6 +416,43 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         trainer.train()
     assert_clean(trainer)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_adafactor_does_not_depend_on_how_large_gradients_are(dtype):
+    numbers = torch.Generator().manual_seed(0)
+    start, direction = torch.randn(2, 64, 32, generator=numbers).to(dtype)
+    ends = []
+    for size in (1.0, 2.0**-20):
+        weight = nn.Parameter(start.clone())
+        optimizer = make_optimizer([weight], Recipe(optimizer="adafactor-torch"), lr=0.1)
+        weight.grad = direction * size
+        weight.grad[0] = 0  # as a token that is not in the batch
+        optimizer.step()
+        ends.append(weight.detach())
+    assert (
+        torch.equal(*ends) and torch.equal(ends[0][0], start[0]) and not torch.equal(ends[0][1:], start[1:])
+    )
+
+
+def test_torchs_adafactor_has_a_rate_that_is_relative_to_the_weights(tmp_path):
+    recipe = Recipe(optimizer="adafactor-torch")
+    given = {
+        "batch_size": 2,
+        "train_dataset": rows(),
+        "output_dir": str(tmp_path),
+        "max_steps": 1,
+        "progress": False,
+    }
+    assert make_trainer(small(), recipe, **given).args.learning_rate == RELATIVE_RATE
+    assert make_trainer(small(), recipe, learning_rate=1e-4, **given).args.learning_rate == 1e-4
+    model = small()
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = make_trainer(model, recipe, lr_scheduler_type="constant", **given)
+    trainer.train()
+    pairs = zip(before, model.parameters(), strict=True)
+    moved = [float((p.detach() - was).norm() / was.norm()) for was, p in pairs]
+    assert min(moved) > 0 and max(moved) == pytest.approx(RELATIVE_RATE, rel=0.05)
 
 
 def test_a_run_in_the_background_goes_on_ignoring_the_ctrl_c_of_others(tmp_path):

@@ -159,6 +159,7 @@ def test_resident_bytes_are_what_training_keeps(config):
         Recipe(precision="bf16"),
         Recipe(precision="bf16", lora_rank=16),
         Recipe(optimizer="adafactor"),
+        Recipe(optimizer="adafactor-torch", precision="bf16"),
         Recipe(optimizer="adamw-8bit"),
     ):
         found = predict(config, batch_size=1, seq_len=8, recipe=recipe, target="cpu").current.by_category
@@ -318,7 +319,8 @@ def option_of(config, recipe, method, rows):
     "recipe",
     [
         Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
-        Recipe(precision="bf16", optimizer="adafactor", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adafactor-torch", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adafactor"),
         Recipe(
             precision="bf16",
             optimizer="adamw-fused",
@@ -327,7 +329,7 @@ def option_of(config, recipe, method, rows):
             checkpointing="per-layer",
         ),
     ],
-    ids=["autocast", "chunked", "qlora"],
+    ids=["autocast", "chunked", "adafactor", "qlora"],
 )
 def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
     method = "qlora" if recipe.quantized_base else "full"
@@ -347,6 +349,7 @@ def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
         output_dir=str(tmp_path / "ours"),
         progress=False,
     )
+    assert trainer.args.learning_rate == ours.args.learning_rate
     for name in finetune_arguments(recipe, 1):
         assert getattr(ours.args, name) == getattr(args, name), name
 
@@ -356,9 +359,10 @@ def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
     [
         Recipe(precision="bf16", optimizer="adamw-fused"),
         Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
         Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
     ],
-    ids=["plain", "chunked", "qlora"],
+    ids=["plain", "chunked", "adafactor", "qlora"],
 )
 def test_printed_code_needs_what_was_predicted(config, recipe, tmp_path, monkeypatch):
     made = option_of(config, recipe, "qlora" if recipe.quantized_base else "full", 2)
@@ -375,7 +379,9 @@ def test_printed_code_needs_what_was_predicted(config, recipe, tmp_path, monkeyp
 
 
 def test_printed_loop_steps_in_backward(config, tmp_path, monkeypatch):
-    made = option_of(config, Recipe(precision="bf16", optimizer="adafactor", in_backward=True), "full", 2)
+    made = option_of(
+        config, Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True), "full", 2
+    )
     space = run_code(made, config, tmp_path, monkeypatch)
     assert space["loss"] > 0 and all(p.grad is None for p in space["model"].parameters())
 

@@ -91,6 +91,7 @@ EVERYWHERE = {
 }
 MORE = {
     "adafactor": Recipe(optimizer="adafactor", precision="bf16"),
+    "adafactor-torch": Recipe(optimizer="adafactor-torch", precision="bf16"),
     "8-bit": Recipe(optimizer="adamw-8bit", precision="bf16"),
     "sgd": Recipe(optimizer="sgd"),
     "master-foreach": Recipe(precision="float32-master", optimizer="adamw-foreach"),
@@ -104,6 +105,7 @@ MORE = {
     "lora-targets": Recipe(lora_rank=2, lora_targets=["q_proj", "v_proj"], precision="bf16"),
     "chunked": Recipe(chunked_loss=True, precision="bf16"),
     "chunked-autocast-lora": Recipe(chunked_loss=True, precision="autocast-bf16", lora_rank=2),
+    "in-backward-adafactor-torch": Recipe(in_backward=True, optimizer="adafactor-torch", precision="bf16"),
     "in-backward-adamw": Recipe(in_backward=True, precision="bf16", checkpointing="per-layer"),
 }
 CASES = [(f, r) for f in FAMILIES for r in EVERYWHERE] + [("llama", r) for r in MORE]
@@ -184,6 +186,7 @@ def test_random_configurations(data):
         ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
         ("vit", Recipe(lora_rank=4, optimizer="adamw-8bit", precision="autocast-fp16")),
         ("bert", Recipe(precision="bf16", optimizer="adafactor")),
+        ("llama", Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True)),
     ],
 )
 def test_short_traces_say_what_the_full_one_says(family, recipe, target):

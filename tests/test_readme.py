@@ -82,6 +82,27 @@ def test_the_results_are_the_recorded_ones():
         assert figure in section, figure
 
 
+def test_predicted_needs_of_an_8b_are_the_recorded_ones():
+    cases = recorded("finetune")["predicted for a card"]["cases"]
+    adafactor, lora, qlora = (
+        min(
+            case["live bytes and workspace"]
+            for case in cases
+            if case["way"] == "ours" and fits(case["recipe"])
+        )
+        for fits in (
+            lambda recipe: recipe["optimizer"] == "adafactor-torch",
+            lambda recipe: recipe.get("lora_rank") == 8 and "quantized_base" not in recipe,
+            lambda recipe: recipe.get("lora_rank") == 8 and "quantized_base" in recipe,
+        )
+    )
+    needs = [f"{nbytes / 2**30:.1f} GiB" for nbytes in (adafactor, lora, qlora)]
+    said = re.search(
+        r"needs (.* GiB) to train every .*, (.* GiB) with LoRA of rank 8, and (.* GiB) with its base", PLAIN
+    )
+    assert list(said.groups()) == needs
+
+
 def test_the_numbers_of_combinations_are_those_of_the_tests():
     import test_predict
     import test_tracker

@@ -164,7 +164,7 @@ def seven_billion_on_24() -> Finding:
     resident = sum(accounting.resident_bytes(shape, "bf16", "AdamW").values())
     lora = _predicted("Llama-2-7B", 2, 2048, _with(**trio, lora_rank=LORA_RANK))
     backward = _predicted(
-        "Llama-2-7B", 1, 2048, _with(optimizer="adafactor", in_backward=True, checkpointing="per-layer")
+        "Llama-2-7B", 1, 2048, _with(optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer")
     )
     return Finding(
         "does not hold",
