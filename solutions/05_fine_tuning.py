@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *60 to 75 minutes, of which your machine computes some ten. You need: lessons 01, 03 and 04.*
+# *60 to 75 minutes, of which your machine computes some twelve. You need: lessons 01, 03 and 04.*
 #
 # One task, one card that is too small for it, and everything that you have built so far. You will bring a real
 # fine-tuning run of Hugging Face's `Trainer` under a quarter of its memory, one technique at a time, and see what each
@@ -712,10 +712,10 @@ del full
 # this peak by less than one MiB.) Same name, same paper, other bytes: an optimizer is what its step does, and the
 # breakdown knows; a rule of thumb does not. What it has learned you will see in section 12.
 #
-# Two defaults of torch's Adafactor are not for this. Its learning rate is relative to the size of a weight, and 1e-2 is
-# for training from nothing; 1e-3 is what T5 was fine-tuned with. And its `eps` is the rounding unit of the weights'
-# dtype: in bf16 that is 0.0078, above nearly every gradient, and then nothing is divided by anything. A recipe sets it
-# to 1e-16.
+# Two defaults of torch's Adafactor are not for this. Its learning rate is relative to the size of a weight, and 0.01 is
+# for training from nothing; 0.001 is what T5 was fine-tuned with. And its `eps` is the rounding unit of the weights'
+# dtype: in bf16 that is 0.0078, above nearly every gradient, and then nothing is normalized. A recipe sets it to
+# `1e-16`.
 #
 # Much lower you cannot go with every weight trained: in bf16, weights and gradients alone are 513 MiB.
 #
