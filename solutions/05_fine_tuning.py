@@ -271,16 +271,19 @@ for name, changes in orders.items():
 # well. Checkpointing alone comes out lower than accumulation here, and both together no lower than accumulation alone.
 # The rest is what neither of them touches: weights, gradients, states.
 #
-# Which is the better buy? Accumulation costs next to no time, checkpointing up to a third more. But the card decides.
-# This is what the planner makes of yours, with all weights trained:
+# Which is the better buy? Checkpointing costs up to a third more time, always. What accumulation costs depends on the
+# micro-batch: little where one row keeps the machine busy, a lot where rows are short, as here. But the card decides
+# first. This is what the planner makes of yours, with all weights trained:
 
 # %%
 print(plan(config, card=BUDGET, seq_len=128, global_batch=8, target="cpu"))
 
 # %% [markdown]
 # Read it from the end. Float32 is out before any activation is counted; autocast too, which changes no weight and no
-# state; and bf16 with AdamW. What is left is an optimizer with next to no states, which you will meet in section 9. And
-# there *either* technique will do: all rows at once with checkpoints, or one row at a time without.
+# state; and bf16 with AdamW. (8-bit AdamW passes that sum and fails the prediction; section 9 measures it.) What is
+# left is an optimizer with next to no states, which you will meet there. With it *either* technique will do: one row at
+# a time without checkpoints; or all rows at once with checkpoints, and with the loss in chunks, since no checkpoint
+# shrinks the logits.
 #
 # So which of the two comes first is a question for the part of the peak that they can move, *after* the rest fits.
 # About that part, the documents say:
@@ -385,8 +388,9 @@ guess_c.reveal(formula=lower / 2**20, measured=round(measured_lower / 2**20, 1))
 
 # %% [markdown]
 # **It does not move.** Look where the peak is: *in backward*, activations next to nothing. It is the end of a backward,
-# with every gradient there, and every state; the temporaries are the embedding's next gradient, 49,152 × 576 numbers,
-# in the making. No activation is left that a checkpoint could save. The time of a second forward is paid all the same.
+# with every gradient there, and every state. The temporaries are three tables of 49,152 × 576 numbers: the embedding is
+# the output layer as well, so its next gradient is two tables and their sum. No activation is left that a checkpoint
+# could save. The time of a second forward is paid all the same.
 #
 # Still, keep it on, and remember this moment: you will take it away again when it matters.
 #
@@ -666,7 +670,8 @@ train_mixed = check("5.5", train_mixed)
 
 # %% [markdown]
 # What halves everything is to load the model in bf16 and train it so, weights, gradients and states. You know the
-# price; for adapters, a few sections on, it will be none.
+# price. Frozen weights will not pay it, since nothing updates them; adapters, a few sections on, start near zero and pay
+# little.
 
 # %%
 recipe = cut | rerun | {"precision": "bf16"}
@@ -708,16 +713,20 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 del full
 
 # %% [markdown]
-# **It fits**, with every weight trained, for all the steps. (Checkpoints were left out: they cost time, and would lower
-# this peak by less than one MiB.) Same name, same paper, other bytes: an optimizer is what its step does, and the
-# breakdown knows; a rule of thumb does not. What it has learned you will see in section 12.
+# **It fits**, with every weight trained, for all the steps. (In bf16 a large weight does not move in every one of
+# them. Checkpoints were left out: they cost time, and would lower this peak by less than one MiB.) Same name, same
+# paper, other bytes: an optimizer is what its step does, and the breakdown knows; a rule of thumb does not. What it has
+# learned you will see in section 12.
 #
-# Two defaults of torch's Adafactor are not for this. Its learning rate is relative to the size of a weight, and 0.01 is
-# for training from nothing; 0.001 is what T5 was fine-tuned with. And its `eps` is the rounding unit of the weights'
-# dtype: in bf16 that is 0.0078, above nearly every gradient, and then nothing is normalized. A recipe sets it to
-# `1e-16`.
+# `optim="adafactor"` is transformers' own. Torch's has no name in `TrainingArguments`: `make_trainer` knows it, and for
+# a plain `Trainer` it goes into `optimizer_cls_and_kwargs`, as the code does that `plan` prints. Two of its defaults are
+# not for this. Its learning rate is relative to the typical size of a tensor's weights, and 0.01 is for training from
+# nothing; 0.001 is what T5 was fine-tuned with. And its `eps` is the gap after 1 in the weights' dtype: in bf16 1/128,
+# above nearly every gradient, and then nothing is normalized. A recipe sets it to `1e-16`.
 #
-# Much lower you cannot go with every weight trained: in bf16, weights and gradients alone are 513 MiB.
+# As long as all gradients wait for the optimizer, there is not much below: in bf16, weights and gradients alone are 513
+# MiB. (An optimizer that steps *during* backward, and frees each gradient at once, goes lower still. Then accumulation
+# is impossible, and `Trainer` cannot do it; section 14 comes back to it.)
 #
 # ## 10 · LoRA
 #
@@ -737,8 +746,9 @@ lora = chart.bars[-1]
 guess_f.reveal(formula=predicted(**recipe).total, measured=lora.total)
 
 # %% [markdown]
-# **Less than half of the card.** Gradients and states are a few MiB, and look what has come back: activations. Beside
-# frozen weights they are the peak now. So take the checkpoints away, and see whether they are still worth nothing:
+# **Less than half of the card.** Gradients and states are twenty MiB together, and look what has come back: activations
+# and logits. Beside frozen weights they are the peak now. So take the checkpoints away, and see whether they are still
+# worth nothing:
 
 # %%
 bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
@@ -791,15 +801,16 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 11 · The loss in chunks, and room to spend
 #
-# The yellow part of the bar is logits and their gradient: 49,152 numbers a token. `chunked_loss` never has more than
-# 128 tokens' worth of them.
+# The yellow part of the bar is two tables of gradients of the logits, 49,152 float32 numbers a token each; a third such
+# table, which the loss saved, is in the orange. `chunked_loss` never has more than 128 tokens' worth of them.
 
 # %%
 recipe |= {"chunked_loss": True}
 bar("+ loss in chunks", recipe)
 
 # %% [markdown]
-# Not much, for one row at a time; it has 128 tokens itself. But now logits do not grow with the micro-batch. You have
+# One table less, and the other two are orange now: this loss makes its gradient in forward already. One row is a chunk
+# itself, so there is no more to win here. But now logits do not grow with the micro-batch. You have
 # more than half a card to spare, and unspent memory is time given away. What could be taken back?
 
 # %%
@@ -901,6 +912,11 @@ for name, sentence in sentences.items():
 # %% [markdown]
 # (Stored in this notebook: the runs of two updates, which change little. Yours made twenty.)
 #
+# After twenty, all three are clearly below the start. The differences between them say little: eight rows, and three
+# learning rates of which none was tuned. *Not worse* is what you may conclude. Why LoRA, then, if every weight can be
+# trained in as many bytes? Most of its bar is room that you chose to spend; it can do with half, and it is the faster
+# one.
+#
 # ### Keep it
 #
 # Adapters can be written into the weights, and what remains is an ordinary model: no adapter, no course, anyone can
@@ -963,8 +979,9 @@ step = resumed.state.global_step
 print(f"after step {step}, the same as without a stop, to the bit: {same}")
 
 # %% [markdown]
-# A checkpoint holds the weights, the optimizer's states, the schedule, the place in the data and the random state;
-# without one of them, the last line would say so. To have one now and then: `save_strategy="steps", save_steps=100`.
+# A checkpoint holds the weights, the optimizer's states, the schedule, the place in the data and, for dropout, the
+# random state; without one of the others, the last line would say so. To have one now and then:
+# `save_strategy="steps", save_steps=100`.
 #
 # ## 13 · What is swallowed
 #
@@ -1069,7 +1086,7 @@ for name, change in ladder.items():
 
 # %%
 peak = on_card["+ checkpointing"].prediction.peak.total
-guess_g.reveal(measured=round(peak / 2**30, 1))
+guess_g.reveal(measured=round(peak / 2**30, 1), what="predicted")
 claims.show("C12", "C54")
 
 # %% [markdown]
@@ -1092,7 +1109,7 @@ claims.show("C12", "C54")
 cards = ("RTX 3070 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090 24GB")
 backward = {"precision": "bf16", "optimizer": "adafactor-torch", "in_backward": True}
 backward |= {"checkpointing": "per-layer", "chunked_loss": True}
-on_card["all weights, Adafactor in backward"] = lesson_05.on_card(Recipe(**backward), 8)
+on_card["all weights, in backward, 8 rows"] = lesson_05.on_card(Recipe(**backward), 8)
 print(
     f"{'':<36}{'needs':>10}  " + "".join(f"{card.rpartition(' ')[2]:>6}" for card in cards)
 )
@@ -1102,7 +1119,9 @@ for name, option in on_card.items():
     print(row + "".join(f"{mark:>6}" for mark in fits))
 
 # %% [markdown]
-# And the two Adafactors? In Llama-2-7B no tensor is a large part. In Llama-3.1-8B one is, with 128,256 words:
+# The last line steps in backward, with torch's Adafactor; the 14.9 GB of C54 are the peak of *one* row. Does it matter
+# which Adafactor? Llama-3.1-8B has 128,256 words, and two tables of them, embedding and output, of 525 million numbers
+# each. Two rows at a time:
 
 # %%
 from gradmem_lib.plan import known_model
@@ -1116,8 +1135,11 @@ for optimizer in ("adafactor", "adafactor-torch"):
     print(f"{optimizer:<16}peak {peak.total / 2**30:.1f} GiB, {most}, in {peak.phase}")
 
 # %% [markdown]
-# Of the cards above, the smaller two are what 4 bits are for. A card of 16 GB takes either, and with 4 bits two thirds of it are left. What
-# would the planner do with the room?
+# Float32 copies of one table are 7.8 GiB, one copy in bf16 is 1.0. With the second, every weight of the 8B can be
+# trained on 24 GB; with the first it cannot.
+#
+# Back to the 7B. The two smaller cards are what 4 bits are for. A card of 16 GB takes LoRA with or without
+# them, and with them two thirds of it are left. What would the planner do with the room?
 
 # %%
 found = plan(
@@ -1161,8 +1183,10 @@ claims.show("C13", "C14", "C24")
 #
 # - **Look where the peak is**, in which phase and of which category; then choose. Not the other way round.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
-#   LoRA.
-# - **Accumulation** shrinks activations, costs little, and holds the gradients. **Checkpointing** shrinks activations,
+#   LoRA, or a step in backward.
+# - **An optimizer is its states *and* its step.** Same name, other temporaries.
+# - **Accumulation** shrinks activations, costs little as long as a micro-batch keeps the card busy, and holds the
+#   gradients. **Checkpointing** shrinks activations,
 #   costs a forward, and is worth nothing where they are not the peak.
 # - **`bf16=True` is autocast.** What halves the memory is the dtype that the model was *loaded* in, states included.
 # - **The global batch, the schedule and the logged loss** must not change with the micro-batch. One update at 1 and at

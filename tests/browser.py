@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OFFLINE = ROOT / "tests" / "offline"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
@@ -63,7 +65,7 @@ def chromium():
 
 
 class Lab:
-    """A JupyterLab server on a folder of notebooks; use it as a context manager."""
+    """A JupyterLab server on a folder of notebooks, cut off from every network; use it as a context manager."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -125,7 +127,8 @@ class Lab:
         }  # fmt: skip
         # A model that was unpacked once need not be unpacked again.
         env.setdefault("GRADMEM_CACHE", str(platformdirs.user_cache_path("gradmem")))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+        paths = (str(OFFLINE), str(ROOT), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return env
 
     def _wait_until_up(self, seconds: float = 60) -> None:
@@ -259,6 +262,12 @@ class Notebook:
     def run_all(self, *, seconds: float = 240) -> int:
         self.start()
         return self.watch(seconds=seconds)
+
+    def not_run(self) -> list[str]:
+        """The prompts of cells that did not come to their end: what follows an error is not run."""
+        prompts = self.panel.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+        assert prompts, "no code cell in sight"
+        return [prompt for prompt in prompts if not re.fullmatch(r"\[\d+\]:", prompt.strip())]
 
     def output(self, cell: int):
         """The output area of code cell number ``cell``, from 0."""

@@ -233,7 +233,7 @@ def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):
         pictures = notebook.watch(
             seconds=600, on_frame=lambda n: n == 5 and shot(notebook, f"lesson_{name[:2]}_live")
         )
-        assert pictures >= 5
+        assert pictures >= 5 and notebook.not_run() == []
         stills = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
         stills.first.wait_for()
         assert notebook.panel.locator("canvas.gm-canvas[data-recording=true]").count() == 0

@@ -144,7 +144,8 @@ def test_the_network_is_really_cut_off(offline, attempt):
     assert "without a network" in done.stderr or "Connection refused" in done.stderr
 
 
-@every(LESSONS)
+# Lesson 05 takes minutes. The browser test runs it so, once.
+@every([path for path in LESSONS if path.stem != "05_fine_tuning"])
 def test_a_lesson_runs_from_top_to_bottom_without_a_network(path, offline, tmp_path):
     """As a learner's first Run All, by nbval: no answers written, SmolLM2 still in its package."""
     progress = tmp_path / "progress.json"

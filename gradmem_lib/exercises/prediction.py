@@ -37,14 +37,17 @@ class Prediction:
         """Commit to ``value``, such as ``"1.5 GiB"``, ``"600e6"`` or ``42``. Raises ``ValueError`` with advice."""
         print(self._commit(value))
 
-    def reveal(self, *, formula: float | None = None, measured: float) -> None:
-        """Print guess, formula and measured value, exact and for people, and how far off the first two were."""
+    def reveal(self, *, formula: float | None = None, measured: float, what: str = "measured") -> None:
+        """Print guess, formula and measured value, exact and for people, and how far off the first two were.
+
+        ``what`` is what the last one is called: ``"predicted"`` where nothing was run.
+        """
         measured = _number(measured, self.unit)
         if self.value is not None:
             progress.record_guess(self.id, self.value, measured, unit=self.unit)
         rows = [("guess", self.value)]
         rows += [("formula", _number(formula, self.unit))] if formula is not None else []
-        rows += [("measured", measured)]
+        rows += [(what, measured)]
         print(f"{self!r}\n{_table(rows, self.unit)}")
         if self.value is None:
             print(
