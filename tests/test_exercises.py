@@ -651,3 +651,20 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
 
     assert f"where it takes {peak(lesson_05.checkpointing_setting, 1)} now" in text
     assert f"every weight trained they take {peak(lesson_05.lora_setting, 2)}" in text
+
+
+def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():
+    from gradmem_lib.plan import known_model
+    from gradmem_lib.predict import predict
+    from gradmem_lib.recipe import Recipe
+
+    recipe = Recipe(precision="bf16", optimizer="adafactor-torch", accumulation=8)
+    ask = {"batch_size": 8, "seq_len": 128, "target": "cpu"}
+    config = known_model("SmolLM2-135M")[1]
+    without, checkpointed = (
+        predict(config, recipe=replace(recipe, checkpointing=how), **ask).peak.total
+        for how in (None, "per-layer")
+    )
+    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
+    assert "would lower this peak by less than one MiB" in " ".join(text.replace("#", " ").split())
+    assert 0 < without - checkpointed < 2**20
