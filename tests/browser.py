@@ -131,6 +131,12 @@ class Lab:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return env
 
+    def checks(self) -> dict[str, str]:
+        """What the exercises' checks have said so far, by exercise."""
+        path = self._own / "progress.json"
+        tried = json.loads(path.read_text(encoding="utf-8"))["checks"] if path.exists() else {}
+        return {name: entry["outcome"] for name, entry in tried.items()}
+
     def _wait_until_up(self, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -268,6 +274,13 @@ class Notebook:
         prompts = self.panel.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
         assert prompts, "no code cell in sight"
         return [prompt for prompt in prompts if not re.fullmatch(r"\[\d+\]:", prompt.strip())]
+
+    def failed(self) -> int:
+        """How many outputs are an exception's."""
+        return self.page.evaluate(
+            """() => jupyterapp.shell.currentWidget.content.widgets.filter((cell) => cell.model.type === 'code')
+              .flatMap((cell) => cell.model.outputs.toJSON()).filter((output) => output.output_type === 'error').length"""
+        )
 
     def output(self, cell: int):
         """The output area of code cell number ``cell``, from 0."""
