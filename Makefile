@@ -54,7 +54,7 @@ lab: $(LEARN)
 
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
-	$(PY) -m gradmem_lib.claims --write
+	$(PY) -m gradmem_lib.course.claims --write
 
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done

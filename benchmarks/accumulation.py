@@ -14,8 +14,9 @@ import time
 import torch
 from record import record
 
-from gradmem_lib import models
-from gradmem_lib.accumulation import accumulate_gradients, next_token_loss, split
+from gradmem_lib.course import models
+from gradmem_lib.techniques.accumulation import accumulate_gradients, split
+from gradmem_lib.techniques.losses import next_token_loss
 
 BATCH, SEQ_LEN, ROUNDS = 16, 64, 9
 MICRO_BATCHES = (1, 2, 4, 8, 16)

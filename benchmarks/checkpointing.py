@@ -28,9 +28,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from gradmem_lib import models, texts
-from gradmem_lib.checkpointing import checkpoint_layers, schedule_peak, uniform_segments
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.course import models, texts
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.schedules import schedule_peak, uniform_segments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, ROWS, WIDTH = 64, 512, 128

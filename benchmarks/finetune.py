@@ -35,22 +35,15 @@ import transformers
 from gpu_predict import TINY, WARM_UP, TooSlow
 from record import record
 
-from gradmem_lib import cuda
-from gradmem_lib.claims import bert_large
-from gradmem_lib.plan import known_model
-from gradmem_lib.predict import predict
-from gradmem_lib.recipe import (
-    Prepared,
-    Recipe,
-    change_model,
-    example_batch,
-    make_optimizer,
-    model_class,
-    prepare,
-    set_checkpointing,
-    step,
-)
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.course.claims import bert_large
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.prediction import allocator
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.prepare import Prepared, change_model, make_optimizer, prepare, set_checkpointing
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 from gradmem_lib.units import GiB, KiB, MiB, format_bytes
 
 NO_CARD = "No CUDA card here: no fine-tuning was measured, and nothing was written."
@@ -87,7 +80,7 @@ def first_that_fits(forms: Sequence[Recipe], needs: Callable[[Recipe], int], roo
 
 def cpu_data(dry: bool, steps: int):
     """(make a fresh model, training rows, held-out rows)."""
-    from gradmem_lib import models, texts
+    from gradmem_lib.course import models, texts
 
     class Noted(texts.Rows):
         """Rows that note in which order they were asked for."""
@@ -122,7 +115,7 @@ def loss_on(model, rows) -> float:
 
 def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, memory):
     """A ``Trainer`` of ``way``. Ours brings a ``MemoryCallback`` of its own; the others get ``memory``."""
-    from gradmem_lib.finetune import checkpointing_argument, make_trainer
+    from gradmem_lib.training.trainer import checkpointing_argument, make_trainer
 
     common = {"max_steps": steps, "logging_strategy": "no"}
     if way == OURS:
@@ -145,7 +138,7 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, m
 
 def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, steps: int) -> dict:
     """One way from a fresh model to its held-out loss."""
-    from gradmem_lib.finetune import MemoryCallback
+    from gradmem_lib.training.trainer import MemoryCallback
 
     class Clock(transformers.TrainerCallback):
         def __init__(self):
@@ -284,7 +277,7 @@ def predicted_for_card() -> list[dict]:
         live = predict(
             config, batch_size=ROWS_8B, seq_len=TOKENS_8B, recipe=case.recipe, target="cuda"
         ).peak.total
-        needs, target = live + cuda.workspace(), TORCHTUNE[case.family]
+        needs, target = live + allocator.workspace(), TORCHTUNE[case.family]
         found.append(
             {
                 "family": case.family,

@@ -26,14 +26,18 @@ import torch
 import transformers
 from record import record
 
+from gradmem_lib.prediction import allocator
+
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # a plain checkout: the library is not installed
 
-from gradmem_lib import cuda
-from gradmem_lib.predict import clear_cache, predict
-from gradmem_lib.recipe import Recipe, example_batch, model_class, prepare, step
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 from gradmem_lib.units import MiB, format_bytes
 
 WARM_UP = 2
@@ -192,7 +196,7 @@ class Card:
 
     def __init__(self):
         self.total = torch.cuda.mem_get_info()[0]
-        self.workspace = cuda.workspace(torch.cuda.get_device_capability())
+        self.workspace = allocator.workspace(torch.cuda.get_device_capability())
 
     def clear(self) -> None:
         """Nothing of the case before is left: no tensors, no cached segments, no cuBLAS workspace."""

@@ -30,9 +30,12 @@ import psutil
 import torch
 from record import record
 
-from gradmem_lib.accounting import SHAPES, Shape
-from gradmem_lib.predict import attention_without_mask, clear_cache, predict
-from gradmem_lib.recipe import Recipe, example_batch, model_class, prepare, set_attention
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.prediction.trace import attention_without_mask
+from gradmem_lib.techniques.shapes import SHAPES, Shape
+from gradmem_lib.training.prepare import prepare, set_attention
+from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import format_bytes
 
 # Batch 1 and the longest sequence that each was trained on. No dropout: Llama has none, and on a CPU, where the trace is exact,

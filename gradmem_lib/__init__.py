@@ -2,24 +2,51 @@
 
 from importlib import import_module
 
-_HOME = {
-    "MemoryTracker": "tracker",
-    "MemorySnapshot": "tracker",
-    "BudgetExceeded": "tracker",
-    "check": "exercises",
-    "predict_first": "exercises",
-    "format_bytes": "units",
-    "parse_bytes": "units",
+from .measure import display
+
+_HOMES = {
+    "measure.tracker": "MemoryTracker",
+    "measure.timeline": "MemorySnapshot Timeline",
+    "measure.budget": "BudgetExceeded",
+    "techniques.adam": "Adam AdamW",
+    "techniques.accumulation": "Accumulated accumulate_gradients split",
+    "techniques.losses": "count_targets next_token_loss",
+    "techniques.checkpointing": "checkpoint_layers",
+    "techniques.schedules": "best_segments extra_forwards schedule_peak uniform_segments",
+    "techniques.lora": "LoRALinear",
+    "training.recipe": "Recipe",
+    "training.trainer": "MemoryCallback arguments make_trainer merge_adapters",
+    "prediction.predict": "Prediction predict",
+    "planning.cards": "find_card",
+    "planning.models": "known_model",
+    "planning.plan": "plan",
+    "planning.report": "Plan",
+    "view.descent": "show_losses show_paths",
+    "view.explorer": "explore",
+    "view.schedule_explorer": "explore_schedule",
+    "measure.schedule_record": "record_schedule",
+    "view.schedules": "show_schedule",
+    "view.waterfall": "Waterfall",
+    "course.check": "check",
+    "course.doctor": "doctor",
+    "course.guesses": "predict_first",
+    "units": "format_bytes parse_bytes",
 }
-__all__ = sorted(_HOME)
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = {"accounting": "techniques.accounting"}
+__all__ = sorted([*_HOME, *_MODULES])
+
+display.register(lambda: import_module(".view.pictures", __name__))
 
 
 def __getattr__(name: str):
     # On first use, so that `python -m gradmem_lib doctor` can speak even where torch does not import.
+    if name in _MODULES:
+        return import_module(f".{_MODULES[name]}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from gradmem_lib import doctor
+    from .course import doctor
 
     findings = doctor.examine()
     print(doctor.report(findings))
@@ -18,10 +18,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _progress(options: argparse.Namespace) -> int:
-    from gradmem_lib.exercises import progress
+    from .course import progress
+    from .course.summary import summary
 
     try:
-        print(progress.reset() if options.reset else progress.summary())
+        print(progress.reset() if options.reset else summary())
     except progress.ProgressError as error:
         print(error, file=sys.stderr)
         return 1
@@ -29,9 +30,9 @@ def _progress(options: argparse.Namespace) -> int:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    from gradmem_lib.plan import find_model
-    from gradmem_lib.predict import predict
-    from gradmem_lib.recipe import Recipe
+    from .planning.models import find_model
+    from .prediction.predict import predict
+    from .training.recipe import Recipe
 
     recipe = Recipe(
         precision=options.precision,
@@ -67,7 +68,7 @@ def _schedule(text: str | None) -> str | int | list[int] | None:
 
 
 def _as_dict(title: str, prediction) -> dict:
-    from gradmem_lib.plan import beyond
+    from .planning.cost import beyond
 
     peak, extra = prediction.peak, beyond(prediction)
     return {
@@ -82,8 +83,8 @@ def _as_dict(title: str, prediction) -> dict:
 
 
 def _as_text(title: str, prediction) -> str:
-    from gradmem_lib.plan import beyond
-    from gradmem_lib.units import format_bytes
+    from .planning.cost import beyond
+    from .units import format_bytes
 
     peak, extra = prediction.peak, beyond(prediction)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
@@ -100,7 +101,7 @@ def _as_text(title: str, prediction) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from gradmem_lib.plan import plan
+    from .planning.plan import plan
 
     made = plan(
         options.model,
@@ -123,7 +124,7 @@ def _asked(options: argparse.Namespace) -> int:
     """Run a command whose bad input is a sentence on stderr and exit code 2."""
     from transformers.utils import logging as transformers_logging
 
-    from gradmem_lib.predict import CannotTrace
+    from .prediction.question import CannotTrace
 
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

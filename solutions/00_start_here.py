@@ -30,7 +30,7 @@
 # Run the cells from top to bottom, each with Shift+Enter. First: does everything work here?
 
 # %% tags=["nbval-ignore-output"]
-from gradmem_lib.doctor import doctor
+from gradmem_lib import doctor
 
 doctor()
 
@@ -46,7 +46,8 @@ doctor()
 # %%
 import torch
 
-from gradmem_lib import BudgetExceeded, MemoryTracker, check, models, predict_first
+from gradmem_lib import BudgetExceeded, MemoryTracker, check, predict_first
+from gradmem_lib.course import models
 
 model = models.tiny_llama()
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

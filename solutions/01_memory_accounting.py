@@ -31,16 +31,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib import (
-    MemoryTracker,
-    accounting,
-    check,
-    claims,
-    format_bytes,
-    models,
-    predict_first,
-    texts,
-)
+from gradmem_lib import MemoryTracker, accounting, check, format_bytes, predict_first
+from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
 # ## 1 · The four residents
@@ -633,8 +625,7 @@ guess_e = predict_first(
 )
 
 # %%
-from gradmem_lib.predict import predict
-from gradmem_lib.recipe import Recipe
+from gradmem_lib import Recipe, predict
 
 sizes = {"batch_size": 1, "seq_len": 384}
 formula = accounting.estimate(shape, **sizes, precision="float32", attention="eager")
@@ -748,8 +739,8 @@ print(f"in training, tying saves as much again: {format_bytes(16 * table.numel()
 # that it does not need.
 
 # %%
-from gradmem_lib.exercises.lesson_01 import train_budget, train_setting
-from gradmem_lib.tracker import BudgetExceeded
+from gradmem_lib import BudgetExceeded
+from gradmem_lib.course import train_budget, train_setting
 
 card = train_budget()
 print(f"the card for this exercise: {card:,} bytes")
@@ -835,7 +826,7 @@ print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 # - Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar, and which section of this lesson was about it?
 
 # %%
-from gradmem_lib.view.explorer import explore
+from gradmem_lib import explore
 
 explore()
 

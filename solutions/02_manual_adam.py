@@ -29,8 +29,8 @@ from math import sqrt
 import torch
 from torch import nn
 
-from gradmem_lib import MemoryTracker, check, claims, models, predict_first, texts
-from gradmem_lib.view.descent import show_losses, show_paths
+from gradmem_lib import MemoryTracker, check, predict_first, show_losses, show_paths
+from gradmem_lib.course import claims, models, texts
 
 # For tensors as small as most of these, several threads spend their time waiting.
 torch.set_num_threads(1)
@@ -525,7 +525,7 @@ guess_d = predict_first(
 )
 
 # %%
-from gradmem_lib.adam import AdamW
+from gradmem_lib import AdamW
 
 
 def on_top(make):
@@ -571,7 +571,7 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # large as `p` is alive beside p, its gradient, m and v. Leave `grad` as it is. The budget is in bytes, and exact.
 
 # %%
-from gradmem_lib.exercises.lesson_02 import step_budget, three_steps
+from gradmem_lib.course import step_budget, three_steps
 
 with MemoryTracker(live=False) as tracker:
     three_steps(adamw)
@@ -624,7 +624,7 @@ print(f"peak {tracker.peak.total:,} of {budget:,} bytes")
 # %% [markdown]
 # ## 9 · The same lines in a library
 #
-# Open `gradmem_lib/adam.py`. It has the lines that you wrote, and what makes an optimizer one that others can use:
+# Open `gradmem_lib/techniques/adam.py`. It has the lines that you wrote, and what makes an optimizer one that others can use:
 # settings that are checked, groups, and a `state_dict` with PyTorch's names. So a checkpoint of one continues in the
 # other. Three steps in PyTorch, two in ours, against five in PyTorch:
 

@@ -28,8 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import MemoryTracker, check, claims, models, predict_first, texts
-from gradmem_lib.accumulation import accumulate_gradients, next_token_loss, split
+from gradmem_lib import (
+    MemoryTracker,
+    accumulate_gradients,
+    check,
+    next_token_loss,
+    predict_first,
+    split,
+)
+from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
 # ## 1 · Three batches
@@ -543,7 +550,7 @@ question = (
 guess_d = predict_first("3.d", question, unit="")
 
 # %%
-from gradmem_lib.claims.lesson_03 import learning_rates
+from gradmem_lib.course import learning_rates
 
 print("error    batch 4   batch 16, rate × 1     × 2     × 4     × 8")
 for name in ("SGD", "Adam"):
@@ -567,8 +574,8 @@ claims.show("C31")
 # Time to use it. A small Llama, 64 sequences of unequal lengths, and a card that is too small for 16 of them.
 
 # %%
-from gradmem_lib.exercises.lesson_03 import CARD, batch_setting
-from gradmem_lib.tracker import BudgetExceeded
+from gradmem_lib import BudgetExceeded
+from gradmem_lib.course import CARD, batch_setting
 
 llama, adamw, sixty_four = batch_setting()
 sixteen = {name: tensor[:16] for name, tensor in sixty_four.items()}
@@ -635,7 +642,7 @@ question = "A BERT that classifies, 4 accumulation steps: how many times too lar
 guess_e = predict_first("3.e", question, unit="times")
 
 # %%
-from gradmem_lib.exercises.lesson_03 import trainer_logs, trainer_setting
+from gradmem_lib.course import trainer_logs, trainer_setting
 
 bert, classifier = "BertForSequenceClassification", "LlamaForSequenceClassification"
 kinds = ("LlamaForCausalLM", bert, classifier)
@@ -724,8 +731,8 @@ script = """
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from gradmem_lib import models
-from gradmem_lib.accumulation import accumulate_gradients, next_token_loss
+from gradmem_lib import accumulate_gradients, next_token_loss
+from gradmem_lib.course import models
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(models.tiny_gpt2(layers=1, hidden=16, heads=2, vocab=64, dtype=torch.float64))
@@ -765,7 +772,7 @@ dist.destroy_process_group()
 """
 
 # %%
-from gradmem_lib.accumulation import torchrun
+from gradmem_lib.course import torchrun
 
 print(torchrun(script, processes=2), end="")
 
@@ -778,7 +785,7 @@ print(torchrun(script, processes=2), end="")
 # smaller. First as once measured (`benchmarks/accumulation.py`; your machine has its own ratios), then counted.
 
 # %%
-from gradmem_lib.claims.lesson_03 import recorded
+from gradmem_lib.course import recorded
 
 record = recorded()
 print(record["what"])

@@ -29,24 +29,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib import (
-    MemoryTracker,
-    accounting,
-    check,
-    claims,
-    models,
-    predict_first,
-    texts,
-)
+from gradmem_lib import MemoryTracker, accounting, check, predict_first
+from gradmem_lib.course import claims, models, texts
 
 # %%
-from gradmem_lib.checkpointing import (
+from gradmem_lib import (
     best_segments,
     checkpoint_layers,
+    explore_schedule,
     extra_forwards,
+    record_schedule,
+    show_schedule,
     uniform_segments,
 )
-from gradmem_lib.view.schedule import explore_schedule, record_schedule, show_schedule
 
 # %% [markdown]
 # ## 1 · What forward could forget
@@ -723,8 +718,8 @@ for name, segments in ways.items():
 # a peak of at most the bytes printed below. There are 64 layers with a = 5 x. Each may run forward **twice** at most.
 
 # %%
-from gradmem_lib.exercises.lesson_04 import chain_budget, chain_setting
-from gradmem_lib.tracker import BudgetExceeded
+from gradmem_lib import BudgetExceeded
+from gradmem_lib.course import chain_budget, chain_setting
 
 card = chain_budget()
 print(f"the card for this exercise: {card:,} bytes")

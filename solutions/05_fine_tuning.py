@@ -34,15 +34,23 @@ import warnings
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from gradmem_lib import BudgetExceeded, check, claims, models, predict_first, texts
+from gradmem_lib import BudgetExceeded, check, predict_first
+from gradmem_lib.course import claims, models, texts
 
 # %%
-from gradmem_lib.accumulation import count_targets, split
-from gradmem_lib.finetune import MemoryCallback, arguments, make_trainer, merge_adapters
-from gradmem_lib.plan import plan
-from gradmem_lib.predict import predict
-from gradmem_lib.recipe import LoRALinear, Recipe
-from gradmem_lib.view.waterfall import Waterfall
+from gradmem_lib import (
+    LoRALinear,
+    MemoryCallback,
+    Recipe,
+    Waterfall,
+    arguments,
+    count_targets,
+    make_trainer,
+    merge_adapters,
+    plan,
+    predict,
+    split,
+)
 
 # %% [markdown]
 # ## 1 · The task
@@ -550,7 +558,7 @@ train_and_log = check("5.4", train_and_log)
 # a plain `Trainer`, then `make_trainer`:
 
 # %%
-from gradmem_lib.exercises.lesson_03 import trainer_logs, trainer_setting
+from gradmem_lib.course import trainer_logs, trainer_setting
 
 
 def by_recipe(kind, steps):
@@ -1001,8 +1009,8 @@ claims.show("C46", "C47", "C56")
 # technique works on, so begin with the answer: the recipe. The planner judges it.
 
 # %%
-from gradmem_lib.exercises import lesson_05
-from gradmem_lib.plan import find_card
+from gradmem_lib import find_card
+from gradmem_lib.course import lesson_05
 
 # %% [markdown]
 # ### Exercise 5.8 · a 7B on a card of 24 GB
@@ -1124,7 +1132,7 @@ for name, option in on_card.items():
 # each. Two rows at a time:
 
 # %%
-from gradmem_lib.plan import known_model
+from gradmem_lib import known_model
 
 config_8b = known_model("Llama-3.1-8B")[1]
 for optimizer in ("adafactor", "adafactor-torch"):
@@ -1166,7 +1174,7 @@ claims.show("C23", "C25", "C51", "C53", "C55")
 # what is left over.
 
 # %%
-from gradmem_lib.claims import bert_large
+from gradmem_lib.course import bert_large
 
 print(bert_large.table())
 

@@ -10,10 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
-from gradmem_lib import MemoryTracker, accounting, models
-from gradmem_lib.accounting import PRECISIONS, SHAPES, Shape
-from gradmem_lib.claims.lesson_01 import saved_tensors
-from gradmem_lib.tracker import CATEGORIES
+from gradmem_lib import MemoryTracker
+from gradmem_lib.course import models
+from gradmem_lib.course.claims.lesson_01 import saved_tensors
+from gradmem_lib.names import CATEGORIES
+from gradmem_lib.techniques import accounting
+from gradmem_lib.techniques.accounting import PRECISIONS
+from gradmem_lib.techniques.shapes import SHAPES, Shape
 from gradmem_lib.units import GiB
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}

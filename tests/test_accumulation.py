@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib import models
-from gradmem_lib.accumulation import (
-    Accumulated,
-    accumulate_gradients,
-    count_targets,
-    next_token_loss,
-    split,
-    torchrun,
-)
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.course import models
+from gradmem_lib.course.processes import torchrun
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradients, split
+from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
 VOCAB, LONGEST = 31, 12
 
@@ -399,8 +394,8 @@ SCRIPT = """
 import json, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from gradmem_lib import models
-from gradmem_lib.accumulation import accumulate_gradients, next_token_loss
+from gradmem_lib.course import models
+from gradmem_lib import accumulate_gradients, next_token_loss
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

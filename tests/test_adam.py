@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradmem_lib.adam import Adam, AdamW
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.adam import Adam, AdamW
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])

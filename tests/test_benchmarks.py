@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradmem_lib.accounting import SHAPES, Shape
-from gradmem_lib.recipe import OPTIMIZERS, PRECISIONS, Recipe
+from gradmem_lib.names import OPTIMIZERS, PRECISIONS
+from gradmem_lib.techniques.shapes import SHAPES, Shape
+from gradmem_lib.training.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"

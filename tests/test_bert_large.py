@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradmem_lib.claims import bert_large
-from gradmem_lib.claims.bert_large import BATCH_SIZE, CONTEXT_MIB, LOADED_MIB, RUNS, SAMPLES
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.course.claims import bert_large
+from gradmem_lib.course.claims.bert_large import BATCH_SIZE, CONTEXT_MIB, LOADED_MIB, RUNS, SAMPLES
+from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.units import MiB
 
 BY_NAME = {run.name: run for run in RUNS}
@@ -38,7 +38,7 @@ def test_replay_adds_what_arithmetic_says_and_finds_the_record_again():
     found = bert_large.replayed(run)
     for stage in ("gradients zeroed", "softmax input"):
         assert bert_large.replay(run, **bert_large.STAGES[stage]) == found[stage], (
-            "run: python -m gradmem_lib.claims.bert_large"
+            "run: python -m gradmem_lib.course.claims.bert_large"
         )
     assert found["softmax input"].live - found["gradients zeroed"].live == 24 * SCORES
     gradients = sum(p.nbytes for p in bert_large.model().parameters())

@@ -16,7 +16,7 @@ CANVAS = "document.querySelector('canvas.gm-canvas')"
 MODEL = """
 import time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib import MemoryTracker
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
@@ -44,7 +44,7 @@ NOTEBOOKS = {
     "endless.ipynb": [MODEL, TRAIN.format(seconds=600)],
     "after.ipynb": [MODEL, TRAIN.format(seconds=0.3), "tracker.show()", PRINT],
     "explorer.ipynb": ["from gradmem_lib.view.explorer import explore\nexplore()"],
-    "schedule.ipynb": ["from gradmem_lib.view.schedule import explore_schedule\nexplore_schedule()"],
+    "schedule.ipynb": ["from gradmem_lib import explore_schedule\nexplore_schedule()"],
 }
 
 

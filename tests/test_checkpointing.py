@@ -15,15 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradmem_lib import models
-from gradmem_lib.checkpointing import (
-    best_segments,
-    checkpoint_layers,
-    extra_forwards,
-    schedule_peak,
-    uniform_segments,
-)
-from gradmem_lib.tracker import BudgetExceeded, MemoryTracker
+from gradmem_lib.course import models
+from gradmem_lib.measure.budget import BudgetExceeded
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.schedules import best_segments, extra_forwards, schedule_peak, uniform_segments
 
 # Schedules as lists --------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gradmem_lib import claims
-from gradmem_lib.claims import lesson_01, lesson_05
-from gradmem_lib.claims.__main__ import main
+from gradmem_lib.course import claims
+from gradmem_lib.course.claims import lesson_01, lesson_05
+from gradmem_lib.course.claims.__main__ import main
 
 LEDGER = Path(__file__).parent.parent / "LEDGER.md"
 VERDICT = {
@@ -158,7 +158,9 @@ def test_the_full_size_trace_sees_what_the_closed_form_leaves_out(monkeypatch):
 
 
 def test_ledger_page_is_current():
-    assert LEDGER.read_text(encoding="utf-8") == claims.page(), "run: python -m gradmem_lib.claims --write"
+    assert LEDGER.read_text(encoding="utf-8") == claims.page(), (
+        "run: python -m gradmem_lib.course.claims --write"
+    )
 
 
 def test_page_lists_every_claim_once_and_no_open_one_as_answered():

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from gradmem_lib.view import descent
-from gradmem_lib.view.static import png
+from gradmem_lib.view.style import png
 
 
 def bowl(points):

@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from gradmem_lib import __main__ as command
-from gradmem_lib import doctor, models
+from gradmem_lib.course import doctor, models
 from gradmem_lib.units import GiB
 
 ROOT = Path(__file__).parent.parent
@@ -170,7 +170,7 @@ def test_the_exit_code_says_whether_the_course_can_run(monkeypatch, capsys, runs
 
 
 def test_progress_is_shown_and_forgotten(capsys):
-    from gradmem_lib.exercises import progress
+    from gradmem_lib.course import progress
 
     progress.record_check("0.1", "passed")
     assert command.main(["progress"]) == 0

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.exercises import (
+from gradmem_lib.course.check import (
+    OPEN,
+    PASSED,
+    WRONG,
     Exercise,
     Mistake,
     UnknownExercise,
@@ -20,10 +23,10 @@ from gradmem_lib.exercises import (
     check,
     get,
     judge,
+    lessons,
     measure,
 )
-from gradmem_lib.exercises.compare import Measured, describe, difference
-from gradmem_lib.exercises.core import OPEN, PASSED, WRONG, lessons
+from gradmem_lib.course.compare import Measured, describe, difference
 
 
 @pytest.fixture(autouse=True)
@@ -612,13 +615,13 @@ def test_ids_forgive_spaces_and_lessons_forgive_zeros():
 
 
 def test_importing_the_exercises_imports_nothing_heavy():
-    code = "import sys, gradmem_lib.exercises as e; print([m for m in ('torch', 'IPython', 'ipywidgets') if m in sys.modules])"
+    code = "import sys, gradmem_lib.course.check as e; print([m for m in ('torch', 'IPython', 'ipywidgets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_wrong_and_passed_are_the_words_the_progress_file_keeps():
-    from gradmem_lib.exercises import progress
+    from gradmem_lib.course import progress
 
     check("0.1", ...)
     assert progress.load()["checks"] == {}
@@ -630,8 +633,8 @@ def test_wrong_and_passed_are_the_words_the_progress_file_keeps():
 
 
 def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
-    from gradmem_lib.exercises import lesson_05
-    from gradmem_lib.tracker import MemoryTracker
+    from gradmem_lib.course.exercises import lesson_05
+    from gradmem_lib.measure.tracker import MemoryTracker
 
     text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
     for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "EVAL_CARD"):
@@ -654,9 +657,9 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
 
 
 def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():
-    from gradmem_lib.plan import known_model
-    from gradmem_lib.predict import predict
-    from gradmem_lib.recipe import Recipe
+    from gradmem_lib.planning.models import known_model
+    from gradmem_lib.prediction.predict import predict
+    from gradmem_lib.training.recipe import Recipe
 
     recipe = Recipe(precision="bf16", optimizer="adafactor-torch", accumulation=8)
     ask = {"batch_size": 8, "seq_len": 128, "target": "cpu"}

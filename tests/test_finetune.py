@@ -19,26 +19,22 @@ from transformers import (
     TrainingArguments,
 )
 
-from gradmem_lib import BudgetExceeded, MemoryTracker, models, texts
-from gradmem_lib.finetune import (
+from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.course import models, texts
+from gradmem_lib.names import CATEGORIES
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.lora import LoRALinear
+from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.training.prepare import RELATIVE_RATE, make_optimizer, prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+from gradmem_lib.training.trainer import (
     MemoryCallback,
     arguments,
     checkpointing_argument,
     make_trainer,
     merge_adapters,
 )
-from gradmem_lib.predict import predict
-from gradmem_lib.recipe import (
-    RELATIVE_RATE,
-    AdamW8bit,
-    LoRALinear,
-    MasterAdamW,
-    Recipe,
-    make_optimizer,
-    prepare,
-    step,
-)
-from gradmem_lib.tracker import CATEGORIES
 
 ROWS, SEQ = 8, 48
 pytestmark = pytest.mark.usefixtures("interruptible")

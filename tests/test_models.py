@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradmem_lib import models, texts
+from gradmem_lib.course import models, texts
 
 OFFLINE = Path(__file__).parent / "offline"
 
@@ -122,7 +122,7 @@ def test_smollm2_in_another_dtype_and_attention(capsys):
 
 
 def test_smollm2_is_unpacked_and_loaded_without_a_network(tmp_path):
-    code = "from gradmem_lib.models import *; smollm2_status(); smollm2(); print(smollm2_status())"
+    code = "from gradmem_lib.course.models import *; smollm2_status(); smollm2(); print(smollm2_status())"
     environment = {
         **os.environ,
         "GRADMEM_CACHE": str(tmp_path),

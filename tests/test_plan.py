@@ -11,27 +11,23 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradmem_lib import claims, models, quantized
 from gradmem_lib.__main__ import main
-from gradmem_lib.finetune import MemoryCallback, make_trainer
-from gradmem_lib.finetune import arguments as finetune_arguments
-from gradmem_lib.plan import (
-    CARDS,
-    EQUAL_TIME,
-    METHODS,
-    Card,
-    _Search,
-    count,
-    find_card,
-    find_model,
-    known_model,
-    plan,
-    resident_bytes,
-    seconds_per_token,
-)
-from gradmem_lib.predict import predict
-from gradmem_lib.recipe import Recipe, prepare, step
-from gradmem_lib.tracker import BudgetExceeded, MemoryTracker
+from gradmem_lib.course import claims, models
+from gradmem_lib.measure.budget import BudgetExceeded
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.cards import CARDS, Card, find_card
+from gradmem_lib.planning.cost import count, resident_bytes, seconds_per_token
+from gradmem_lib.planning.models import find_model, known_model
+from gradmem_lib.planning.options import EQUAL_TIME, METHODS
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques import quantized
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+from gradmem_lib.training.trainer import MemoryCallback, make_trainer
+from gradmem_lib.training.trainer import arguments as finetune_arguments
 from gradmem_lib.units import GiB
 
 SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
@@ -311,7 +307,7 @@ def run_code(made, config, tmp_path, monkeypatch, **more):
 def option_of(config, recipe, method, rows):
     """A plan that has chosen this recipe: what is printed for it must run."""
     made = plan(config, card="24 GiB", seq_len=16, global_batch=rows, method="qlora", target="cpu")
-    search = _Search(count(config), made.card, 16, rows, "cpu")
+    search = Search(count(config), made.card, 16, rows, "cpu")
     return replace(made, fits=[search.option(recipe, method, 1 if not recipe.in_backward else rows)])
 
 
@@ -399,7 +395,7 @@ def test_printed_code_names_the_model_as_it_was_given(config, tmp_path):
 
 
 def test_chunked_loss_of_a_trainer_with_accumulation_is_the_mean_of_the_batch(config):
-    from gradmem_lib.recipe import chunked_loss
+    from gradmem_lib.techniques.losses import chunked_loss
 
     model = small()
     ids = torch.randint(0, 512, (4, 16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,24 +23,21 @@ from transformers import (
     ViTConfig,
 )
 
-from gradmem_lib import cuda, fakes
-from gradmem_lib.predict import CannotTrace, clear_cache, predict, repeated_layers
-from gradmem_lib.recipe import (
-    AdamW8bit,
-    LoRALinear,
-    MasterAdamW,
-    Recipe,
-    chunked_cross_entropy,
-    example_batch,
-    model_class,
-    prepare,
-    step,
-)
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction import allocator, cuda_kernels, fakes
+from gradmem_lib.prediction import configs as configs_module
+from gradmem_lib.prediction import predict as predict_module
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.extrapolation import repeated_layers
+from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.techniques.lora import LoRALinear
+from gradmem_lib.techniques.losses import chunked_cross_entropy
+from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 
-predict_module = importlib.import_module(
-    "gradmem_lib.predict"
-)  # the package may export the function by this name
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 BATCH, SEQ = 4, 16
@@ -468,14 +464,14 @@ class Reads(nn.Module):
 
 def patched() -> dict:
     """The functions that a trace for a card replaces."""
-    places = [*cuda._autocast_functions(), (torch.nn.functional, "scaled_dot_product_attention")]
+    places = [*cuda_kernels._autocast_functions(), (torch.nn.functional, "scaled_dot_product_attention")]
     return {(home, name): getattr(home, name) for home, name in [*places, (torch.nn.functional, "dropout")]}
 
 
 def test_functions_come_back_after_a_trace_for_a_card():
     before, own = patched(), set(vars(torch.Tensor))
     ask = {"target": "cuda", "recipe": Recipe(precision="autocast-bf16")}
-    with cuda.kernels(torch.bfloat16):
+    with cuda_kernels.kernels(torch.bfloat16):
         assert sum(function is not before[place] for place, function in patched().items()) > 20
     predict(config("gpt2"), batch_size=2, seq_len=8, **ask)
     assert patched() == before and set(vars(torch.Tensor)) == own
@@ -579,7 +575,7 @@ def test_without_a_way_to_the_hub_its_client_is_not_asked(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for proxies, calls in (({}, [True]), ({"https": "http://proxy"}, [True, False])):
         asked.clear()
-        monkeypatch.setattr(predict_module, "getproxies", lambda proxies=proxies: proxies)
+        monkeypatch.setattr(configs_module, "getproxies", lambda proxies=proxies: proxies)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:9")
         with pytest.raises(ValueError, match="not here"):
             predict("nobody/nothing", batch_size=1, seq_len=8)
@@ -615,7 +611,7 @@ def test_the_second_answer_comes_from_the_cache(monkeypatch):
     clear_cache()
     ask = {"batch_size": 2, "seq_len": 8, "target": "cpu"}
     first = predict(config("llama"), **ask)
-    monkeypatch.setattr(predict_module, "_traced", None)
+    monkeypatch.setattr(predict_module, "traced", None)
     again = predict(config("llama"), **ask)
     assert again.peak == first.peak
     with pytest.raises(TypeError):
@@ -746,7 +742,7 @@ def test_step_counters_stay_on_the_host_unless_fused():
 
 def test_cuda_lines_beside_the_tensors():
     prediction = on_card("llama", precision="bf16")
-    assert prediction.reserved >= prediction.peak.total and prediction.reserved % cuda.SMALL_SEGMENT == 0
+    assert prediction.reserved >= prediction.peak.total and prediction.reserved % allocator.SMALL_SEGMENT == 0
     assert prediction.workspace and prediction.context
     on_cpu = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, target="cpu")
     assert on_cpu.reserved is on_cpu.workspace is on_cpu.context is None
@@ -754,30 +750,30 @@ def test_cuda_lines_beside_the_tensors():
 
 def test_the_allocators_rules():
     MiB = 2**20
-    assert cuda.replayed([1]) == 2 * MiB
-    assert cuda.replayed([MiB, MiB]) == 2 * MiB  # one small segment, split
-    assert cuda.replayed([MiB, MiB, 512]) == 4 * MiB
-    assert cuda.replayed([2 * MiB]) == 20 * MiB  # a large one serves up to 10 MiB
-    assert cuda.replayed([9 * MiB, 9 * MiB]) == 20 * MiB
-    assert cuda.replayed([11 * MiB]) == 12 * MiB  # its own segment, in whole 2 MiB
-    assert cuda.replayed([12 * MiB, -1, 12 * MiB]) == 12 * MiB  # a freed block serves again
-    assert cuda.replayed([12 * MiB, -1, 11 * MiB, MiB + 1]) == 32 * MiB  # 1 MiB left is not split off
-    assert cuda.replayed([9 * MiB, 9 * MiB, -1, -2, 16 * MiB]) == 20 * MiB  # free neighbours merge
-    assert cuda.replayed([9 * MiB, 9 * MiB, -1, 16 * MiB]) == 36 * MiB
+    assert allocator.replayed([1]) == 2 * MiB
+    assert allocator.replayed([MiB, MiB]) == 2 * MiB  # one small segment, split
+    assert allocator.replayed([MiB, MiB, 512]) == 4 * MiB
+    assert allocator.replayed([2 * MiB]) == 20 * MiB  # a large one serves up to 10 MiB
+    assert allocator.replayed([9 * MiB, 9 * MiB]) == 20 * MiB
+    assert allocator.replayed([11 * MiB]) == 12 * MiB  # its own segment, in whole 2 MiB
+    assert allocator.replayed([12 * MiB, -1, 12 * MiB]) == 12 * MiB  # a freed block serves again
+    assert allocator.replayed([12 * MiB, -1, 11 * MiB, MiB + 1]) == 32 * MiB  # 1 MiB left is not split off
+    assert allocator.replayed([9 * MiB, 9 * MiB, -1, -2, 16 * MiB]) == 20 * MiB  # free neighbours merge
+    assert allocator.replayed([9 * MiB, 9 * MiB, -1, 16 * MiB]) == 36 * MiB
 
 
 def test_the_allocator_keeps_its_books():
     """Random requests: blocks never overlap, and all free memory merges back into whole segments."""
     rng = np.random.default_rng(0)
-    allocator, live = cuda.Allocator(), {}
+    blocks, live = allocator.Allocator(), {}
     for _ in range(2000):
         if live and rng.random() < 0.5:
-            allocator.free(live.pop(list(live)[rng.integers(len(live))]))
+            blocks.free(live.pop(list(live)[rng.integers(len(live))]))
         else:
-            live[len(live), rng.random()] = allocator.allocate(int(2 ** rng.uniform(3, 25)))
-    spans = sorted((a, a + allocator._blocks[a][0]) for a in live.values())
+            live[len(live), rng.random()] = blocks.allocate(int(2 ** rng.uniform(3, 25)))
+    spans = sorted((a, a + blocks._blocks[a][0]) for a in live.values())
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     for address in live.values():
-        allocator.free(address)
-    assert sum(block[0] for block in allocator._blocks.values()) == allocator.reserved
-    assert all(block[3] is None and block[4] is None for block in allocator._blocks.values())
+        blocks.free(address)
+    assert sum(block[0] for block in blocks._blocks.values()) == blocks.reserved
+    assert all(block[3] is None and block[4] is None for block in blocks._blocks.values())

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradmem_lib.exercises import predict_first, progress
-from gradmem_lib.exercises.prediction import Prediction, _widget, how_far
+from gradmem_lib.course import progress
+from gradmem_lib.course.guesses import Prediction, _widget, how_far, predict_first
 
 
 @pytest.fixture(autouse=True)

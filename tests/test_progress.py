@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from gradmem_lib.exercises import check, progress
+from gradmem_lib.course import progress
+from gradmem_lib.course.check import check
+from gradmem_lib.course.summary import summary
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_an_unwritable_place_costs_one_sentence_and_the_course_goes_on(
     progress.record_check("0.1", "passed")
     progress.record_guess("1.a", 3)
     assert check("0.1", lambda shape, size: 0) is not None
-    assert "Lesson 00: 0 of 1" in progress.summary()
+    assert "Lesson 00: 0 of 1" in summary()
     out, err = capsys.readouterr()
     assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
     assert err.count("\n") == 1 and "GRADMEM_PROGRESS" in err and str(path) in err
@@ -140,7 +142,7 @@ def test_a_lock_that_is_never_released_is_not_waited_for_for_ever(file, monkeypa
 
 def test_processes_that_write_at_once_lose_nothing(file):
     code = (
-        "import sys; from gradmem_lib.exercises import progress\n"
+        "import sys; from gradmem_lib.course import progress\n"
         "for i in range(15): progress.record_check('0.1', 'not yet'); progress.record_guess(f'{sys.argv[1]}.{i}', i)"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
@@ -159,18 +161,18 @@ def test_reset_keeps_the_old_file(file):
 
 
 def test_the_summary_shows_exercises_and_guesses(file):
-    rows = progress.summary().splitlines()
+    rows = summary().splitlines()
     assert rows[0] == "Lesson 00: 0 of 1 exercises passed"
     assert rows[1].split() == ["0.1", "●○○", "open", "the", "bytes", "of", "one", "tensor"]
     assert "Predictions: none yet" in rows and rows[-1] == f"kept in {file}"
     progress.record_check("0.1", "not yet")
-    assert "attempted (1 try)" in progress.summary()
+    assert "attempted (1 try)" in summary()
     progress.record_check("0.1", "not yet")
-    assert "attempted (2 tries)" in progress.summary()
+    assert "attempted (2 tries)" in summary()
     progress.record_check("0.1", "passed")
     progress.record_guess("1.a", 2048)
     progress.record_guess("1.b", 30, 10, unit="layers")
-    text = progress.summary()
+    text = summary()
     assert "Lesson 00: 1 of 1 exercises passed" in text
     assert "  1.a   guess 2.00 KiB = 2,048 bytes; not revealed yet" in text
     assert "  1.b   guess 30 layers; measured 10 layers: 3.0 times too high" in text

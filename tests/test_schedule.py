@@ -18,11 +18,12 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib.checkpointing import checkpoint_layers
-from gradmem_lib.tracker import MemoryTracker
-from gradmem_lib.view import schedule
-from gradmem_lib.view.schedule import record_schedule
-from gradmem_lib.view.static import png
+from gradmem_lib.measure import schedule_record
+from gradmem_lib.measure.schedule_record import record_schedule
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.view import schedule_explorer, schedules
+from gradmem_lib.view.style import png
 
 SVG = "{http://www.w3.org/2000/svg}"
 X = 4 * 32 * 8  # bytes of a batch
@@ -186,7 +187,7 @@ def test_layers_that_are_run_by_their_forward_are_known_by_their_weights():
 
 @pytest.mark.parametrize("how", ["none", "transformers", "segments"])
 def test_a_llama(how):
-    from gradmem_lib.models import tiny_llama
+    from gradmem_lib.course.models import tiny_llama
 
     model = tiny_llama(layers=4, hidden=32, heads=2, intermediate=64, vocab=64)
     layers = model.model.layers
@@ -336,7 +337,7 @@ def record():
 
 
 def test_the_cells_survive_greyscale_and_colour_blindness():
-    cells = [schedule.COLORS[look] for look in ("forward", "dropped", "recompute", "internals", "backward")]
+    cells = [schedules.COLORS[look] for look in ("forward", "dropped", "recompute", "internals", "backward")]
     assert min(abs(lab(a)[0] - lab(b)[0]) for a, b in itertools.combinations(cells, 2)) > 9
     for sight in SIGHT:
         seen = [lab(color, sight) for color in cells]
@@ -344,8 +345,10 @@ def test_the_cells_survive_greyscale_and_colour_blindness():
 
 
 def test_every_event_is_one_cell_and_stored_bars_lie_between(record):
-    boxes = schedule._boxes(record)
-    cells = [(x, int(y), w) for look in (*schedule.KINDS, "dropped") for x, y, w, _ in boxes.get(look, [])]
+    boxes = schedules.boxes_of(record)
+    cells = [
+        (x, int(y), w) for look in (*schedule_record.KINDS, "dropped") for x, y, w, _ in boxes.get(look, [])
+    ]
     assert sorted(cells) == sorted((t, e.layer, 1) for t, e in enumerate(record.events) if e.layer >= 0)
     at = {(event.kind, event.layer): t for t, event in enumerate(record.events)}
     internals = {int(y): (x, x + w) for x, y, w, _ in boxes["internals"]}
@@ -361,10 +364,10 @@ def test_the_figure_shows_its_peak_and_is_small(n):
 
     layers, _ = chain(n)
     record = record_schedule(layers, step_of(layers, [n // 2] * 2))
-    first, second = (png(schedule.plot_schedule(record, title="halves")) for _ in range(2))
+    first, second = (png(schedules.plot_schedule(record, title="halves")) for _ in range(2))
     assert first == second and len(first) < 60_000
     assert Image.open(io.BytesIO(first)).width > 1000
-    figure = schedule.plot_schedule(record, title="halves")
+    figure = schedules.plot_schedule(record, title="halves")
     words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts, *figure.axes[1].texts])
     for part in (
         "halves",
@@ -382,8 +385,8 @@ def test_the_figure_shows_its_peak_and_is_small(n):
 
 
 def test_thinning_keeps_the_peak(record, monkeypatch):
-    monkeypatch.setattr(schedule, "MAX_SAMPLES", 20)
-    x, live = schedule._samples(record)
+    monkeypatch.setattr(schedules, "MAX_SAMPLES", 20)
+    x, live = schedules.samples(record)
     assert len(x) <= 20 and sum(live.values()).max() == record.peak
     assert (np.diff(x) > 0).all()
 
@@ -391,8 +394,8 @@ def test_thinning_keeps_the_peak(record, monkeypatch):
 def test_words_for_those_who_do_not_see_it(record, monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, metadata, raw: shown.append((data, metadata)))
-    schedule.show_schedule(record, title="threes")
-    schedule.show_schedule(record)
+    schedules.show_schedule(record, title="threes")
+    schedules.show_schedule(record)
     (data, metadata), (untitled, _) = shown
     assert data["text/plain"] == "Schedule plot: threes" and untitled["text/plain"] == "Schedule plot"
     alt = metadata["image/png"]["alt"]
@@ -408,7 +411,7 @@ def test_words_for_those_who_do_not_see_it(record, monkeypatch):
 
 @pytest.fixture
 def explorer():
-    shown = schedule.ScheduleExplorer(depth=9, segment=3, ratio=2)
+    shown = schedule_explorer.ScheduleExplorer(depth=9, segment=3, ratio=2)
     shown.widget()
     return shown
 
@@ -450,7 +453,7 @@ def test_segments_are_never_longer_than_the_chain(explorer):
 def test_the_curve_is_measured_and_marks_where_you_are(explorer):
     assert set(explorer.curve) == set(range(1, 10))
     assert {k: r.peak for k, r in explorer.curve.items()} == {
-        k: schedule.run_chain(9, k, 2, "equal segments").peak for k in range(1, 10)
+        k: schedule_explorer.run_chain(9, k, 2, "equal segments").peak for k in range(1, 10)
     }
     lowest = min(r.peak for r in explorer.curve.values()) // X
     assert f"Lowest measured of these: {lowest} boundaries" in explorer._picture.details
@@ -462,19 +465,22 @@ def test_the_curve_is_measured_and_marks_where_you_are(explorer):
 
 def test_at_a_ratio_of_one_the_lowest_point_is_the_square_root():
     for n in (9, 25):
-        peaks = {k: schedule.run_chain(n, k, 1, "equal segments").peak for k in schedule.curve_segments(n)}
+        peaks = {
+            k: schedule_explorer.run_chain(n, k, 1, "equal segments").peak
+            for k in schedule_explorer.curve_segments(n)
+        }
         assert peaks[round(n**0.5)] == min(peaks.values()) < min(peaks[1], peaks[n])
 
 
 def test_best_segments_are_lower_than_all_equal_ones():
     for n, ratio in ((12, 4), (24, 5)):
-        equal = min(schedule.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1))
-        assert schedule.run_chain(n, 1, ratio, "best segments").peak < equal
+        equal = min(schedule_explorer.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1))
+        assert schedule_explorer.run_chain(n, 1, ratio, "best segments").peak < equal
 
 
 def test_in_a_running_kernel_the_curve_follows_between_messages():
     async def drag():
-        shown = schedule.ScheduleExplorer(depth=5)
+        shown = schedule_explorer.ScheduleExplorer(depth=5)
         shown.widget()
         first = shown._picture.svg
         assert len(shown.curve) == 1
@@ -488,13 +494,13 @@ def test_in_a_running_kernel_the_curve_follows_between_messages():
 
 
 def test_the_explorer_draws_no_random_numbers_of_the_learner():
-    schedule._chain.cache_clear()
-    schedule.run_chain.cache_clear()
+    schedule_explorer._chain.cache_clear()
+    schedule_explorer.run_chain.cache_clear()
     torch.manual_seed(3)
     wanted = torch.rand(3)
     torch.manual_seed(3)
     with torch.no_grad():
-        schedule.run_chain(6, 2, 1, "equal segments")
+        schedule_explorer.run_chain(6, 2, 1, "equal segments")
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -510,7 +516,7 @@ def test_the_explorer_draws_no_random_numbers_of_the_learner():
 )
 def test_explorer_says_what_is_wrong(wrong, error, says):
     with pytest.raises(error, match=says):
-        schedule.explore_schedule(**wrong)
+        schedule_explorer.explore_schedule(**wrong)
 
 
 def test_a_notebook_keeps_a_picture_with_and_without_widgets(monkeypatch):
@@ -518,7 +524,7 @@ def test_a_notebook_keeps_a_picture_with_and_without_widgets(monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
-        "import os, sys\nfrom gradmem_lib.view.schedule import explore_schedule\n"
+        "import os, sys\nfrom gradmem_lib import explore_schedule\n"
         "os.environ['GRADMEM_LIVE'] = '0'\nexplore_schedule()",
         "os.environ['GRADMEM_LIVE'] = '1'\nexplore_schedule()",
         "print('matplotlib.pyplot' in sys.modules)",

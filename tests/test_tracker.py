@@ -29,7 +29,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from gradmem_lib.tracker import CATEGORIES, PHASES, BudgetExceeded, MemoryTracker, Timeline, _Watch
+from gradmem_lib.measure.budget import BudgetExceeded
+from gradmem_lib.measure.timeline import Timeline
+from gradmem_lib.measure.tracker import MemoryTracker, Watch
+from gradmem_lib.names import CATEGORIES, PHASES
 
 LLAMA = dict(
     vocab_size=256,
@@ -489,7 +492,8 @@ def test_in_a_notebook_a_failed_cell_leaks_nothing():
     cells = [
         """
 import gc, torch
-from gradmem_lib import MemoryTracker, models
+from gradmem_lib import MemoryTracker
+from gradmem_lib.course import models
 model = models.tiny_llama(layers=2)
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 ids = torch.zeros(4, 64, dtype=torch.long)
@@ -698,7 +702,7 @@ def test_timeline_holds_the_peak_and_every_phase():
 
 
 def test_thinning_keeps_the_maximum(monkeypatch):
-    monkeypatch.setattr("gradmem_lib.tracker.TIMELINE_SAMPLES", 64)
+    monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", 64)
     model, opt, _, step = build("llama")
     with MemoryTracker(model, opt, live=False) as tracker:
         for _ in range(3):
@@ -797,7 +801,7 @@ def test_the_watch_sees_backward_threads_too():
     done = []
 
     def work():
-        with _Watch(tracker._observe):
+        with Watch(tracker._observe):
             for _ in range(500):
                 torch.zeros(64)
             done.append(torch.zeros(64))

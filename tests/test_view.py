@@ -15,10 +15,12 @@ import nbformat
 import numpy as np
 import pytest
 
-from gradmem_lib import accounting
-from gradmem_lib.tracker import CATEGORIES, PHASES, MemorySnapshot, Timeline
+from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
+from gradmem_lib.names import CATEGORIES, PHASES
+from gradmem_lib.techniques import accounting
 from gradmem_lib.units import GiB, MiB
-from gradmem_lib.view import explorer, live, static
+from gradmem_lib.view import bars, explorer, live, style
+from gradmem_lib.view import timeline as stills
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,15 +70,15 @@ def lab(color: str, sight="normal") -> np.ndarray:
 
 
 def test_palette_survives_greyscale_by_lightness_and_by_hatch():
-    assert set(static.COLORS) == set(static.HATCHES) == set(CATEGORIES)
-    lightness = [lab(color)[0] for color in static.COLORS.values()]
+    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
+    lightness = [lab(color)[0] for color in style.COLORS.values()]
     assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
-    assert len(set(static.HATCHES.values())) == len(CATEGORIES)
+    assert len(set(style.HATCHES.values())) == len(CATEGORIES)
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_palette_survives_colour_blindness(sight):
-    seen = [lab(color, sight) for color in static.COLORS.values()]
+    seen = [lab(color, sight) for color in style.COLORS.values()]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
 
 
@@ -89,7 +91,7 @@ def test_a_frame_holds_the_whole_picture():
     frame = live.encode_frame(timeline, peak, current)
     head = np.frombuffer(frame, "<f8", live.HEADER_VALUES)
     n = int(head[1])
-    assert 300 < n <= static.MAX_POINTS
+    assert 300 < n <= style.MAX_POINTS
     assert len(frame) == 8 * live.HEADER_VALUES + 4 * 8 * n <= 13_000
     assert head[3] == peak.total and head[4] == timeline.events[timeline.peak_index]
     assert PHASES[int(head[5])] == peak.phase and PHASES[int(head[7])] == current.phase
@@ -97,7 +99,7 @@ def test_a_frame_holds_the_whole_picture():
     assert head[8:14].tolist() == list(peak.by_category.values())
     assert head[14:].tolist() == list(current.by_category.values())
     body = np.frombuffer(frame, "<f4", offset=8 * live.HEADER_VALUES).reshape(8, n)
-    shown = timeline.decimate(static.MAX_POINTS)
+    shown = timeline.decimate(style.MAX_POINTS)
     assert np.array_equal(body[0], shown.rows[:, 0]) and np.array_equal(body[1], shown.rows[:, 1])
     assert np.allclose(body[2:].sum(axis=0), shown.rows[:, 2], rtol=1e-6)
     assert body[2:].sum(axis=0).max() == pytest.approx(peak.total, rel=1e-6), (
@@ -118,21 +120,21 @@ def test_stills_are_small_and_the_same_every_time(samples, budget):
     from PIL import Image
 
     def draw():
-        return static.png(static.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget))
+        return style.png(stills.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget))
 
     first = draw()
     assert first == draw()
     assert len(first) < 60_000
     image = Image.open(io.BytesIO(first))
     assert image.width > 1000 and "Software" not in image.info
-    wanted = np.array([int(static.COLORS["parameters"][i : i + 2], 16) for i in (1, 3, 5)])
+    wanted = np.array([int(style.COLORS["parameters"][i : i + 2], 16) for i in (1, 3, 5)])
     distance = np.abs(np.asarray(image.convert("RGB")).astype(int) - wanted).max(axis=2)
     assert (distance < 12).sum() > 5000, "the parameters' area is not there"
 
 
 def test_a_still_states_its_peak_and_budget():
     timeline = timeline_of(300)
-    figure = static.plot_timeline(timeline, title="a run", budget=150 * MiB)
+    figure = stills.plot_timeline(timeline, title="a run", budget=150 * MiB)
     words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts])
     total = timeline.totals[timeline.peak_index]
     for part in ("a run", f"{total:,} bytes", "budget 150.00 MiB", "forward", "backward", *CATEGORIES):
@@ -143,7 +145,7 @@ def test_a_still_states_its_peak_and_budget():
 def test_a_budget_far_above_the_run_does_not_flatten_it():
     timeline = timeline_of(300)
     highest = max(timeline.totals)
-    figure = static.plot_timeline(timeline, budget=40 * GiB)
+    figure = stills.plot_timeline(timeline, budget=40 * GiB)
     assert figure.axes[0].get_ylim()[1] * MiB < 1.2 * highest
     assert any("above this picture" in t.get_text() for t in figure.axes[0].texts)
 
@@ -154,14 +156,14 @@ def test_an_own_axes_and_settings_are_respected():
 
     before = dict(matplotlib.rcParams)
     figure = Figure()
-    assert static.plot_timeline(timeline_of(50), ax=figure.subplots()) is figure
+    assert stills.plot_timeline(timeline_of(50), ax=figure.subplots()) is figure
     assert dict(matplotlib.rcParams) == before
 
 
 def test_nothing_recorded_is_said_in_words():
     empty = Timeline(np.zeros((0, 9), np.int64))
     with pytest.raises(ValueError, match="no samples"):
-        static.plot_timeline(empty)
+        stills.plot_timeline(empty)
     data, _ = live.still_bundle(empty, title="x")
     assert data == {
         "text/html": "<em>Memory of x: nothing was recorded.</em>",
@@ -171,20 +173,20 @@ def test_nothing_recorded_is_said_in_words():
 
 def test_description_names_the_peak_exactly():
     timeline = timeline_of(300)
-    words = static.describe(timeline, title="a run", budget=GiB)
+    words = stills.describe(timeline, title="a run", budget=GiB)
     at = timeline.peak_index
     assert f"{timeline.totals[at]:,} bytes" in words and f"operation {timeline.events[at]:,}" in words
     assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
 
 
 def test_phase_runs_join_neighbours():
-    runs = static.phase_runs([0, 3, 6, 9, 12], ["forward", "forward", "backward", "idle", "idle"])
+    runs = stills.phase_runs([0, 3, 6, 9, 12], ["forward", "forward", "backward", "idle", "idle"])
     assert runs == [("forward", 0, 6), ("backward", 6, 9), ("idle", 9, 12)]
 
 
 @pytest.mark.parametrize("span, step", [(100, 20), (45, 10), (1.2, 0.5), (0, None)])
 def test_axis_steps_are_round(span, step):
-    assert static.nice_step(span) == pytest.approx(step) if step else static.nice_step(span) > 0
+    assert style.nice_step(span) == pytest.approx(step) if step else style.nice_step(span) > 0
 
 
 # Bars ----------------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_bars_are_in_proportion_and_described():
     parts = {"parameters": 14 * GiB, "gradients": 7 * GiB, "optimizer": 28 * GiB}
-    root = ET.fromstring(static.bar_svg({"a < b": parts}, cards={"24 GB card": 24 * GiB}, title="T & U"))
+    root = ET.fromstring(bars.bar_svg({"a < b": parts}, cards={"24 GB card": 24 * GiB}, title="T & U"))
     assert root.get("role") == "img"
     named = {e.get("id"): e.text for e in root.iter() if e.get("id") and e.text}
     title, description = (named[key] for key in root.get("aria-labelledby").split())
@@ -212,17 +214,17 @@ def test_bars_are_in_proportion_and_described():
 
 def test_bars_are_the_same_every_time_and_do_not_share_names():
     one, other = ({"x": {"activations": n * GiB}} for n in (1, 2))
-    assert static.bar_svg(one) == static.bar_svg(one)
+    assert bars.bar_svg(one) == bars.bar_svg(one)
     ids = [
-        {e.get("id") for e in ET.fromstring(static.bar_svg(bars)).iter() if e.get("id")}
-        for bars in (one, other)
+        {e.get("id") for e in ET.fromstring(bars.bar_svg(these)).iter() if e.get("id")}
+        for these in (one, other)
     ]
     assert not ids[0] & ids[1]
 
 
 def test_bars_refuse_a_category_without_a_colour():
     with pytest.raises(ValueError, match="no colour for logits: the categories are parameters"):
-        static.bar_svg({"x": {"logits": 1}})
+        bars.bar_svg({"x": {"logits": 1}})
 
 
 # The explorer --------------------------------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ def test_explorer_says_what_is_wrong(wrong, error, says):
 
 RUN = """
 import torch
-from gradmem_lib.tracker import MemoryTracker
+from gradmem_lib import MemoryTracker
 model = torch.nn.Linear(300, 300)
 with MemoryTracker(model, title="a layer", live={live}) as tracker:
     for _ in range(20):

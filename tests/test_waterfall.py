@@ -8,9 +8,10 @@ import pytest
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from gradmem_lib.tracker import CATEGORIES, MemorySnapshot
+from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib.names import CATEGORIES
 from gradmem_lib.units import GiB, MiB
-from gradmem_lib.view import static
+from gradmem_lib.view import style
 from gradmem_lib.view.waterfall import Waterfall, milliseconds, short, signed
 
 
@@ -59,8 +60,8 @@ def test_the_parts_are_stacked_in_order_and_have_the_course_s_colours_and_hatche
             assert patch.get_x() == pytest.approx(right)
             assert patch.get_width() * GiB == pytest.approx(nbytes)
             assert (to_hex(patch.get_facecolor()), patch.get_hatch() or "") == (
-                static.COLORS[name],
-                static.HATCHES[name],
+                style.COLORS[name],
+                style.HATCHES[name],
             )
             right += patch.get_width()
     assert rows[2][0].get_height() < rows[1][0].get_height()
@@ -75,8 +76,8 @@ def test_the_budget_is_a_line_and_marks_what_fits():
     )
     assert texts(figure).count("✓") == 2
     colors = {text.get_text(): text.get_color() for text in figure.texts}
-    assert colors["1000 MiB"] == colors["500 MiB"] == static.ALARM
-    assert colors["450 MiB"] == colors["200 MiB"] == static.INK
+    assert colors["1000 MiB"] == colors["500 MiB"] == style.ALARM
+    assert colors["450 MiB"] == colors["200 MiB"] == style.INK
     assert "✓" not in texts(ladder().plot())
 
 
@@ -109,7 +110,7 @@ def test_what_is_shown_has_words_and_a_constant_text():
 
 
 def test_the_same_chart_is_the_same_bytes():
-    first, second = (static.png(ladder(budget="460 MiB").plot()) for _ in range(2))
+    first, second = (style.png(ladder(budget="460 MiB").plot()) for _ in range(2))
     assert first == second
     assert Image.open(io.BytesIO(first)).width > 1000
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .static import INK, _halo, _new_figure, _style, display_size, png
+from .style import INK, display_size, halo, new_figure, png, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; each line has a mark of its own as well. The rules of
 # the course keep theirs from picture to picture.
@@ -50,8 +51,8 @@ def plot_paths(
     x, y = (torch.linspace(float(a), float(b), 160) for a, b in zip(low - margin, high + margin, strict=True))
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
     heights = surface(grid.double()).detach()
-    with _style():
-        figure = _new_figure(7.8, 3.2)
+    with style():
+        figure = new_figure(7.8, 3.2)
         axes = figure.add_axes((0.06, 0.11, 0.68, 0.76))
         levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
         axes.contour(x, y, heights, levels=levels.tolist(), colors="#c3cad6", linewidths=0.7, zorder=1)
@@ -72,7 +73,7 @@ def plot_paths(
                 textcoords="offset points",
                 color=INK,
                 fontsize=8,
-                path_effects=_halo(),
+                path_effects=halo(),
             )
         axes.set_xlim(float(x[0]), float(x[-1]))
         axes.set_ylim(float(y[0]), float(y[-1]))
@@ -85,8 +86,8 @@ def plot_paths(
 
 def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> Figure:
     """Draw training losses, one curve a name, each the mean of the last ``smooth`` steps."""
-    with _style():
-        figure = _new_figure(7.8, 2.7)
+    with style():
+        figure = new_figure(7.8, 2.7)
         axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))
         for name, losses in curves.items():
             color, dash, mark = STYLES[name if name in STYLES else ""]

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from .. import accounting
+from ..techniques import accounting
 from ..units import MiB, format_bytes
+from .bars import bar_svg, plot_bars
 from .live import show_explorer
-from .static import bar_svg, display_size, plot_bars, png
+from .style import display_size, png
 
 PLAIN_TEXT = "Memory explorer"
 REST = 0.15  # seconds without a change, before a trace begins
@@ -34,6 +35,7 @@ DEFAULTS = {
     "segment": 4,
     "card": "8 GB card",
 }
+
 # The names of the closed forms, as a recipe has them. Without a step nothing is kept or made; plain SGD does as little.
 PRECISIONS = {"autocast": "autocast-bf16", "float32 master": "float32-master"}
 OPTIMIZERS = {
@@ -65,7 +67,7 @@ def shape_of(settings: dict) -> accounting.Shape:
 
 def recipe_of(settings: dict):
     """The settings as a ``Recipe``. ``ValueError`` for what the closed forms can add up and no recipe can train."""
-    from ..recipe import Recipe
+    from ..training.recipe import Recipe
 
     segment = min(settings["segment"], shape_of(settings).layers)
     return Recipe(
@@ -88,7 +90,7 @@ def estimate(settings: dict) -> accounting.Estimate:
 
 def trace(settings: dict):
     """The exact peak on a card, as a ``Prediction``. Errors are those of ``predict`` and ``recipe_of``."""
-    from ..predict import predict
+    from ..prediction.predict import predict
 
     sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
     return predict(shape_of(settings).config(), **sizes, recipe=recipe_of(settings), target="cuda")
@@ -102,7 +104,7 @@ def preview(settings: dict) -> Answer:
 
 def answer(settings: dict) -> Answer:
     """What the trace says, and how far off the closed form is; where no trace can be had, the closed form and the reason."""
-    from ..predict import CannotTrace
+    from ..prediction.question import CannotTrace
 
     formula = estimate(settings)
     try:

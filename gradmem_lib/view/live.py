@@ -8,44 +8,23 @@ When the block ends, a still picture takes the widget's place, so that a saved n
 from __future__ import annotations
 
 import base64
-import os
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..tracker import CATEGORIES, PHASES
-from .static import (
-    COLORS,
-    HATCHES,
-    MAX_POINTS,
-    PHASE_LABELS,
-    describe,
-    display_size,
-    peak_of,
-    plot_timeline,
-    png,
-)
+from ..measure.display import in_kernel, live_enabled
+from ..names import CATEGORIES, PHASES
+from .style import COLORS, HATCHES, MAX_POINTS, display_size, png
+from .timeline import PHASE_LABELS, describe, peak_of, plot_timeline
 
 if TYPE_CHECKING:
-    from ..tracker import MemorySnapshot, Timeline
+    from ..measure.timeline import MemorySnapshot, Timeline
+
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
 _VERSION = 1
-
-
-def in_kernel() -> bool:
-    """Whether this runs in a Jupyter kernel, where there is a front end to draw in."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
-
-
-def live_enabled() -> bool:
-    """Whether plots may move: in a Jupyter kernel, unless the environment says ``GRADMEM_LIVE=0``."""
-    return in_kernel() and os.environ.get("GRADMEM_LIVE", "1") != "0"
 
 
 def encode_frame(

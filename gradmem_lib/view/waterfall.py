@@ -6,29 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..tracker import CATEGORIES, MemorySnapshot
+from ..measure.timeline import MemorySnapshot
+from ..names import CATEGORIES
 from ..units import format_bytes, parse_bytes
-from .static import (
+from .style import (
     ALARM,
     COLORS,
     HATCHES,
     INK,
     MUTED,
     PAPER,
-    PHASE_LABELS,
-    _halo,
-    _hatch_ink,
-    _new_figure,
-    _style,
-    _swatch,
     display_size,
+    halo,
+    hatch_ink,
+    new_figure,
     nice_step,
     png,
     scale_of,
+    style,
+    swatch,
 )
+from .timeline import PHASE_LABELS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 LEFT, RIGHT = 0.245, 0.735  # where the bars begin and end; names stand before, figures behind
 COLUMNS = {"peak": 0.82, "change": 0.915, "ms/token": 0.99}  # right edges
@@ -118,7 +120,7 @@ class Waterfall:
         """The chart as a matplotlib ``Figure``. ``ValueError`` while there is no bar."""
         if not self.bars:
             raise ValueError("there is no bar yet: call add(name, tracker.peak) first")
-        with _style():
+        with style():
             return _draw(self)
 
     def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
@@ -157,7 +159,7 @@ def milliseconds(seconds: float) -> str:
 def _draw(chart: Waterfall) -> Figure:
     bars = chart.bars
     height = HEAD + FOOT + ROW * len(bars)
-    figure = _new_figure(8.6, height)
+    figure = new_figure(8.6, height)
     axes = figure.add_axes((LEFT, FOOT / height, RIGHT - LEFT, ROW * len(bars) / height))
     highest = max(bar.total for bar in bars)
     top = 1.03 * max(highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1)
@@ -191,7 +193,7 @@ def _stack(axes, row: int, bar: Bar, factor: int) -> None:
                 left=left,
                 color=COLORS[name],
                 hatch=HATCHES[name],
-                edgecolor=_hatch_ink(COLORS[name]),
+                edgecolor=hatch_ink(COLORS[name]),
                 linewidth=0,
                 zorder=2,
                 label=name,
@@ -274,7 +276,7 @@ def _budget_line(axes, budget: int, top: float, factor: int) -> None:
         color=ALARM,
         fontsize=8.5,
         fontweight="bold",
-        path_effects=_halo(),
+        path_effects=halo(),
         zorder=7,
     )
 
@@ -284,7 +286,7 @@ def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
     figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline")
     x, y = 0.012, 1 - 0.47 / height
     for name in CATEGORIES:
-        _swatch(figure, name, (x, y), (0.018, 0.12 / height))
+        swatch(figure, name, (x, y), (0.018, 0.12 / height))
         figure.text(x + 0.024, y, name, fontsize=8.5, va="center_baseline")
         x += 0.052 + 0.0088 * len(name)
     for column, right in COLUMNS.items():

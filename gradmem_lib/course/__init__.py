@@ -1,0 +1,35 @@
+"""What the lessons are made of besides the library itself: models, texts, claims, exercises and their settings."""
+
+from importlib import import_module
+
+_HOMES = {
+    "check": "Exercise Mistake UnknownExercise all_exercises audit calls get judge measure",
+    "processes": "torchrun",
+    "exercises.lesson_01": "train_budget train_setting",
+    "exercises.lesson_02": "step_budget three_steps",
+    "exercises.lesson_03": "CARD batch_setting trainer_logs trainer_setting",
+    "exercises.lesson_04": "chain_budget chain_setting",
+    "claims.lesson_03": "learning_rates recorded",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = {
+    "bert_large": "claims.bert_large",
+    "claims": "claims",
+    "lesson_05": "exercises.lesson_05",
+    "models": "models",
+    "progress": "progress",
+    "texts": "texts",
+}
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return import_module(f".{_MODULES[name]}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The exercises of each lesson: a reference, and the mistakes that people make."""

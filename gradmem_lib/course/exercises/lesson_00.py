@@ -1,0 +1,95 @@
+"""Lesson 00's one exercise: the bytes of one tensor, the sum that every other sum in the course is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..check import Exercise, Mistake, calls
+
+
+def tensor_bytes(shape: Sequence[int], bytes_per_element: int) -> int:
+    """Bytes of a dense tensor of ``shape``: its number of elements times the bytes of one."""
+    return math.prod(shape) * bytes_per_element
+
+
+def _in_bits(shape, bytes_per_element):
+    return math.prod(shape) * bytes_per_element * 8
+
+
+def _elements_only(shape, bytes_per_element):
+    return math.prod(shape)
+
+
+def _sum_of_sides(shape, bytes_per_element):
+    return sum(shape) * bytes_per_element
+
+
+def _always_float32(shape, bytes_per_element):
+    return math.prod(shape) * 4
+
+
+def _product_from_zero(shape, bytes_per_element):
+    total = 0
+    for side in shape:
+        total *= side
+    return total * bytes_per_element
+
+
+def _last_side_only(shape, bytes_per_element):
+    return (shape[-1] if shape else 1) * bytes_per_element
+
+
+def _two_sides(shape, bytes_per_element):
+    return shape[0] * shape[1] * bytes_per_element
+
+
+EXERCISES = (
+    Exercise(
+        id="0.1",
+        title="the bytes of one tensor",
+        difficulty=1,
+        minutes=2,
+        trains="turning a shape and a dtype into bytes",
+        reference=tensor_bytes,
+        # The empty shape is a single number, and a side of 0 leaves no elements at all.
+        observe=calls(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
+        mistakes=(
+            Mistake(
+                "bits",
+                _in_bits,
+                "this counts bits: a byte is 8 of them, and the element size is in bytes already.",
+            ),
+            Mistake(
+                "elements only",
+                _elements_only,
+                "this counts elements: each of them takes bytes_per_element bytes.",
+            ),
+            Mistake(
+                "sum of the sides",
+                _sum_of_sides,
+                "this adds the sides of the shape: a 2 × 3 tensor has 6 elements, not 5.",
+            ),
+            Mistake(
+                "always float32",
+                _always_float32,
+                "this takes 4 bytes for every element: use bytes_per_element, which is 2 for bfloat16.",
+            ),
+            Mistake(
+                "a product that starts at 0",
+                _product_from_zero,
+                "this multiplies up from 0, so the product stays 0: start from 1.",
+            ),
+            Mistake(
+                "two sides",
+                _two_sides,
+                "this multiplies exactly two sides: a shape may have one, three or none.",
+            ),
+            Mistake(
+                "last side only",
+                _last_side_only,
+                "this looks at one side of the shape: multiply all of them.",
+            ),
+        ),
+    ),
+)

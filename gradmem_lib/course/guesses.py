@@ -1,0 +1,188 @@
+"""Commit to a number before the cell shows it: a guess, then guess, formula and measured value side by side."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from typing import Any
+
+from ..units import format_bytes, parse_bytes
+from . import progress
+
+
+def predict_first(id: str, question: str, *, unit: str = "bytes") -> Prediction:
+    """Ask for a guess and return at once. In a notebook this shows a small input; elsewhere, how to guess in code.
+
+    ``unit`` is "bytes", which accepts "1.5 GiB", "600e6" or 42, or any other word, which accepts plain numbers.
+    A guess made earlier under the same ``id`` is remembered.
+    """
+    prediction = Prediction(id, question, unit=unit)
+    _display(prediction)
+    return prediction
+
+
+class Prediction:
+    """A question with a number for an answer. ``value`` is the guess, in ``unit``, or ``None`` while there is none."""
+
+    def __init__(self, id: str, question: str, *, unit: str = "bytes"):
+        self.id, self.question, self.unit = id, question, unit
+        remembered = progress.load()["guesses"].get(id, {})
+        self.value: float | None = remembered.get("guess") if remembered.get("unit") == unit else None
+
+    def __repr__(self) -> str:
+        return f"Prediction {self.id}"
+
+    def guess(self, value: float | str) -> None:
+        """Commit to ``value``, such as ``"1.5 GiB"``, ``"600e6"`` or ``42``. Raises ``ValueError`` with advice."""
+        print(self._commit(value))
+
+    def reveal(self, *, formula: float | None = None, measured: float, what: str = "measured") -> None:
+        """Print guess, formula and measured value, exact and for people, and how far off the first two were.
+
+        ``what`` is what the last one is called: ``"predicted"`` where nothing was run.
+        """
+        measured = _number(measured, self.unit)
+        if self.value is not None:
+            progress.record_guess(self.id, self.value, measured, unit=self.unit)
+        rows = [("guess", self.value)]
+        rows += [("formula", _number(formula, self.unit))] if formula is not None else []
+        rows += [(what, measured)]
+        print(f"{self!r}\n{_table(rows, self.unit)}")
+        if self.value is None:
+            print(
+                "No guess was made. Go back and commit to one: a number you were wrong about is one you will remember."
+            )
+
+    def _commit(self, value: Any) -> str:
+        self.value = _number(value, self.unit)
+        progress.record_guess(self.id, self.value, unit=self.unit)
+        return f"recorded: {show(self.value, self.unit)}; run the next cell"
+
+
+def show(value: float, unit: str) -> str:
+    """ "1.50 GiB = 1,610,612,736 bytes", or the plain number and its unit."""
+    human = f"{format_bytes(value)} = " if unit == "bytes" and abs(value) >= 1024 else ""
+    return f"{human}{_exact(value)} {unit}"
+
+
+def how_far(guess: float, measured: float) -> str:
+    """How far ``guess`` is from ``measured``, in words: "exact", "within 3 %", "2.1 times too high"."""
+    if guess == measured:
+        return "exact"
+    if guess == 0 or measured == 0 or guess * measured < 0:
+        return "too high" if guess > measured else "too low"
+    side = "too high" if abs(guess) > abs(measured) else "too low"
+    ratio = max(guess / measured, measured / guess)
+    off = abs(guess - measured) / abs(measured)
+    if off < 0.001:
+        return "within 0.1 %"
+    if off <= 0.1:
+        return f"within {math.ceil(round(off * 100, 6))} %"
+    if ratio < 2:
+        return f"{off:.0%} {side}".replace("%", " %")
+    return f"{ratio:,.1f} times {side}" if ratio < 100 else f"{ratio:,.0f} times {side}"
+
+
+def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
+    """One aligned line per row; the last is the measured value, which the others are compared with."""
+    measured = rows[-1][1]
+    cells = []
+    for name, value in rows:
+        if value is None:
+            cells.append((name, "none", "", ""))
+            continue
+        human = format_bytes(value) if unit == "bytes" else ""
+        cells.append(
+            (name, f"{_exact(value)} {unit}", human, "" if name == "measured" else how_far(value, measured))
+        )
+    wide = [max(len(row[column]) for row in cells) for column in range(4)]
+    lines = (
+        f"  {name:<{wide[0]}}  {exact:>{wide[1]}}  {human:>{wide[2]}}  {far}"
+        for name, exact, human, far in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _exact(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _number(value: Any, unit: str) -> int | float:
+    """``value`` as a number of ``unit``, whole where it can be. Raises ``ValueError`` with a sentence."""
+    if hasattr(value, "item"):
+        value = value.item()  # numpy scalars and 0-d tensors
+    if unit == "bytes":
+        return 0 if _plain_number(value, unit) == 0 else parse_bytes(value)
+    number = _plain_number(value, unit)
+    if number is None:
+        raise ValueError(
+            f"cannot read {value!r} as a number: give one such as 42, 0.5 or 600e6 (the unit is {unit})"
+        )
+    return int(number) if number.is_integer() else number
+
+
+def _plain_number(value: Any, unit: str) -> float | None:
+    if isinstance(value, str):
+        value = value.strip().removesuffix(unit).replace(",", "").replace("_", "")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and not isinstance(value, bool) else None
+
+
+def _display(prediction: Prediction) -> None:
+    """The input where widgets work, over the same line of text everywhere: that is what a saved notebook compares."""
+    example = "1.5 GiB" if prediction.unit == "bytes" else "42"
+    line = f'{prediction!r}: {prediction.question} (commit to a number with .guess("{example}"))'
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if not hasattr(shell, "kernel"):
+        print(line)
+        return
+    from IPython.display import display
+
+    from ..measure.display import live_enabled
+
+    widget = _view(_widget(prediction, example)) if live_enabled() else {}
+    display({"text/plain": line, **widget}, raw=True)
+
+
+def _widget(prediction: Prediction, example: str):
+    import ipywidgets as widgets
+
+    def say(sentence: str) -> None:
+        status.value = html.escape(sentence)
+
+    def commit(_=None) -> None:
+        try:
+            say(prediction._commit(field.value))
+        except ValueError as error:
+            say(str(error))
+
+    question = widgets.HTML(html.escape(f"{prediction!r}: {prediction.question}"))
+    field = widgets.Text(
+        placeholder=f"for example {example}",
+        description="Your guess",
+        continuous_update=False,
+        tooltip=prediction.question,
+    )
+    button = widgets.Button(description="Commit", tooltip="Record this guess")
+    status = widgets.HTML()
+    if prediction.value is not None:
+        say(
+            f"your guess so far: {show(prediction.value, prediction.unit)}; run the next cell, or guess again"
+        )
+    field.observe(commit, names="value")  # Enter, or leaving the field
+    button.on_click(commit)
+    return widgets.VBox([question, widgets.HBox([field, button]), status])
+
+
+def _view(widget) -> dict[str, Any]:
+    return {
+        "application/vnd.jupyter.widget-view+json": {
+            "version_major": 2,
+            "version_minor": 0,
+            "model_id": widget.model_id,
+        }
+    }

@@ -1,0 +1,50 @@
+"""Several processes on this machine, started as ``torchrun`` starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# A process that ends well leaves without taking Python down first. DistributedDataParallel keeps its process group, also
+# after destroy_process_group(), and a thread of gloo's that lets go of a tensor meanwhile would abort the process
+# (pytorch/pytorch#179291).
+_START = """
+import os, runpy, sys
+runpy.run_path({!r}, run_name="__main__")
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
+    """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun`` does; what it printed.
+
+    They talk over the loopback address alone. Raises ``RuntimeError`` with the last lines of the errors if one fails.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if loopback:
+        env["GLOO_SOCKET_IFNAME"] = (
+            loopback  # else gloo asks for this machine's name, which may lead elsewhere
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path, start = Path(folder) / "script.py", Path(folder) / "start.py"
+        path.write_text(script, encoding="utf-8")
+        start.write_text(_START.format(str(path)), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--nnodes=1",
+            "--master-addr=127.0.0.1", f"--master-port={port}", str(start),
+        ]  # fmt: skip
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        raise RuntimeError(f"one of the {processes} processes failed:\n{done.stderr[-30000:]}")
+    return done.stdout

@@ -1,0 +1,1 @@
+"""What is measured: storages, the bytes they hold, and who holds them."""

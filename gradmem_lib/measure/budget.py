@@ -1,0 +1,54 @@
+"""The error of a budget that was passed: who holds what, and what helps."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+import torch
+
+from .timeline import Holder, MemorySnapshot
+
+
+class BudgetExceeded(torch.OutOfMemoryError):
+    """Live bytes passed the budget. Like a card's out-of-memory error, but it says who holds what.
+
+    Attributes: ``budget`` and ``asked`` (bytes), ``snapshot`` (live bytes, the refused ones included) and ``holders``.
+    """
+
+    def __init__(
+        self, message: str, *, budget: int, asked: int, snapshot: MemorySnapshot, holders: list[Holder]
+    ):
+        super().__init__(message)
+        self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders
+
+
+REMEDIES = {
+    "parameters": "the weights themselves.\n  What helps: load them in bf16, or train a smaller model",
+    "gradients": "gradients.\n  What helps: train fewer parameters (LoRA), or keep them in bf16",
+    "optimizer": "the optimizer's states.\n  What helps: bf16 or 8-bit states, or an optimizer with fewer of them",
+    "activations": "activations.\n  What helps: a smaller micro-batch, shorter sequences, or checkpointing",
+    "temporaries": "temporaries.\n  What helps: a smaller micro-batch, or an optimizer that works in place (foreach=False)",
+    "other": "tensors without an owner, such as batches.\n  What helps: keep fewer of them on the device",
+}
+
+
+def let_go(error: BaseException) -> None:
+    """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
+
+    Local variables are cleared. What a function closes over cannot be, so the traceback ends before the first such
+    function (inside PyTorch, in most cases): frames within it would lead back to it.
+    """
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        entries, entry = [], error.__traceback__
+        while entry is not None and not (entries and entry.tb_frame.f_code.co_freevars):
+            entries.append(entry)
+            entry = entry.tb_next
+        kept = None
+        for entry in reversed(entries):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        error.__traceback__ = kept
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,38 @@
+"""How a measurement comes to its picture without knowing who draws it: the floor above says so, once.
+
+Nothing here imports torch, so that ``python -m gradmem_lib doctor`` can speak where torch does not import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_load: Callable[[], Any] | None = None
+
+
+def register(load: Callable[[], Any]) -> None:
+    """``load()`` returns what has the functions that are asked for by name; it is called on first use."""
+    global _load
+    _load = load
+
+
+def pictures() -> Any:
+    """What has been registered. Raises ``RuntimeError`` where nothing was."""
+    if _load is None:
+        raise RuntimeError("there is nobody to draw: import gradmem_lib, which registers its pictures")
+    return _load()
+
+
+def in_kernel() -> bool:
+    """Whether this runs in a Jupyter kernel, where there is a front end to draw in."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def live_enabled() -> bool:
+    """Whether plots may move: in a Jupyter kernel, unless the environment says ``GRADMEM_LIVE=0``."""
+    return in_kernel() and os.environ.get("GRADMEM_LIVE", "1") != "0"

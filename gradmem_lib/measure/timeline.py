@@ -1,0 +1,78 @@
+"""What a measurement hands out: a moment, a storage's holder, and the moments of a whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..names import CATEGORIES, PHASES
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """Live bytes at one moment: their sum, their parts, and what the step was doing."""
+
+    total: int
+    by_category: dict[str, int]
+    phase: str
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {n:,}" for name, n in self.by_category.items() if n)
+        return f"{self.total:,} bytes in {self.phase}" + (f" ({parts})" if parts else "")
+
+
+class Holder(NamedTuple):
+    """One storage: its bytes, category, the module or parameter it belongs to, and the operation that made it."""
+
+    nbytes: int
+    category: str
+    module: str
+    op: str
+
+
+class Timeline:
+    """Live bytes over the operations of a run; every list has one entry a sample.
+
+    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by category. A run with
+    more samples than are kept is thinned evenly, and each remaining sample is the largest of its window: no peak is lost.
+    """
+
+    def __init__(self, rows: np.ndarray):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def events(self) -> list[int]:
+        return self.rows[:, 0].tolist()
+
+    @property
+    def phases(self) -> list[str]:
+        return [PHASES[code] for code in self.rows[:, 1]]
+
+    @property
+    def totals(self) -> list[int]:
+        return self.rows[:, 2].tolist()
+
+    @property
+    def by_category(self) -> dict[str, list[int]]:
+        return {name: self.rows[:, 3 + i].tolist() for i, name in enumerate(CATEGORIES)}
+
+    @property
+    def peak_index(self) -> int:
+        """Index of the first largest sample. Raises ``ValueError`` on an empty timeline."""
+        return int(self.rows[:, 2].argmax())
+
+    def decimate(self, max_points: int) -> Timeline:
+        """At most ``max_points`` samples, each the largest of its window."""
+        n = len(self.rows)
+        if n <= max_points:
+            return self
+        window = -(-n // max_points)
+        starts = np.arange(0, n, window)
+        padded = np.full(len(starts) * window, -1, dtype=np.int64)
+        padded[:n] = self.rows[:, 2]
+        return Timeline(self.rows[starts + padded.reshape(-1, window).argmax(axis=1)])

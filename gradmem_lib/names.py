@@ -1,0 +1,33 @@
+"""The only spelling of categories, phases, precisions, optimizers, attention and checkpointing."""
+
+from __future__ import annotations
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
+PHASES = ("idle", "forward", "backward", "optimizer_step")
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER = range(len(CATEGORIES))
+IDLE, FORWARD, BACKWARD, OPTIMIZER_STEP = range(len(PHASES))
+PRECISIONS = {
+    "float32": "everything in float32",
+    "bf16": "weights, gradients, optimizer states and activations in bf16",
+    "autocast-bf16": "float32 weights, gradients and states; matrix products in bf16",
+    "autocast-fp16": "the same with float16, and a scaled loss",
+    "float32-master": "bf16 weights and gradients; the optimizer keeps float32 weights and states",
+}
+
+OPTIMIZERS = {
+    "adamw": "AdamW, one parameter after another",
+    "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
+    "adamw-fused": "AdamW in one kernel, in place",
+    "adamw-8bit": "AdamW whose states take one byte a number",
+    "adafactor": "row and column sums in place of the second moment, as transformers has it: with float32 copies of a tensor",
+    "adafactor-torch": "the same, as torch.optim has it: one copy of a tensor, in its own dtype; a relative learning rate",
+    "sgd": "no state, or one with momentum",
+}
+
+ATTENTION = {
+    "fused": "one kernel that never stores the scores",
+    "eager": "scores, softmax and product one by one",
+}
+
+CHECKPOINTING = ("per-layer", "sqrt", "best")
+IGNORED = -100  # a label that does not count

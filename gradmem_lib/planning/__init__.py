@@ -1,0 +1,1 @@
+"""Which recipes fit which card."""

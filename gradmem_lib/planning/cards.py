@@ -1,0 +1,88 @@
+"""The one table of cards: their bytes, their rates, and how people write their names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from ..units import GiB, format_bytes, parse_bytes
+
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Card:
+    """``nbytes``: what the driver lets a program have. ``half`` and ``single``: operations a second in 16 and 32 bits;
+    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability."""
+
+    name: str
+    nbytes: int
+    half: float
+    single: float
+    bandwidth: float
+    capability: tuple[int, int] = (8, 9)
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it multiplies bf16 matrices at the rate ``half``; older cards do only float16 so."""
+        return self.capability >= (8, 0)
+
+
+def _card(name: str, gib: float, half: float, single: float, bandwidth: float, capability: float) -> Card:
+    major, minor = divmod(round(10 * capability), 10)
+    return Card(name, round(gib * GiB), half * _TERA, single * _TERA, bandwidth * _GIGA, (major, minor))
+
+
+# Memory: what PyTorch's out-of-memory message calls the total capacity of such a card on Linux, to two digits. The nominal
+# figure is in GiB too, and the driver keeps 1 to 4 % of it. Rates: the makers' data sheets, dense matrices, float32 sums.
+CARDS: dict[str, Card] = {
+    card.name: card
+    for card in (
+        _card("RTX 2060 6GB", 5.79, 26, 6.5, 336, 7.5),
+        _card("RTX 3070 8GB", 7.76, 41, 20, 448, 8.6),
+        _card("RTX 3080 10GB", 9.78, 60, 30, 760, 8.6),
+        _card("RTX 3060 12GB", 11.75, 25, 13, 360, 8.6),
+        _card("T4 16GB", 14.75, 65, 8.1, 320, 7.5),
+        _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0),
+        _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9),
+        _card("RTX 3090 24GB", 23.69, 71, 36, 936, 8.6),
+        _card("RTX 4090 24GB", 23.64, 165, 83, 1008, 8.9),
+        _card("RTX 5090 32GB", 31.36, 210, 105, 1792, 12.0),
+        _card("A100 40GB", 39.39, 312, 19.5, 1555, 8.0),
+        _card("A100 80GB", 79.15, 312, 19.5, 2039, 8.0),
+        _card("H100 80GB", 79.10, 989, 67, 3350, 9.0),
+        _card("H200 141GB", 139.80, 989, 67, 4800, 9.0),
+    )
+}
+
+_UNNAMED = CARDS["RTX 4090 24GB"]  # whose rates a card has of which only the bytes are known
+
+
+def find_card(card: Card | str | int) -> Card:
+    """The card called so (upper or lower case, "4090" for "RTX 4090 24GB"), or one of so many bytes: ``"24 GiB"`` or an int.
+
+    ``ValueError`` for a name that no card or more than one has.
+    """
+    if isinstance(card, Card):
+        return card
+    name = _plain(card) if isinstance(card, str) else ""
+    try:
+        nbytes = parse_bytes(card)
+    except ValueError:
+        nbytes = None
+    if name and (nbytes is None or name.isdigit()):
+        names = [known for known in CARDS if name in _plain(known)]
+        exact = [known for known in names if name in (_plain(known), _plain(known.rpartition(" ")[0]))]
+        if len(names) == 1 or len(exact) == 1:
+            return CARDS[(exact or names)[0]]
+        if names and nbytes is None:
+            raise ValueError(f"card={card!r} may be {' or '.join(map(repr, names))}: say which")
+    if nbytes is None:
+        raise ValueError(
+            f"no card is known as {card!r}: give its memory, such as card='24 GiB', or one of {', '.join(CARDS)}"
+        )
+    return replace(_UNNAMED, name=format_bytes(nbytes), nbytes=nbytes)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|card", "", name.lower())

@@ -1,0 +1,172 @@
+"""What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..prediction import allocator
+from ..prediction.configs import model_class
+from ..prediction.predict import Prediction
+from ..techniques.losses import predicts_next_token
+from ..training.recipe import Recipe
+from .cards import Card
+
+LORA_RANK = 16
+ROUGHLY, ALLOCATOR_ROUGHLY = "allocator, about", 0.05
+OPERATIONS_KEPT = (
+    0.5  # of a data sheet's operations a second, what training steps reach on most cards, roughly
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``biggest``: entries
+    of the largest parameter; ``scores``: heads x head size, summed over layers, of which attention makes its products."""
+
+    config: Any
+    parameters: int
+    sizes: tuple[tuple[int, ...], ...]
+    matrices: int
+    head: int
+    adapters: int
+    layers: int
+    scores: int
+    causal: bool
+    chunked: bool
+    vocabulary: int
+    fused: bool
+    images: bool
+
+    @property
+    def biggest(self) -> int:
+        return max(map(math.prod, self.sizes))
+
+
+def count(config) -> Work:
+    """Count the parameters and matrices of ``config``'s model, without memory for it."""
+    from ..techniques.lora import linear_sizes
+
+    with torch.device("meta"):
+        model = model_class(config)(copy.deepcopy(config))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = [linear_sizes(m) for m in model.modules() if m is not head and linear_sizes(m)]
+    text = config.get_text_config()
+    hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
+    heads = getattr(text, "num_attention_heads", 1)
+    plain_head = (
+        head is not None
+        and predicts_next_token(model)
+        and getattr(head, "bias", None) is None
+        and not getattr(text, "final_logit_softcapping", None)
+    )
+    return Work(
+        config=config,
+        parameters=sum(p.numel() for p in model.parameters()),
+        sizes=tuple(tuple(p.shape) for p in model.parameters()),
+        matrices=sum(i * o for i, o in linear),
+        head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
+        adapters=sum(LORA_RANK * (i + o) for i, o in linear),
+        layers=layers,
+        scores=layers * heads * (getattr(text, "head_dim", None) or hidden // heads),
+        causal=predicts_next_token(model),
+        chunked=plain_head,
+        vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
+        fused=bool(getattr(model, "_supports_sdpa", True)),
+        images=getattr(model, "main_input_name", "") == "pixel_values",
+    )
+
+
+def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
+    """Bytes that no cut of the batch makes smaller: weights, gradients (all alive at the end of a backward, unless the
+    optimizer steps in it), optimizer states."""
+    width = recipe.weight_dtype.itemsize
+    weights = width * work.parameters
+    trained, sizes = work.parameters, work.sizes
+    if recipe.lora_rank:
+        trained, sizes = work.adapters, ()
+        weights += width * work.adapters
+        if getattr(recipe, "quantized_base", False):
+            weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
+    states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
+    if recipe.optimizer.startswith("adafactor"):
+        own = 4 if recipe.optimizer == "adafactor" else width
+        states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
+    return {
+        "parameters": weights,
+        "gradients": 0 if recipe.in_backward else width * trained,
+        "optimizer": round(states),
+    }
+
+
+def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int) -> float:
+    """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, and bytes of
+    weights, gradients and states at its bandwidth, one after the other.
+
+    Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
+    """
+    tokens = micro_batch * seq_len
+    attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
+    layers = 2 * work.matrices + attention
+    forward = layers + 2 * work.head
+    again = run_again(work, recipe)
+    if recipe.lora_rank:
+        forward += 2 * work.adapters
+        backward = forward + attention + 2 * work.adapters
+    else:
+        backward = 2 * forward
+    half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
+    operations = (forward + backward + again * layers) / (
+        OPERATIONS_KEPT * (card.half if half else card.single)
+    )
+
+    width = recipe.weight_dtype.itemsize
+    passes = 2 + again
+    read = width * work.parameters
+    if recipe.autocast_dtype:
+        read += (2 + 2) * (work.matrices + work.head)
+    if getattr(recipe, "quantized_base", False):
+        read += (0.5 + 2) * work.matrices
+    trained = work.adapters if recipe.lora_rank else work.parameters
+    micro = passes * read + 3 * width * trained
+    # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
+    # tensor read or write it 17 times, those of torch's Adafactor 14 times.
+    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}.get(
+        recipe.optimizer, 4 * width
+    )
+    step = (3 * width + states) * trained
+    moved = (micro + step / recipe.accumulation) / tokens
+    return operations + moved / card.bandwidth
+
+
+def run_again(work: Work, recipe: Recipe) -> float:
+    """The part of the layers whose forward runs twice."""
+    if recipe.every_n_layers and work.layers:
+        return -(-work.layers // recipe.every_n_layers) / work.layers
+    return 1.0 if recipe.checkpointing is not None else 0.0
+
+
+def beyond(
+    prediction: Prediction, capability: tuple[int, int] = (8, 0), replay: bool = True
+) -> dict[str, int]:
+    """What a card must hold beside the live bytes, in bytes; empty for target "cpu".
+
+    ``replay``: follow the allocator through the whole step (seconds for a deep model); else its part is a rough one.
+    """
+    if prediction.target == "cpu":
+        return {}
+    total = prediction.peak.total
+    if replay:
+        held = {"allocator, reserved and free": max(prediction.reserved - total, 0)}
+    else:
+        held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * total)}
+    return {
+        **held,
+        "cuBLAS workspace": allocator.workspace(capability),
+        "CUDA context": allocator.CONTEXT,
+    }

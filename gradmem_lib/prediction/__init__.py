@@ -1,0 +1,1 @@
+"""The bytes of a step before it runs."""

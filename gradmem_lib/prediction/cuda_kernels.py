@@ -1,0 +1,166 @@
+"""What CUDA's kernels keep for backward where the CPU's keep something else, told to a trace without a card.
+
+It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_mode.h). ``make gpu`` compares it with a
+card; that has not been done yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .allocator import rounded
+
+
+@contextmanager
+def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Inside it, functions on (fake) CPU tensors keep for backward what CUDA's kernels keep.
+
+    ``autocast``: the dtype of ``torch.autocast`` if the step uses it, so that the operations that CUDA's autocast runs in
+    float32 do so here. The functions are replaced where modules look them up, and put back at the end: a function mode would
+    not be on when checkpointing runs a layer again.
+    """
+    with ExitStack() as undo:
+        dropout = F.dropout
+        undo.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
+        undo.enter_context(
+            _replaced(F, "dropout", lambda *args, **kwargs: _dropout(dropout, *args, **kwargs))
+        )
+        for home, name in _autocast_functions() if autocast else ():
+            undo.enter_context(_replaced(home, name, _in_float32(getattr(home, name))))
+        yield
+
+
+@contextmanager
+def _replaced(home, name: str, function: Callable) -> Iterator[None]:
+    own = vars(home).get(name)
+    setattr(home, name, function)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(home, name)  # a method that Tensor has from its base class
+        else:
+            setattr(home, name, own)
+
+
+def _in_float32(function: Callable) -> Callable:
+    @wraps(function)
+    def wider(*args, **kwargs):
+        if torch.is_autocast_enabled("cpu"):
+            args = [_to_float32(a) for a in args]
+            kwargs = {name: _to_float32(a) for name, a in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return wider
+
+
+def _to_float32(value):
+    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if narrow else value
+
+
+def _autocast_functions() -> list[tuple]:
+    """Functions of autocast's float32 list on CUDA that are not on the CPU's, where modules find them."""
+    both = (
+        "pow",
+        "exp",
+        "log",
+        "rsqrt",
+        "reciprocal",
+        "norm",
+        "sum",
+        "prod",
+        "cumsum",
+        "softmax",
+        "log_softmax",
+    )
+    losses = ("layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss", "normalize", "softplus")
+    found = [(home, name) for home in (torch, Tensor) for name in both]
+    found += [
+        (Tensor, "__pow__"),
+        (Tensor, "__rpow__"),
+        (Tensor, "__rtruediv__"),
+        (F, "softmax"),
+        (F, "log_softmax"),
+    ]
+    return found + [(F, name) for name in losses]
+
+
+def _dropout(
+    plain: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """One kernel that keeps a mask of one byte a number, where the CPU keeps one of the input's dtype."""
+    if not training or p == 0 or inplace:
+        return plain(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that a card would choose: flash attention, else memory-efficient attention, else single operations.
+
+    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and no mask; the memory-efficient kernel
+    takes float32 and masks, and no grouped heads.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    size, options = query.shape[-1], {"scale": scale}
+    even = query.shape[-1] == value.shape[-1]
+    if attn_mask is None and query.dtype != torch.float32 and size <= 256 and even:
+        padding = -size % 8
+        if padding:
+            options["scale"] = size**-0.5 if scale is None else scale
+            query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, **options
+        )[0]
+        return out[..., :size] if padding else out
+    if query.shape[1] == key.shape[1]:
+        bias = attn_mask
+        if bias is not None and bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        if bias is not None:
+            bias = _aligned(bias).expand(*query.shape[:3], key.shape[2])
+        keeps = any(t.requires_grad for t in (query, key, value))
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps, dropout_p, is_causal, **options
+        )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **options
+    )[0]
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The kernel reads rows of the bias 16 entries at a time, and pads them to that."""
+    seq = bias.shape[-1]
+    return F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
+
+
+def scratch(func, args) -> int:
+    """Bytes that ``func`` takes inside its kernel and gives back at its end, where they are many."""
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        # The gradient of the queries is added up in float32, with rows and head size rounded up; and when heads share
+        # keys, the gradients of keys and values exist once for each head first.
+        query, key = args[1], args[2]
+        batch, heads, seq, size = query.shape
+        rows, width = -(-seq // 128) * 128, -(-size // 32) * 32
+        total = rounded(4 * batch * heads * rows * width) + rounded(4 * batch * heads * rows)
+        if key.shape[1] != heads:
+            total += 2 * rounded(batch * heads * key.shape[2] * size * query.itemsize)
+        return total
+    return 0

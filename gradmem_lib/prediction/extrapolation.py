@@ -1,0 +1,138 @@
+"""A long trace from two short ones: every layer of a deep model does the same things, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..names import CATEGORIES
+
+OP, PHASE, TOTAL = 0, 1, 2
+BY = slice(3, 3 + len(CATEGORIES))
+OWNED = slice(3 + len(CATEGORIES), 3 + 2 * len(CATEGORIES))
+
+
+def repeated_layers(model: nn.Module) -> nn.Module | None:
+    """The ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike, the longest one; ``None`` if none is.
+
+    Alike: the same modules, parameters, settings and hooks, numbers that count the layers aside. A model whose config lists
+    something per layer that differs (Gemma's alternating attention) has none.
+    """
+    found = None
+    for module in model.modules():
+        if type(module) not in (nn.ModuleList, nn.Sequential) or len(module) <= len(found or ()):
+            continue
+        first = _fingerprint(module[0], 0)
+        if all(_fingerprint(layer, i) == first for i, layer in enumerate(module)):
+            found = module
+    if found is not None and _differs_by_layer(getattr(model, "config", None), len(found)):
+        return None
+    return found
+
+
+def _fingerprint(layer: nn.Module, index: int) -> tuple:
+    parts = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (int, float, str, bool, type(None), torch.dtype))
+            and not (type(value) is int and value == index and "id" in key)
+        )
+        tensors = tuple(
+            (key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type)
+            for key, t in [*module._parameters.items(), *module._buffers.items()]
+            if t is not None
+        )
+        hooks = tuple(
+            len(getattr(module, h)) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        )
+        parts.append((name, type(module), settings, tensors, hooks))
+    return tuple(parts)
+
+
+def _differs_by_layer(config, n: int) -> bool:
+    if config is None:
+        return False
+    lists = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == n]
+    return any(len({repr(entry) for entry in entries}) > 1 for entries in lists)
+
+
+Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The samples of one step: ``rows`` (samples, 15), the operation behind each, and where each part of the step begins.
+
+    Columns of ``rows``: operation index, phase, total bytes, bytes by category at that moment, and bytes by the category that
+    they turned out to belong to (a gradient is a temporary until its parameter has it).
+    """
+
+    rows: np.ndarray
+    operations: tuple[str, ...]
+    starts: tuple[int, ...]
+    requests: tuple[int, ...] = ()
+
+
+def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) -> list[np.ndarray] | None:
+    """The differences in a trace with ``wanted`` repeated units, by part, from those with ``units`` and ``units + 1``.
+
+    In each part of the step, the longer trace has one more round of the same events: it is found, repeated as often as
+    needed, and whatever happens once (freeing all gradients) grows in proportion. ``None`` where the rounds differ.
+    """
+    if len(short) != len(long):
+        return None
+    parts = [_extrapolated_part(a, b, wanted - units) for a, b in zip(short, long, strict=True)]
+    return None if any(part is None for part in parts) else parts
+
+
+def trace_parts(trace: Trace) -> list[Part]:
+    """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""
+    steps = np.diff(trace.rows, axis=0, prepend=0)
+    steps[:, PHASE] = trace.rows[:, PHASE]
+    kinds = list(zip(trace.operations, trace.rows[:, PHASE].tolist(), strict=True))
+    ends = [*trace.starts[1:], len(kinds)]
+    return [(steps[i:j], kinds[i:j]) for i, j in zip(trace.starts, ends, strict=True)]
+
+
+def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
+    (short, short_kinds), (long, long_kinds) = a, b
+    n, extra = len(short_kinds), len(long_kinds) - len(short_kinds)
+    if extra < 0:
+        return None
+    before = _agreeing(short_kinds, long_kinds)
+    after = _agreeing(short_kinds[::-1], long_kinds[::-1])
+    if before + after < n:
+        return None
+    at = _round_begins(short, long, extra, n - after, before) if extra else before
+    if at is None:
+        return None
+    block = long[at : at + extra]
+    aligned = np.concatenate([long[:at], long[at + extra :]])
+    grown = short + (aligned - short) * more
+    return np.concatenate([grown[:at], np.tile(block, (more, 1)), grown[at:]])
+
+
+def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: int) -> int | None:
+    """Where the longer trace's additional round may begin, ``lo`` to ``hi``: it must repeat the round before or after it.
+
+    The nearest to the middle is taken, away from what is special about the first round and the last.
+    """
+    for at in sorted(range(lo, hi + 1), key=lambda at: abs(2 * at - lo - hi)):
+        block = long[at : at + extra]
+        if np.array_equal(short[max(at - extra, 0) : at], block) or np.array_equal(
+            short[at : at + extra], block
+        ):
+            return at
+    return None
+
+
+def _agreeing(a: list, b: list) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

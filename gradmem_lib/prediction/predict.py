@@ -1,0 +1,314 @@
+"""The peak of a training step without running it.
+
+The step runs for real, on *fake* tensors: they have a shape, a dtype and a storage of so many bytes, and no memory behind
+it. ``MemoryTracker`` counts them as it counts real ones. Every layer of a deep model does the same things, so two short
+traces, of three and of four layers, say what the trace of all of them looks like, event by event.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..measure.display import pictures
+from ..measure.timeline import MemorySnapshot, Timeline
+from ..names import CATEGORIES, PHASES
+from ..training.recipe import Recipe
+from . import allocator, fakes
+from .configs import find_config, skeleton, title_of
+from .copies import batch_leaves
+from .extrapolation import BY, OWNED, PHASE, TOTAL, Part, Trace, extrapolate, trace_parts
+from .question import CannotTrace, Question, Source
+from .trace import traced
+
+TARGETS = ("cpu", "cuda")
+SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # in repeated units, which are layers or segments of layers
+SHORTEST = 3  # layers: with fewer, the first and the last are all there is
+CACHED_TRACES = 64
+MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
+REPLAYED = 2  # micro-batches for the allocator: a third asks for what the second has given back
+FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a training step will need, in the form of a ``MemoryTracker`` that has watched it. All figures are bytes.
+
+    The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
+    sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
+    ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    """
+
+    target: str
+    timeline: Timeline
+    peak: MemorySnapshot
+    peak_by_phase: dict[str, int]
+    current: MemorySnapshot
+    title: str = ""
+    traced_layers: tuple[int, ...] = ()
+    _question: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def reserved(self) -> int | None:
+        """For a card: bytes that the caching allocator will have taken from the driver, by replaying its rules over the full
+        trace (which takes a few seconds for a deep model). An estimate: the order of the frees is the trace's. Without
+        ``workspace`` and ``context``. ``None`` for the CPU."""
+        if self.target != "cuda":
+            return None
+        few = self._question.recipe.accumulation > REPLAYED and self._question.source.key is not None
+        return allocator.replayed(_trace(self._question, None, REPLAYED if few else None).requests)
+
+    @property
+    def workspace(self) -> int | None:
+        """For a card: bytes that cuBLAS takes from the allocator, beside the tensors (an estimate; more on Hopper)."""
+        return allocator.workspace() if self.target == "cuda" else None
+
+    @property
+    def context(self) -> int | None:
+        """For a card: bytes that the driver keeps for itself, outside the allocator's figures (an estimate)."""
+        return allocator.CONTEXT if self.target == "cuda" else None
+
+    def plot(self, ax=None):
+        """The timeline as a matplotlib ``Figure``."""
+        return pictures().plot_timeline(self.timeline, title=self.title, ax=ax)
+
+    def show(self) -> None:
+        """Display the timeline as the interactive view."""
+        pictures().show_timeline(self.timeline, title=self.title, budget=None, peak=self.peak)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>"
+            for name, n in self.peak.by_category.items()
+        )
+        return (
+            f"<table><thead><tr><th style='text-align:left'>bytes, predicted for {self.target}</th>"
+            f"<th>at the peak ({self.peak.phase})</th></tr></thead>"
+            f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{self.peak.total:,}</th></tr></tbody></table>"
+        )
+
+
+def predict(
+    model_or_config,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    recipe: Recipe | None = None,
+    target: str | None = None,
+    batch: Any = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    full: bool = False,
+) -> Prediction:
+    """The memory of one training step of ``recipe``, to the byte, without allocating the model.
+
+    Args:
+        model_or_config: a transformers config; a folder or a hub id that has one; or any ``nn.Module``, which is copied
+            without its memory and left as it is.
+        batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
+        seq_len: tokens in a row; not needed for images.
+        recipe: a ``Recipe``; ``None`` is the default one.
+        target: ``"cpu"``: what ``MemoryTracker`` measures on this machine. ``"cuda"``: what a card's allocator counts as
+            allocated. ``None``: ``"cuda"`` where there is a card, else ``"cpu"``.
+        batch: for modules that are no transformers models: tensors as the module takes them (a dict by name, a tuple, or one
+            tensor), real or on ``device="meta"``. Gives the sizes, its values are not read.
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
+        full: trace every layer, also where short traces would do.
+
+    Raises ``ValueError`` for what cannot be combined or found, and ``CannotTrace``, naming the operation, where the model's
+    course depends on values.
+    """
+    recipe = Recipe() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
+    target = _checked_target(target)
+    source = _source(model_or_config)
+    batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
+    question = Question(source, recipe, batch_size, seq_len, target, batch, loss)
+    rows, traced = _rows(question, full)
+    return _prediction(rows, question, traced)
+
+
+def _checked_target(target: str | None) -> str:
+    if target is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r}: choose 'cpu' or 'cuda'")
+    return target
+
+
+def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
+    """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit."""
+    if batch is not None:
+        tensors = batch_leaves(batch)
+        if not tensors:
+            raise ValueError(
+                f"batch is {type(batch).__name__} without a tensor in it: give a dict, a tuple or a tensor; "
+                "torch.empty(..., device='meta') costs no memory"
+            )
+        recipe.micro_batch(len(tensors[0]))
+        return len(tensors[0]), None
+    config = getattr(source.skeleton, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(source.skeleton).__name__} is no transformers model, so its inputs are not known: give batch=, a dict, a "
+            "tuple or a tensor as the module takes it (torch.empty(..., device='meta') costs no memory)"
+        )
+    recipe.micro_batch(batch_size)
+    if getattr(source.skeleton, "main_input_name", "") == "pixel_values":
+        return batch_size, None
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise ValueError(f"seq_len={seq_len!r}: give the number of tokens in a row, at least 1, such as 2048")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions and seq_len > positions:
+        raise ValueError(
+            f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the sequences, or raise "
+            "config.max_position_embeddings if the model can be stretched"
+        )
+    return batch_size, seq_len
+
+
+class _Cache(OrderedDict):
+    """The last ``size`` answers."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
+    def get_or_make(self, key, make: Callable):
+        if key is None:
+            return make()
+        if key not in self:
+            self[key] = make()
+        self.move_to_end(key)
+        while len(self) > self.size:
+            self.popitem(last=False)
+        return self[key]
+
+
+_sources = _Cache(8)
+_traces = _Cache(CACHED_TRACES)
+
+
+def clear_cache() -> None:
+    """Forget every model and trace that ``predict`` has kept to answer faster."""
+    _sources.clear()
+    _traces.clear()
+    fakes.forget()
+
+
+def _source(given) -> Source:
+    if isinstance(given, nn.Module):
+        return Source(given, type(given).__name__, None)
+    config = find_config(given)
+    key = f"{type(config).__module__}.{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    return _sources.get_or_make(key, lambda: Source(skeleton(config), title_of(given, config), key))
+
+
+def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
+    """(layers in the repeated unit, the recipe for fewer of them); ``None`` where segments are not all of one length."""
+    schedule = recipe.checkpointing
+    if schedule == "best":
+        return None
+    if recipe.every_n_layers is not None:
+        return recipe.every_n_layers, recipe
+    if schedule in (None, "per-layer"):
+        return 1, recipe
+    if schedule == "sqrt":
+        from ..techniques.checkpointing import checkpoint_layers
+
+        with checkpoint_layers(nn.ModuleList(nn.Identity() for _ in range(n)), every="sqrt") as plan:
+            lengths = plan.segments
+        if not all(length == lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+            return None
+        schedule = lengths[0]
+    if isinstance(schedule, int):
+        return schedule, replace(recipe, checkpointing=schedule)
+    return None
+
+
+def _rows(question: Question, full: bool) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The samples of the step, and the lengths of the short traces behind them (none: a full trace)."""
+    if full:
+        return _trace(question, None).rows, ()
+    recipe, layers = question.recipe, question.source.layers
+    n = 0 if layers is None else len(layers)
+    unit = _unit(recipe, n) if n else None
+    if unit is not None:
+        size, recipe = unit
+        rest = n % size
+        for pair in SHORT_TRACES:
+            short, long = (k * size + rest for k in pair)
+            if pair[0] * size < SHORTEST:
+                continue
+            if short + long >= n:
+                break
+            lesser = replace(question, recipe=recipe)
+            try:
+                (one, folded), (two, _) = _step_parts(lesser, short), _step_parts(lesser, long)
+            except CannotTrace:
+                raise
+            except Exception:
+                break  # this model cannot do with fewer layers: the full trace will say so, or work
+            steps = extrapolate(one, two, pair[0], n // size)
+            if steps is not None:
+                return _joined(steps, folded), (short, long)
+    parts, folded = _step_parts(question, None)
+    return _joined([steps for steps, _ in parts], folded), ()
+
+
+def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int]:
+    """The parts of a trace, and how many micro-batches were left out of it, all of them like the second.
+
+    Parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
+    gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
+    """
+    k = question.recipe.accumulation
+    if k > FEW and question.source.key is not None:
+        parts = trace_parts(_trace(question, layers, FEW))
+        (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
+        if np.array_equal(second, third) and np.array_equal(fourth[: len(last)], last):
+            return parts, k - FEW
+    return trace_parts(_trace(question, layers)), 0
+
+
+def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
+    """The rows of a step from the differences in its parts, the second micro-batch ``folded`` times more."""
+    steps = np.concatenate(steps[:5] + steps[3:5] * folded + steps[5:])
+    rows = steps.cumsum(axis=0)
+    rows[:, PHASE] = steps[:, PHASE]
+    return rows
+
+
+def _trace(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
+    key = question.key
+    return _traces.get_or_make(
+        key and (key, layers, micro_batches), lambda: traced(question, layers, micro_batches)
+    )
+
+
+def _prediction(rows: np.ndarray, question: Question, traced: tuple[int, ...]) -> Prediction:
+    phases = {
+        name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
+    }
+    return Prediction(
+        target=question.target,
+        timeline=Timeline(rows[:, : BY.stop].copy()).decimate(MOST_SAMPLES),
+        peak=_snapshot(rows[rows[:, TOTAL].argmax()], OWNED),
+        peak_by_phase=phases,
+        current=replace(_snapshot(rows[-1], BY), phase="idle"),
+        title=f"{question.source.title}, predicted for {question.target}",
+        traced_layers=traced,
+        _question=question,
+    )
+
+
+def _snapshot(row: np.ndarray, columns: slice) -> MemorySnapshot:
+    by = dict(zip(CATEGORIES, row[columns].tolist(), strict=True))
+    return MemorySnapshot(int(row[TOTAL]), by, PHASES[row[PHASE]])

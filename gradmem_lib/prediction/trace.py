@@ -1,0 +1,302 @@
+"""One step on fake tensors, watched as real ones are."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..measure.tracker import MemoryTracker, Watch
+from ..names import CATEGORIES
+from ..training.prepare import Prepared, prepare, set_attention
+from ..training.recipe import Recipe
+from ..training.step import autocast, cut_batch, loss_of, step
+from . import allocator, cuda_kernels, fakes
+from .configs import example_batch
+from .copies import fake_batch, fake_copy
+from .extrapolation import BY, Trace
+from .question import CannotTrace, Question
+
+
+class _WatchFakes(Watch):
+    """Asking a fake tensor for its device is an operation too, and none that a real run has."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard costs more than the work
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is fakes.DEVICE and type(args[0]) is fakes.FakeTensor:
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Recorder(MemoryTracker):
+    """A tracker that counts fake storages and notes every sample."""
+
+    def __init__(self, model, optimizer):
+        super().__init__(model, optimizer, live=False, device="cpu")
+        self.samples: list[tuple] = []
+        self.operations: list[str] = []
+        self.starts = [0]
+        self._operation = ""
+        self._born: list[int] = []  # by serial: the sample that a storage was first part of
+        self._moved: list[tuple[int, int, int, int, int]] = []
+
+    def _watch(self) -> TorchDispatchMode:
+        return _WatchFakes(self._observe)
+
+    def mark(self, part: str) -> None:
+        self._drain()
+        self.starts.append(len(self.samples))
+
+    def _is_here(self, storage) -> bool:
+        return storage.device.type == "meta"  # a fake tensor says "cpu", and its storage what is behind it
+
+    def _observe(self, func, args, out) -> None:
+        self._operation = str(func)
+        super()._observe(func, args, out)
+
+    def _enter(self, storage, category, owner, op) -> None:
+        self._born.append(len(self.samples))
+        super()._enter(storage, category, owner, op)
+
+    def _tag(self, tensor, category, owner) -> None:
+        self._drain()
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
+        before = entry and entry.category
+        super()._tag(tensor, category, owner)
+        if entry is not None and before != category:
+            self._moved.append((self._born[entry.birth], len(self.samples), entry.nbytes, before, category))
+
+    def _sample(self) -> None:
+        super()._sample()
+        self.samples.append((self._op, self._phase, self._total, *self._by))
+        self.operations.append(self._operation)
+
+    def trace(self) -> Trace:
+        rows = np.array(self.samples, dtype=np.int64)
+        moved = np.zeros((len(rows) + 1, len(CATEGORIES)), dtype=np.int64)
+        for born, until, nbytes, before, category in self._moved:
+            moved[born, category] += nbytes
+            moved[born, before] -= nbytes
+            moved[until, category] -= nbytes
+            moved[until, before] += nbytes
+        owned = rows[:, BY] + moved.cumsum(axis=0)[:-1]
+        rows = np.concatenate([rows, owned], axis=1)
+        return Trace(rows, tuple(self.operations), tuple(self.starts), tuple(getattr(self, "requests", ())))
+
+
+class CudaRecorder(_Recorder):
+    """Counts as a card's allocator does: every storage in whole blocks of 512 bytes, scratch memory of kernels included."""
+
+    def __init__(self, model, optimizer):
+        super().__init__(model, optimizer)
+        self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
+
+    def __enter__(self):
+        # AdamW keeps its step counters in the host's memory, unless it is fused.
+        fused = any(group.get("fused") for o in self.optimizers for group in o.param_groups)
+        fused |= any(getattr(o, "fused", False) for o in self.optimizers)
+        self._on_host = set()
+        for optimizer in [] if fused else self.optimizers:
+            counters = [state.get("step") for state in optimizer.state.values()]
+            self._on_host |= {c.untyped_storage()._cdata for c in counters if isinstance(c, Tensor)}
+        return super().__enter__()
+
+    def _is_here(self, storage) -> bool:
+        return storage._cdata not in self._on_host and super()._is_here(storage)
+
+    def _enter(self, storage, category, owner, op) -> None:
+        super()._enter(storage, category, owner, op)
+        entry = self._storages[storage._cdata]
+        self.requests.append(entry.nbytes)
+        more = allocator.rounded(entry.nbytes) - entry.nbytes
+        entry.nbytes += more
+        self._total += more
+        self._by[category] += more
+
+    def _drain(self) -> None:
+        before = len(self._freed)
+        self.requests += [-1 - entry.birth for entry in list(self._freed)[:before]]
+        super()._drain()
+
+    def _resize(self, entry, nbytes: int) -> int:
+        nbytes = allocator.rounded(nbytes)
+        return 0 if nbytes == entry.nbytes else super()._resize(entry, nbytes)
+
+    def _observe(self, func, args, out) -> None:
+        super()._observe(func, args, out)
+        scratch = cuda_kernels.scratch(func, args)
+        if scratch:
+            self._born.append(len(self.samples))
+            self.requests += [scratch, -1 - self._serial]
+            self._serial += 1
+            temporaries = CATEGORIES.index("temporaries")
+            self._total += scratch
+            self._by[temporaries] += scratch
+            self._sample()
+            self._total -= scratch
+            self._by[temporaries] -= scratch
+
+
+def traced(question: Question, layers: int | None, micro_batches: int | None) -> Trace:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+
+    recipe = question.recipe
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_without_remarks())
+            name = stack.enter_context(attention_without_mask())
+            corrected = {"cpu": _cpu_layer_norm, "cuda": _cuda_layer_norm}[question.target]
+            mode = stack.enter_context(fakes.QuickFakeMode(corrected))
+            model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
+            prepared = prepare(model, recipe)
+            stack.callback(prepared.undo.close)
+            _answer_in_steps(prepared, mode)
+            if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
+                set_attention(model, name)
+            if question.batch is None:
+                batch = example_batch(model, question.batch_size, question.seq_len)
+            else:
+                batch = fake_batch(question.batch)
+            recorder = _Recorder(model, prepared.optimizer)
+            if question.target == "cuda":
+                stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
+                recorder = CudaRecorder(model, prepared.optimizer)
+            _warm_up(prepared, question, batch)
+            with recorder:
+                step(
+                    model, prepared.optimizer, batch, recipe,
+                    loss=question.loss, mark=recorder.mark, micro_batches=micro_batches,
+                )  # fmt: skip
+            return recorder.trace()
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise _cannot_trace(error) from error
+
+
+def _answer_in_steps(prepared: Prepared, mode: fakes.QuickFakeMode) -> None:
+    """Let an optimizer read values in its step. Adafactor scales its update by them: any number needs the same bytes.
+
+    In a model they stay an error, since there they may decide what is computed."""
+
+    def answer(value: float | None) -> Callable:
+        return lambda *step: setattr(mode, "value", value)
+
+    for optimizer in _optimizers(prepared):
+        optimizer.register_step_pre_hook(answer(1.0))
+        optimizer.register_step_post_hook(answer(None))
+
+
+def _optimizers(prepared: Prepared) -> list[Optimizer]:
+    return prepared.optimizer if isinstance(prepared.optimizer, list) else [prepared.optimizer]
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """transformers has remarks to make when a model trains (GPT-2: about its loss), and here none does."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _warm_up(prepared: Prepared, question: Question, batch) -> None:
+    """Bring the optimizer's states, and whatever a module keeps from its first step, into being."""
+    if question.source.key is None:
+        step(prepared.model, prepared.optimizer, batch, question.recipe, loss=question.loss)
+        return
+    if question.recipe.checkpointing == "best":
+        first_forward(prepared.model, batch, question.recipe)  # in which it measures the layers and settles
+    for optimizer in _optimizers(prepared):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def first_forward(model: torch.nn.Module, batch, recipe: Recipe) -> None:
+    micro, _ = next(cut_batch(model, batch, recipe))
+    with autocast(next(model.parameters()).device.type, recipe):
+        loss_of(model, micro, recipe)
+
+
+def _cannot_trace(error) -> CannotTrace:
+    home = os.path.dirname(torch.__file__)
+    here = os.path.dirname(os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((home, here))]
+    where = f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+    name = str(getattr(error, "func", error))
+    what = (
+        "reads a tensor's value, as .item(), int(), bool() and if do"
+        if "_local_scalar_dense" in name
+        else "has a result whose size depends on values"
+    )
+    return CannotTrace(
+        f"the operation {name} {what}{where}, and a prediction has shapes but no values. Predict a variant of the model without "
+        "it, or measure one real step with MemoryTracker"
+    )
+
+
+@contextmanager
+def attention_without_mask() -> Iterator[str]:
+    """A name for fused attention that transformers knows while the block runs, and that is the same under fake tensors.
+
+    With real tensors, transformers looks whether any token is masked or several sequences are packed in a row, and leaves the
+    mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
+    bytes that no real run has. Here both questions are answered with no. A window shorter than the sequence has its mask.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def mask(*args, attention_mask=None, **kwargs):
+        return masking_utils.sdpa_mask(*args, **kwargs)
+
+    def none_packed(position_ids):
+        find_packed(position_ids)  # for the memory that looking takes
+        return None
+
+    name = "gradmem_fused"
+    find_packed = masking_utils.find_packed_sequence_indices
+    AttentionInterface.register(name, sdpa_attention_forward)
+    AttentionMaskInterface.register(name, mask)
+    masking_utils.find_packed_sequence_indices = none_packed
+    try:
+        yield name
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed
+        # There is no public way to take a name back.
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _cpu_layer_norm(func, args, out):
+    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
+    if func is torch.ops.aten.native_layer_norm.default and len(args) > 2 and args[2] is not None:
+        return _with_float32_statistics(out) if args[2].dtype != args[0].dtype else out
+    return out
+
+
+def _cuda_layer_norm(func, args, out):
+    """A card always keeps them in float32."""
+    return _with_float32_statistics(out) if func is torch.ops.aten.native_layer_norm.default else out
+
+
+def _with_float32_statistics(out):
+    return out[0], out[1].to(torch.float32), out[2].to(torch.float32)

@@ -1,0 +1,1 @@
+"""What the lessons build, each file readable on its own."""

@@ -1,0 +1,85 @@
+"""LoRA: a frozen linear layer plus a trained addition of low rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a trained addition of low rank: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
+
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have the
+    base's dtype. ``base`` is an ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is the other way round.
+    """
+
+    def __init__(self, base: nn.Module, rank: int, alpha: float | None = None):
+        super().__init__()
+        inside, outside = linear_sizes(base)
+        self.base = base.requires_grad_(False)
+        self.A = nn.Parameter(base.weight.new_empty(rank, inside))
+        self.B = nn.Parameter(base.weight.new_zeros(outside, rank))
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        self.scale = (2 * rank if alpha is None else alpha) / rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (..., in) to (..., out)."""
+        return self.base(x) + F.linear(F.linear(x, self.A), self.B) * self.scale
+
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """The base with the addition written into its weight, for use after training."""
+        addition = self.scale * (self.B @ self.A)
+        self.base.weight += addition if isinstance(self.base, nn.Linear) else addition.T
+        return self.base
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer, ``None`` for any other module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == module.weight.shape[1]:
+        return tuple(module.weight.shape)
+    return None
+
+
+def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
+    """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place; returns how many.
+
+    ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``); none means all but the output layer.
+    """
+    model.requires_grad_(False)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linear = {n: m for n, m in model.named_modules() if linear_sizes(m) and m is not head}
+    chosen = {
+        n: m for n, m in linear.items() if not targets or f".{n}".endswith(tuple(f".{t}" for t in targets))
+    }
+    if not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in linear})
+        raise ValueError(
+            f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: lora_targets are the last parts of "
+            f"layers' names, and this model has {', '.join(map(repr, ends)) or 'no linear layer'}"
+        )
+    for name, module in chosen.items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, LoRALinear(module, rank))
+    return len(chosen)
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Freeze a transformers model's body; what is left of its parameters is the head."""
+    base = getattr(model, "base_model", None)
+    if base is None or base is model:
+        raise ValueError(
+            f"frozen_base trains the head alone, and {type(model).__name__} has none beside its body: freeze what you want "
+            "yourself (parameter.requires_grad_(False)) and give the module to predict"
+        )
+    base.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "frozen_base leaves nothing to train: this model's output layer is tied to its embedding, which is part of the "
+            "body. Use LoRA (lora_rank=16), or a model that is not tied"
+        )

@@ -1,0 +1,132 @@
+"""Losses of language models: how many labels count, and a cross-entropy whose logits never exist as a whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..names import IGNORED
+
+CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
+
+
+def label_counts(model: nn.Module, batch) -> Tensor | None:
+    """How many labels of each row count, (rows,): those that are not -100, and after the shift where the model shifts them.
+
+    ``None`` where the batch has no labels by name."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if labels is None:
+        return None
+    counted = labels[:, 1:] if labels.dim() == 2 and predicts_next_token(model) else labels
+    counts = counted != IGNORED
+    return counts.flatten(1).sum(1) if counted.dim() > 1 else counts.long()
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def chunked_loss(model: nn.Module, batch: dict[str, Tensor], items: Tensor | int | None = None) -> Tensor:
+    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in chunks.
+
+    The mean over the predicted tokens, or their sum divided by ``items``, which is how transformers' ``Trainer`` counts
+    when it accumulates. ``ValueError`` for a model whose output layer is more than a matrix.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or not predicts_next_token(model) or not isinstance(batch, dict) or "labels" not in batch:
+        raise ValueError(
+            f"chunked_loss is for causal language models with labels in the batch, and this is {type(model).__name__}: leave "
+            "chunked_loss out"
+        )
+    text = model.config.get_text_config()
+    if getattr(head, "bias", None) is not None or getattr(text, "final_logit_softcapping", None):
+        raise ValueError(
+            f"the output layer of {type(model).__name__} does more than multiply (a bias, or capped logits), and chunked_loss "
+            "would leave that out: leave chunked_loss out"
+        )
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    hidden = model.base_model(**inputs).last_hidden_state
+    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    mean = chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten())
+    return mean if items is None else mean * ((labels != IGNORED).sum() / items)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, holding the logits of ``tokens`` rows at a time.
+
+    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count. The gradients are computed
+    on the way forward, since a chunk's logits will not come back. torch 2.13's ``F.linear_cross_entropy`` does the same in
+    one operator, where nobody can see the bytes of a chunk; here they can be seen, in every version.
+    """
+    return _ChunkedCrossEntropy.apply(hidden, weight, labels, tokens)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, tokens):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
+            matrix = weight.to(dtype)
+            wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+            d_hidden = torch.empty_like(hidden) if wants_hidden else None
+            d_weight = torch.zeros_like(weight) if wants_weight else None
+            total = hidden.new_zeros((), dtype=torch.float32)
+            count = (labels != IGNORED).sum()
+            for start in range(0, len(hidden), tokens):
+                rows, target = hidden[start : start + tokens].to(dtype), labels[start : start + tokens]
+                counted = (target != IGNORED)[:, None]
+                target = target.clamp(min=0)[:, None]
+                log_p = (rows @ matrix.T).float().log_softmax(1)
+                total -= (log_p.gather(1, target) * counted).sum()
+                if not (wants_hidden or wants_weight):
+                    continue
+                d_logits = log_p.exp_()
+                d_logits.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
+                d_logits = d_logits.mul_(counted / count).to(dtype)
+                if wants_hidden:
+                    d_hidden[start : start + tokens] = d_logits @ matrix
+                if wants_weight and d_weight.dtype == dtype:
+                    d_weight.addmm_(d_logits.T, rows)  # += would need a second gradient of the matrix's size
+                elif wants_weight:
+                    d_weight += d_logits.T @ rows
+                del log_p, d_logits, rows
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = ctx.saved_tensors
+        # In place, for the same reason. A second backward through the same graph is an error then, and not a wrong gradient.
+        return (
+            None if d_hidden is None else d_hidden.mul_(d_loss.to(d_hidden.dtype)),
+            None if d_weight is None else d_weight.mul_(d_loss.to(d_weight.dtype)),
+            None,
+            None,
+        )
+
+
+def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The summed cross-entropy of a causal language model on ``batch``, and how many tokens it predicts.
+
+    ``batch`` has ``input_ids`` and ``labels`` of shape (batch, sequence), and ``attention_mask`` where there is padding.
+    A label of -100 is ignored. The logits at position t are compared with the label at t + 1.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs).logits[:, :-1]
+    logits = logits.to(
+        torch.promote_types(logits.dtype, torch.float32)
+    )  # a sum needs more digits than bf16 has
+    labels = batch["labels"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, count_targets(batch["labels"])
+
+
+def count_targets(labels: Tensor) -> int:
+    """How many tokens a causal language model predicts: the labels (batch, sequence) that are not -100, without those at
+    position 0, which nothing comes before."""
+    return int((labels[:, 1:] != IGNORED).sum())

@@ -1,0 +1,217 @@
+"""Optimizers whose states have dtypes of their own: float32 beside bf16 weights, and one byte a number."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _OwnDtypes(Optimizer):
+    """An optimizer whose states have dtypes of their own.
+
+    ``Optimizer.load_state_dict`` casts what it loads to the parameter's dtype: a float32 copy of the weights would come back
+    rounded to bf16, and 8-bit codes as numbers.
+    """
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[p][name] = value.to(p.device, copy=True)
+
+
+class MasterAdamW(_OwnDtypes):
+    """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
+
+    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32 copy,
+    and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a time;
+    ``foreach`` and ``fused`` want all of them at once.
+    """
+
+    def __init__(
+        self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, *, foreach=False, fused=False
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.foreach, self.fused = foreach, fused
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            for p in ready:
+                if not self.state[p]:
+                    self.state[p] = {
+                        "step": torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0),
+                        "master": p.detach().float(),
+                        "exp_avg": torch.zeros_like(p, dtype=torch.float32),
+                        "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
+                    }
+            for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
+                self._update(some, group)
+
+    def _update(self, parameters: list[Tensor], group: dict) -> None:
+        from torch.optim.adamw import adamw
+
+        states = [self.state[p] for p in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [s["master"] for s in states],
+            [p.grad.float() for p in parameters],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            foreach=self.foreach,
+            fused=self.fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for p, s in zip(parameters, states, strict=True):
+            p.copy_(s["master"])
+
+
+BLOCK = 256
+SMALLEST_8BIT = 4096
+
+
+class AdamW8bit(_OwnDtypes):
+    """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
+
+    The layout is bitsandbytes': blocks of 256 numbers share one float32, their largest magnitude; tensors below 4,096
+    numbers stay in float32; two float32 tables of 256 values are shared by all parameters. The update runs inside one
+    operator, as it does in their kernel, so that it needs no memory that an allocator would see.
+    """
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            if "code" in state:  # the tables are shared by all parameters again
+                state["code"], state["code_sq"] = self._tables(p.device)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._codes:
+            self._codes[device] = (code_table(True, device), code_table(False, device))
+        return self._codes[device]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    self._start(p, state)
+                state["step"] += 1
+                small = "code" not in state
+                none = p.grad.new_empty(0) if small else None
+                _adamw_8bit()(
+                    p, p.grad, state["exp_avg"], state["exp_avg_sq"],
+                    *([none] * 4 if small else [state[k] for k in ("absmax", "absmax_sq", "code", "code_sq")]),
+                    state["step"], group["lr"], *group["betas"], group["eps"], group["weight_decay"],
+                )  # fmt: skip
+
+    def _start(self, p: Tensor, state: dict) -> None:
+        state["step"] = 0
+        if p.numel() < SMALLEST_8BIT:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, dtype=torch.float32)
+            return
+        blocks = -(-p.numel() // BLOCK)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
+        for name in ("absmax", "absmax_sq"):
+            state[name] = torch.zeros(blocks, device=p.device)
+        state["code"], state["code_sq"] = self._tables(p.device)
+
+
+def code_table(signed: bool, device) -> Tensor:
+    """256 increasing values from -1 (or 0) to 1, 0 among them: finer towards 0, seven decades wide."""
+    half = torch.logspace(-7, 0, 128 if signed else 255, device=device)
+    if not signed:
+        return torch.cat([half.new_zeros(1), half])
+    return torch.cat([-half[1:].flip(0), half.new_zeros(1), half])
+
+
+@cache
+def _adamw_8bit():
+    """The 8-bit update as an operator of its own: one kernel to whoever watches, as bitsandbytes' is."""
+
+    @torch.library.custom_op(
+        "gradmem::adamw_8bit", mutates_args=("p", "exp_avg", "exp_avg_sq", "absmax", "absmax_sq")
+    )
+    def adamw_8bit(
+        p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, absmax: Tensor, absmax_sq: Tensor,
+        code: Tensor, code_sq: Tensor, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    ) -> None:  # fmt: skip
+        flat_p, flat_grad = p.view(-1), grad.reshape(-1)
+        flat_m, flat_v = exp_avg.view(-1), exp_avg_sq.view(-1)
+        slice_size = BLOCK * 4096
+        for start in range(0, flat_p.numel(), slice_size):
+            part = slice(start, start + slice_size)
+            blocks = slice(start // BLOCK, (start + slice_size) // BLOCK)
+            g = flat_grad[part].float()
+            if code.numel():
+                m = dequantized_blocks(flat_m[part], absmax[blocks], code)
+                v = dequantized_blocks(flat_v[part], absmax_sq[blocks], code_sq)
+            else:
+                m, v = flat_m[part], flat_v[part]
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            w = flat_p[part].float() * (1 - lr * weight_decay)
+            denominator = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+            flat_p[part] = w.addcdiv_(m, denominator, value=-lr / (1 - beta1**step)).to(p.dtype)
+            if code.numel():
+                flat_m[part], absmax[blocks] = quantized_blocks(m, code)
+                flat_v[part], absmax_sq[blocks] = quantized_blocks(v, code_sq)
+
+    @adamw_8bit.register_fake
+    def _(
+        p,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        absmax,
+        absmax_sq,
+        code,
+        code_sq,
+        step,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+    ):
+        return None
+
+    return adamw_8bit
+
+
+def dequantized_blocks(codes: Tensor, absmax: Tensor, code: Tensor) -> Tensor:
+    scale = absmax.repeat_interleave(BLOCK)[: codes.numel()]
+    return code[codes.long()] * scale
+
+
+def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """(uint8 indices into ``code``, largest magnitude of each block) of a flat tensor."""
+    padded = F.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    absmax = padded.abs().amax(dim=1)
+    scaled = (padded / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: values.numel()]
+    between = (code[1:] + code[:-1]) / 2
+    return torch.bucketize(scaled, between).to(torch.uint8), absmax

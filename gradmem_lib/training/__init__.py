@@ -1,0 +1,1 @@
+"""A recipe, and the one step that carries it out."""

@@ -1,0 +1,154 @@
+"""A recipe: every decision that changes a training step's memory, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS
+
+
+def _choose(what: str, value, names) -> None:
+    if value not in names:
+        raise ValueError(f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}")
+
+
+def _whole(what: str, value, example: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what}={value!r}: give a whole number of at least 1, such as {what}={example}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, as far as memory is concerned. Impossible combinations are a ``ValueError`` that says what to do.
+
+    Attributes:
+        precision: a key of ``PRECISIONS``.
+        optimizer: a key of ``OPTIMIZERS``; ``momentum`` is SGD's.
+        in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
+        attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
+        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, a segment's number of layers, or a list of them
+            (``checkpointing.checkpoint_layers`` says what each means).
+        every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
+        accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
+        lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
+            of the linear layers that get one; empty means every linear layer but the output's.
+        quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``).
+        frozen_base: train the head alone.
+        chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never exist as a whole.
+    """
+
+    precision: str = "float32"
+    optimizer: str = "adamw"
+    momentum: float = 0.0
+    in_backward: bool = False
+    attention: str | None = "fused"
+    checkpointing: str | int | tuple | None = None
+    every_n_layers: int | None = None
+    accumulation: int = 1
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    quantized_base: bool = False
+    frozen_base: bool = False
+    chunked_loss: bool = False
+
+    def __post_init__(self) -> None:
+        _choose("precision", self.precision, PRECISIONS)
+        _choose("optimizer", self.optimizer, OPTIMIZERS)
+        _choose("attention", self.attention, (*ATTENTION, None))
+        _whole("accumulation", self.accumulation, 4)
+        if isinstance(self.lora_targets, str):
+            object.__setattr__(self, "lora_targets", (self.lora_targets,))
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        object.__setattr__(self, "checkpointing", _frozen_schedule(self.checkpointing))
+        for switch in ("in_backward", "quantized_base", "frozen_base", "chunked_loss"):
+            if not isinstance(getattr(self, switch), bool):
+                raise ValueError(f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(
+                f"momentum={self.momentum} belongs to SGD, and the optimizer is {self.optimizer!r}: leave it out, or choose "
+                "optimizer='sgd'"
+            )
+        if self.in_backward and self.accumulation > 1:
+            raise ValueError(
+                f"in_backward=True frees each gradient as soon as it is complete, and accumulation={self.accumulation} adds "
+                "them up over several backward passes: choose one of the two. With in_backward, cut the batch itself"
+            )
+        if self.in_backward and self.precision == "autocast-fp16":
+            raise ValueError(
+                "in_backward=True steps before the scaled gradients of autocast-fp16 could be checked and unscaled: choose "
+                "precision='autocast-bf16', which needs no scaling"
+            )
+        if self.precision == "float32-master" and not self.optimizer.startswith("adamw"):
+            raise ValueError(
+                f"float32-master is written for AdamW, and the optimizer is {self.optimizer!r}: choose an AdamW, or another "
+                "precision"
+            )
+        if self.precision == "float32-master" and self.optimizer == "adamw-8bit":
+            raise ValueError(
+                "8-bit states and a float32 copy of the weights pull in opposite directions: choose optimizer='adamw' with "
+                "float32-master, or precision='bf16' with adamw-8bit"
+            )
+        if self.lora_rank is not None:
+            if isinstance(self.lora_rank, int) and self.lora_rank < 1:
+                raise ValueError(
+                    f"lora_rank={self.lora_rank}: an addition of rank {self.lora_rank} has nothing to train; give a rank of at "
+                    "least 1, such as 16, or None for training without LoRA"
+                )
+            _whole("lora_rank", self.lora_rank, 16)
+        elif self.lora_targets:
+            raise ValueError(
+                f"lora_targets={self.lora_targets} without a rank: give lora_rank too, such as 16, or leave the targets out"
+            )
+        if self.quantized_base and (self.lora_rank is None or self.autocast_dtype is not None):
+            raise ValueError(
+                "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and are written out in the dtype of "
+                "what they multiply: give lora_rank too, such as 16, and precision='bf16' or 'float32'"
+            )
+        if self.frozen_base and self.lora_rank is not None:
+            raise ValueError("LoRA freezes the base already: leave frozen_base out")
+        if self.every_n_layers is not None:
+            _whole("every_n_layers", self.every_n_layers, 2)
+            if self.checkpointing is not None:
+                raise ValueError(
+                    f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "
+                    "give one. every_n_layers=1 is per-layer"
+                )
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(self.precision)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision in ("bf16", "float32-master") else torch.float32
+
+    def micro_batch(self, batch_size: int) -> int:
+        """Rows in one forward pass. ``ValueError`` where the batch cannot be cut evenly."""
+        _whole("batch_size", batch_size, 8)
+        if batch_size % self.accumulation:
+            raise ValueError(
+                f"a batch of {batch_size} cannot be cut into {self.accumulation} equal micro-batches: give a batch_size that "
+                f"is a multiple of {self.accumulation}, or another accumulation"
+            )
+        return batch_size // self.accumulation
+
+
+def _frozen_schedule(given):
+    """A schedule as a hashable value, lists as tuples; ``ValueError`` for what is none."""
+    if given is None or (isinstance(given, str) and given in CHECKPOINTING):
+        return given
+    if isinstance(given, (list, tuple)) and given:
+        return tuple(_frozen_schedule(part) for part in given)
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return given
+    raise ValueError(
+        f"checkpointing={given!r} is not known: give None, {', '.join(map(repr, CHECKPOINTING))}, the number of layers in a "
+        "segment (at least 1), or a list of segment lengths such as [4, 3, 2]"
+    )

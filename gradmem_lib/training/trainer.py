@@ -1,0 +1,360 @@
+"""All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed.
+
+``arguments`` says a recipe in the words of ``TrainingArguments``; ``make_trainer`` applies it to a model. ``MemoryCallback``
+puts the tracker, its budget and its live plot into any ``Trainer``, with or without a recipe.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from ..measure.display import in_kernel, live_enabled
+from ..measure.timeline import MemorySnapshot
+from ..measure.tracker import MemoryTracker
+from ..techniques.lora import LoRALinear
+from ..techniques.losses import chunked_loss, label_counts, predicts_next_token
+from ..techniques.quantized import Linear4bit
+from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
+from .recipe import Recipe
+
+OPTIM = {
+    "adamw": "adamw_torch",
+    "adamw-foreach": "adamw_torch",
+    "adamw-fused": "adamw_torch_fused",
+    "adamw-8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+
+
+def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
+    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of so many rows.
+
+    Checkpointing has the name that the installed transformers prefers: ``activation_checkpointing`` since 5.23,
+    ``gradient_checkpointing`` before. Segments are no argument of ``Trainer``, nor is torch's Adafactor: they are left out
+    here, and ``make_trainer`` puts them on.
+    """
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": recipe.accumulation,
+    }
+    if recipe.optimizer in OPTIM:
+        chosen["optim"] = OPTIM[recipe.optimizer]
+    if recipe.autocast_dtype is not None:
+        chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
+    every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
+    if every:
+        name = checkpointing_argument()
+        chosen[name] = True
+        chosen[f"{name}_kwargs"] = {"use_reentrant": False} | ({"every_n_layers": every} if every > 1 else {})
+    return chosen
+
+
+def checkpointing_argument() -> str:
+    """``"activation_checkpointing"``, or ``"gradient_checkpointing"`` where transformers does not have that name yet."""
+    names = TrainingArguments.__dataclass_fields__
+    return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in names)
+
+
+class MemoryCallback(TrainerCallback):
+    """Watch a ``Trainer`` with a ``MemoryTracker``: live plot, budget, and the peak of every step.
+
+        with MemoryCallback(budget="2 GiB") as memory:
+            Trainer(model, args, train_dataset=rows, callbacks=[memory]).train()
+        print(memory.peak)
+
+    The ``with`` is there so that the tracker is taken away whatever ends the run; a training without it is a
+    ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All figures are bytes.
+
+    Attributes: ``tracker`` (the last run's, ``None`` before); ``by_step``, step number to the ``MemorySnapshot`` of its peak;
+    ``evaluation``, that of the last evaluation during the run, or ``None``.
+    """
+
+    def __init__(self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""):
+        self._given = {"budget": budget, "live": live, "title": title}
+        self.tracker: MemoryTracker | None = None
+        self.by_step: dict[int, MemorySnapshot] = {}
+        self.evaluation: MemorySnapshot | None = None
+        self._open = ExitStack()
+        self._entered = False
+
+    def __enter__(self) -> MemoryCallback:
+        self._entered = True
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self._entered = False
+        self._open.__exit__(*raised)
+
+    @property
+    def peak(self) -> MemorySnapshot:
+        """The highest snapshot of the run. ``RuntimeError`` before there was one."""
+        if self.tracker is None:
+            raise RuntimeError(
+                "nothing was trained yet: give this callback to a Trainer (callbacks=[memory]) and call its train()"
+            )
+        return self.tracker.peak
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if not self._entered:
+            raise RuntimeError(
+                "MemoryCallback works inside its with block, which takes the tracker away also after an error: write "
+                "`with MemoryCallback() as memory:` and call trainer.train() in it"
+            )
+        self._open.close()
+        self.by_step, self.evaluation = {}, None
+        own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.tracker = MemoryTracker(model, own, **self._given)
+        self._open.enter_context(self.tracker)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.tracker is not None:
+            self.tracker.lap()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.tracker is not None:
+            self.by_step[state.global_step] = self.tracker.lap()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self.tracker is not None and self.tracker is MemoryTracker._running:
+            self.evaluation = self.tracker.lap()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._open.close()
+
+
+class RecipeTrainer(Trainer):
+    """``Trainer`` that trains by a ``Recipe``; ``make_trainer`` makes it.
+
+    Attributes: ``recipe``; ``memory``, a ``MemoryCallback``. The loss of a micro-batch counts by its labels, as in
+    ``recipe.step``, which is the full batch's loss for every model: those too that return a mean whatever the ``Trainer``
+    tells them, as transformers' sequence classifiers do.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
+        self.recipe, self.memory = recipe, memory
+        self._interrupt = _StopAfterStep()
+        super().__init__(*given, **named)
+        # Then labels are counted over the whole batch, and compute_loss is given their number.
+        self.model_accepts_loss_kwargs = True
+        self.add_callback(memory)
+        self.add_callback(self._interrupt)
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            groups = [{"params": [p for _, p in named]}]
+            if self.args.weight_decay:  # which is for matrices alone
+                decayed = set(self.get_decay_parameter_names(model))
+                split = [[p for n, p in named if (n in decayed) == wanted] for wanted in (True, False)]
+                groups = [{"params": part} for part in split if part]
+            for group, decay in zip(groups, (self.args.weight_decay, 0.0), strict=False):
+                group["weight_decay"] = decay
+                if self.recipe.optimizer.startswith("adamw"):
+                    group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
+                    group["eps"] = self.args.adam_epsilon
+            self.optimizer = make_optimizer(groups, self.recipe, self.args.learning_rate)
+        return self.optimizer
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one step, and how many labels count in all of them together."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [label_counts(self.model, sample) for sample in samples]
+        if not counts or counts[0] is None:
+            raise ValueError(
+                "there are no labels in the batch, and without them no loss: give rows with 'labels' (texts.datasets does)"
+            )
+        return samples, sum(count.sum() for count in counts).to(device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
+        if self.recipe.chunked_loss:
+            with self.accelerator.autocast():
+                loss = chunked_loss(self.model, inputs)
+            outputs = {"loss": loss}
+        else:
+            outputs = model(**inputs)
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if num_items_in_batch is not None:
+            loss = loss * (label_counts(self.model, inputs).sum() / num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
+
+        The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in ``args.output_dir`` and
+        raises ``KeyboardInterrupt``; ``train(resume_from_checkpoint=True)`` goes on from there. A second one stops at once.
+        """
+        finished = False
+        with ExitStack() as undo:
+            undo.enter_context(self.memory)
+            undo.enter_context(self._interrupt)
+            set_checkpointing(self.model, self.recipe, undo)
+            try:
+                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                finished = True
+            finally:
+                if not finished:
+                    self.model.zero_grad(set_to_none=True)
+                    self.is_in_train = False
+        if self._interrupt.stopped:
+            raise KeyboardInterrupt(
+                f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to go on: "
+                "trainer.train(resume_from_checkpoint=True)"
+            )
+        if self._interrupt.asked:
+            raise KeyboardInterrupt("asked to stop after the last step: the training is complete")
+        return result
+
+
+class _StopAfterStep(TrainerCallback):
+    """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
+
+    def __init__(self):
+        self.asked = self.stopped = self._said = False
+        self._before: Any = None
+
+    def __enter__(self) -> _StopAfterStep:
+        self.asked = self.stopped = self._said = False
+        # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
+        # ignore the Ctrl-C that is meant for another.
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *raised) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def _ask(self, number, frame) -> None:
+        if self.asked:
+            raise KeyboardInterrupt("stopped at once: what was done since the last checkpoint is not saved")
+        self.asked = True
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        # Not in the handler: it may have come in the middle of another print.
+        if self.asked and not self._said:
+            self._said = True
+            print(
+                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once.", flush=True
+            )
+
+    on_pre_optimizer_step = on_substep_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.asked:
+            control.should_save = control.should_training_stop = self.stopped = True
+
+
+def make_trainer(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    batch_size: int,
+    train_dataset,
+    eval_dataset=None,
+    output_dir: str = "out",
+    budget: int | str | None = None,
+    live: bool | None = None,
+    title: str = "",
+    progress: bool | None = None,
+    callbacks=None,
+    **training_arguments,
+) -> RecipeTrainer:
+    """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place.
+
+    Args:
+        model: any model of transformers, trained on the device that it is on; its weights are cast, get LoRA or 4 bits as
+            ``recipe.prepare`` does it.
+        batch_size: rows of one optimizer step, which ``recipe.accumulation`` cuts into micro-batches, as in ``predict``.
+        train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
+        budget, live, title: of the tracker (``MemoryCallback``).
+        progress: a progress bar and the losses as they come. ``None``: as ``live_enabled`` says in a notebook, else yes.
+        training_arguments: all else that ``TrainingArguments`` takes: ``max_steps``, ``learning_rate``, ... The learning rate
+            of torch's Adafactor is relative to a weight's size, and ``recipe.RELATIVE_RATE`` unless you say another.
+
+    Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise: both would pass
+    what the recipe was chosen for. Raises ``ValueError`` for an argument that says something else than the recipe, and for
+    an optimizer in backward, which ``Trainer`` does not have.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
+    if recipe.in_backward:
+        raise ValueError(
+            "in_backward=True steps during backward, and Trainer steps after it: use recipe.prepare and recipe.step, as the "
+            "code that plan prints does"
+        )
+    device = next(model.parameters()).device.type
+    if recipe.precision == "autocast-fp16" and device == "cpu":
+        raise ValueError(
+            "on the CPU, Trainer takes fp16=True and trains in float32 all the same: choose precision='autocast-bf16', or move the "
+            "model to a card"
+        )
+    micro_batch = recipe.micro_batch(batch_size)
+    chosen = arguments(recipe, micro_batch)
+    for name, given in training_arguments.items():
+        own = name.replace("gradient_checkpointing", checkpointing_argument())
+        decided = own in chosen or own in ("bf16", "fp16", checkpointing_argument())
+        if decided and given != chosen.get(own, False):
+            raise ValueError(
+                f"{name}={given!r} and the recipe says {chosen.get(own, False)!r}: change the recipe, or batch_size, and leave the "
+                "argument out"
+            )
+    if recipe.optimizer == "adafactor-torch":
+        training_arguments = {"learning_rate": RELATIVE_RATE} | training_arguments
+    if progress is None:
+        progress = live_enabled() if in_kernel() else True
+    defaults = {
+        "output_dir": output_dir,
+        "per_device_eval_batch_size": micro_batch,
+        "prediction_loss_only": predicts_next_token(model),
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": not progress,
+        "use_cpu": device == "cpu",
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    # The optimizer is made here (create_optimizer); bitsandbytes' name would be refused where it is not installed.
+    if chosen.get("optim") == "adamw_bnb_8bit":
+        chosen["optim"] = "adamw_torch"
+    args = TrainingArguments(**(defaults | chosen | training_arguments))
+    change_model(model, recipe)
+    trainer = RecipeTrainer(
+        model,
+        args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        callbacks=callbacks,
+        recipe=recipe,
+        memory=MemoryCallback(budget=budget, live=live, title=title),
+    )
+    if not progress:
+        trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """Write LoRA's additions into the weights, in place, and return ``model``: an ordinary one, to save and load anywhere.
+
+    ``ValueError`` where the frozen weights are in 4 bits: what was added would be lost in their rounding.
+    """
+    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    for name, module in adapters:
+        if isinstance(module.base, Linear4bit):
+            raise ValueError(f"the base of {name} is in 4 bits: load the model in bf16 and merge there")
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, module.merged())
+    return model

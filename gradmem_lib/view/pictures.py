@@ -1,0 +1,7 @@
+"""The pictures that measurements ask for by name (``measure.display``)."""
+
+from .live import LivePlot, show_timeline
+from .schedules import schedule_bundle
+from .timeline import plot_timeline
+
+__all__ = ["LivePlot", "plot_timeline", "schedule_bundle", "show_timeline"]

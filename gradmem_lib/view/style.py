@@ -1,0 +1,186 @@
+"""Colours, hatches, scales and figures that all pictures share."""
+
+from __future__ import annotations
+
+import io
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..units import GiB, KiB, MiB, TiB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+COLORS = {
+    "parameters": "#234a8a",
+    "gradients": "#bd2b52",
+    "optimizer": "#1b9880",
+    "activations": "#f0893c",
+    "temporaries": "#f3dc8c",
+    "other": "#b4bfcd",
+}
+
+# In matplotlib's notation; the live plot and the SVG draw the same signs.
+HATCHES = {
+    "parameters": "",
+    "gradients": "\\\\",
+    "optimizer": "--",
+    "activations": "//",
+    "temporaries": "..",
+    "other": "xx",
+}
+
+INK, MUTED, PAPER, ALARM = "#1d2330", "#5b6473", "#ffffff", "#c4312b"
+MAX_POINTS = 400
+_RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "hatch.linewidth": 0.6,
+    "text.color": INK,
+    "axes.linewidth": 0.8,
+    "path.simplify": False,
+    "axes.formatter.use_locale": False,
+}
+
+_DPI = 160
+
+
+def is_dark(color: str) -> bool:
+    """Whether light ink reads better than dark ink on ``color`` (``"#rrggbb"``)."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 110
+
+
+def scale_of(top: int) -> tuple[int, str]:
+    """The unit for an axis that reaches ``top`` bytes: (bytes in one unit, its name)."""
+    for factor, unit in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if top >= factor:
+            return factor, unit
+    return 1, "B"
+
+
+def nice_step(span: float, parts: int = 4) -> float:
+    """A round distance (1, 2 or 5 times a power of ten) that cuts ``span`` into about ``parts``."""
+    wanted = max(span, 1e-9) / parts
+    power = 10.0 ** math.floor(math.log10(wanted))
+    return next(power * f for f in (1, 2, 5, 10) if power * f >= wanted * 0.8)
+
+
+def axis_top(highest: int, budget: int | None) -> int:
+    """Bytes at the upper end of the axis. A budget far above the run is left out, or it would flatten the picture."""
+    return round(max(highest, budget if budget and budget <= 2.5 * highest else 0, 1) * 1.08)
+
+
+def png(figure: Figure) -> bytes:
+    """``figure`` as a PNG file: the same bytes for the same picture, and small, since notebooks are kept in git."""
+    from PIL import Image
+
+    raw, packed = io.BytesIO(), io.BytesIO()
+    with style():
+        figure.savefig(raw, format="png", dpi=_DPI, metadata={"Software": None}, facecolor=PAPER)
+    # A flat drawing needs few colours; without dithering, equal pixels stay equal.
+    image = (
+        Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    )
+    image.save(packed, format="PNG", optimize=True)
+    return packed.getvalue()
+
+
+def display_size(figure: Figure) -> dict[str, int]:
+    """Width and height, in CSS pixels, at which ``png(figure)`` is meant to be shown."""
+    width, height = figure.get_size_inches()
+    return {"width": round(width * 100), "height": round(height * 100)}
+
+
+@contextmanager
+def style():
+    """The course's own settings, whatever the reader's matplotlibrc says."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcParams.update({k: v for k, v in matplotlib.rcParamsDefault.items() if k not in _KEEP_RC})
+        matplotlib.rcParams.update(_RC)
+        yield
+
+
+_KEEP_RC = {"backend", "backend_fallback", "interactive", "toolbar", "timezone", "datapath", "webagg.address"}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        """A figure that shows itself in a notebook, without pyplot."""
+
+        def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
+            import base64
+
+            data = {"image/png": base64.b64encode(png(self)).decode(), "text/plain": "Memory figure"}
+            return data, {"image/png": display_size(self)}
+
+    return Picture(figsize=(width, height), dpi=100, facecolor=PAPER)
+
+
+def hatch_ink(color: str):
+    return (1, 1, 1, 0.45) if is_dark(color) else (0.06, 0.08, 0.12, 0.30)
+
+
+def halo(width: float = 2.5):
+    from matplotlib import patheffects
+
+    return [patheffects.withStroke(linewidth=width, foreground=PAPER)]
+
+
+def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:
+    """A category's colour and hatch, from ``at`` to the right and centred on its height; parts of the figure's width and height."""
+    from matplotlib.patches import Rectangle
+
+    patch = Rectangle(
+        (at[0], at[1] - size[1] / 2),
+        *size,
+        transform=figure.transFigure,
+        facecolor=COLORS[name],
+        hatch=HATCHES[name] * 2,
+        edgecolor=hatch_ink(COLORS[name]),
+        linewidth=0,
+    )
+    figure.add_artist(patch)
+
+
+# Reads on white and on black alike.
+ALARM_BOTH = "#e0483f"
+
+
+def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) -> str:
+    """The part's name and size inside its box, as far as they fit."""
+    size = format_bytes(nbytes)
+    dark = is_dark(COLORS[name])
+    ink, halo = ("#ffffff", COLORS[name]) if dark else ("#14181f", COLORS[name])
+    lines = [text for text in (name, size) if len(text) * 6.4 + 10 < w]
+    if len(lines) < 2:
+        lines = [size] if len(size) * 6.4 + 8 < w else []
+    return "".join(
+        f'<text x="{x + w / 2:.1f}" y="{y + bar / 2 + (4.5 if len(lines) == 1 else -3 + 15 * i)}" text-anchor="middle" '
+        f'font-size="11.5" fill="{ink}" pointer-events="none" '
+        f'style="paint-order:stroke;stroke:{halo};stroke-width:3.5px;stroke-linejoin:round">{text}</text>'
+        for i, text in enumerate(lines)
+    )
+
+
+def svg_pattern(key: str, name: str) -> str:
+    color, hatch = COLORS[name], HATCHES[name][:1]
+    ink = 'stroke="#fff" stroke-opacity=".45"' if is_dark(color) else 'stroke="#10141c" stroke-opacity=".3"'
+    marks = {
+        "": "",
+        "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
+        "\\": '<path d="M-2 6L2 10M0 0L8 8M6 -2L10 2"/>',
+        "-": '<path d="M0 4H8"/>',
+        ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
+        "x": '<path d="M0 0L8 8M0 8L8 0"/>',
+    }[hatch]
+    return (
+        f'<pattern id="{key}{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" fill="{color}"/><g {ink} fill="none">{marks}</g></pattern>'
+    )

@@ -1,0 +1,287 @@
+"""Still pictures of memory: stacked areas over a run, stacked bars against a card.
+
+One palette serves every picture of the course. Its six colours differ in lightness by at least nine steps of CIE L*,
+so they stay apart in greyscale and for colour-blind readers, and each category also carries a hatch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..names import CATEGORIES, PHASES
+from ..units import format_bytes
+from .style import (
+    ALARM,
+    COLORS,
+    HATCHES,
+    INK,
+    MAX_POINTS,
+    MUTED,
+    PAPER,
+    axis_top,
+    halo,
+    hatch_ink,
+    is_dark,
+    new_figure,
+    nice_step,
+    scale_of,
+    style,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..measure.timeline import MemorySnapshot, Timeline
+
+
+PHASE_LABELS = {"forward": "forward", "backward": "backward", "optimizer_step": "optimizer step"}
+_SHORT_PHASE_LABELS = {"forward": "fwd", "backward": "bwd", "optimizer_step": "step"}
+PHASE_COLORS = {"forward": "#dfe3ea", "backward": "#7b8495", "optimizer_step": "#262c38"}
+
+
+def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[str, int], str, int]:
+    """(total bytes, bytes by category, phase, sample index) of ``peak``, or of the timeline's largest sample."""
+    at = timeline.peak_index
+    if peak is None:
+        row = timeline.rows[at].tolist()
+        return row[2], dict(zip(CATEGORIES, row[3:], strict=True)), PHASES[row[1]], at
+    # The peak's sample may be another than the largest, after reset_peak().
+    same = (timeline.rows[:, 2] == peak.total).nonzero()[0]
+    return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
+
+
+def describe(timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None) -> str:
+    """The picture in words, for those who do not see it."""
+    name = f"Memory of {title}" if title else "Memory"
+    if timeline is None or not len(timeline):
+        return f"{name}: nothing was recorded."
+    total, parts, phase, at = peak_of(timeline, peak)
+    listed = ", ".join(f"{k} {format_bytes(n)}" for k, n in sorted(parts.items(), key=lambda kv: -kv[1]) if n)
+    limit = "" if budget is None else f" Budget: {format_bytes(budget)} ({budget:,} bytes)."
+    return (
+        f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: {format_bytes(total)} ({total:,} bytes) "
+        f"at operation {timeline.events[at]:,}, in {PHASE_LABELS.get(phase, phase)}: {listed}.{limit}"
+    )
+
+
+def plot_timeline(
+    timeline: Timeline, *, title: str = "", budget: int | None = None, ax: Axes | None = None, peak=None
+) -> Figure:
+    """Draw live bytes by category over the operations of ``timeline``, with its phases and its peak.
+
+    Values hold until the next sample, so the areas are steps: memory does not change between operations.
+
+    Args:
+        timeline: what a tracker recorded, in bytes.
+        title: a heading.
+        budget: bytes; drawn as a line.
+        ax: matplotlib axes to draw into; a new figure with a legend beside it without.
+        peak: the ``MemorySnapshot`` of the peak; the timeline's largest sample without.
+
+    Returns the matplotlib ``Figure``. Raises ``ValueError`` if the timeline has no samples.
+    """
+    if not len(timeline):
+        raise ValueError("this timeline has no samples: run something inside `with MemoryTracker(...)` first")
+    total, parts, phase, _ = peak_of(timeline, peak)
+    with style():
+        if ax is not None:
+            _draw_areas(ax, timeline, budget, peak)
+            if title:
+                ax.set_title(title, loc="left", pad=24)
+            return ax.figure
+        figure = new_figure(8.6, 3.5)
+        axes = figure.add_axes((0.078, 0.145, 0.672, 0.66))
+        used = _draw_areas(axes, timeline, budget, peak)
+        figure.text(0.078, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
+        figure.text(0.772, 0.93, "peak", color=MUTED, va="baseline")
+        figure.text(
+            0.985, 0.93, format_bytes(total), fontsize=11, fontweight="bold", ha="right", va="baseline"
+        )
+        where = PHASE_LABELS.get(phase, phase)
+        figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=6.8)
+        figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=6.8, ha="right")
+        _draw_legend(figure, 0.772, 0.79, parts, used)
+    return figure
+
+
+def _draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak) -> list[str]:
+    """Draw into ``ax``; returns the phases that occur."""
+    import numpy as np
+
+    total, _, _, at = peak_of(timeline, peak)
+    shown = timeline.decimate(MAX_POINTS)
+    x = np.asarray(shown.events)
+    if len(x) == 1:  # one sample has no width: let it hold for one operation
+        x = np.append(x, x + 1)
+    factor, unit = scale_of(max(total, *shown.totals))
+    top = axis_top(max(total, *shown.totals), budget)
+    low = np.zeros(len(x))
+    for name in CATEGORIES:
+        values = np.resize(np.asarray(shown.by_category[name], dtype=float) / factor, len(x))
+        if values.any():
+            ax.fill_between(
+                x,
+                low,
+                low + values,
+                step="post",
+                facecolor=COLORS[name],
+                hatch=HATCHES[name],
+                edgecolor=hatch_ink(COLORS[name]),
+                linewidth=0.0,
+                zorder=2,
+            )
+            ax.step(x, low + values, where="post", color=PAPER, linewidth=0.7, zorder=2.5)
+            low = low + values
+    ax.step(x, low, where="post", color=INK, linewidth=0.8, zorder=3)
+
+    ax.set_xlim(x[0], x[-1])
+    ax.set_ylim(0, top / factor)
+    ax.set_facecolor(PAPER)
+    ax.grid(axis="y", color="#e3e5e8", linewidth=0.7, zorder=0)
+    ax.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color(MUTED)
+    ax.tick_params(colors=MUTED, length=3, width=0.7, labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("operations", color=MUTED, fontsize=8.5)
+    ax.set_ylabel(unit, color=MUTED, fontsize=8.5)
+    step = nice_step(top / factor)
+    ax.set_yticks(np.arange(0, top / factor, step))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+    _mark_peak(ax, timeline.events[at], total / factor, total)
+    if budget is not None:
+        # On the side where the peak is not, so that the two labels stay apart.
+        _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
+    return _draw_phases(ax, x, shown.phases)
+
+
+def _mark_peak(ax: Axes, x: float, y: float, nbytes: int) -> None:
+    left, right = ax.get_xlim()
+    near_right = x > left + 0.75 * (right - left)
+    ax.plot([x], [y], marker="o", markersize=6, color=INK, markeredgecolor=PAPER, zorder=6, clip_on=False)
+    ax.annotate(
+        f"peak {format_bytes(nbytes)}",
+        (x, y),
+        xytext=(-8 if near_right else 8, 3),
+        textcoords="offset points",
+        ha="right" if near_right else "left",
+        va="bottom",
+        fontsize=8.5,
+        fontweight="bold",
+        zorder=7,
+        path_effects=halo(),
+    )
+
+
+def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> None:
+    label = f"budget {format_bytes(budget)}"
+    if budget <= top:
+        ax.axhline(budget / factor, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
+    else:
+        label += " (above this picture)"
+    at = min(budget, top)
+    ax.annotate(
+        label,
+        (int(right), at / factor),
+        xycoords=("axes fraction", "data"),
+        xytext=(-5 if right else 5, -3),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        color=ALARM,
+        fontsize=8.5,
+        fontweight="bold",
+        zorder=7,
+        path_effects=halo(),
+    )
+
+
+def phase_runs(events, phases) -> list[tuple[str, float, float]]:
+    """Neighbouring samples of one phase as (phase, first operation, operation where the next begins)."""
+    runs: list[list] = []
+    for event, phase in zip(events, phases, strict=False):
+        if runs and runs[-1][0] == phase:
+            continue
+        if runs:
+            runs[-1][2] = event
+        runs.append([phase, event, event])
+    if runs:
+        runs[-1][2] = events[-1]
+    return [tuple(run) for run in runs]
+
+
+def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
+    """The strip above the areas: one box a phase, named where the name fits."""
+    from matplotlib.patches import Rectangle
+
+    across = ax.get_xaxis_transform()
+    points = ax.get_position().width * ax.figure.get_size_inches()[0] * 72 / max(x[-1] - x[0], 1)
+    runs = [run for run in phase_runs(x, phases) if run[0] in PHASE_LABELS]
+    for phase, start, stop in runs:
+        color = PHASE_COLORS[phase]
+        ax.add_patch(
+            Rectangle(
+                (start, 1.015),
+                stop - start,
+                0.06,
+                transform=across,
+                facecolor=color,
+                edgecolor=PAPER,
+                linewidth=0.6,
+                clip_on=False,
+            )
+        )
+        fitting = (
+            name
+            for name in (PHASE_LABELS[phase], _SHORT_PHASE_LABELS[phase])
+            if 4.5 * len(name) + 4 < (stop - start) * points
+        )
+        if label := next(fitting, ""):
+            ax.text(
+                (start + stop) / 2,
+                1.043,
+                label,
+                transform=across,
+                ha="center",
+                va="center_baseline",
+                fontsize=7.5,
+                color="#ffffff" if is_dark(color) or phase == "backward" else INK,
+            )
+        if len(runs) <= 24:
+            ax.axvline(start, color=INK, alpha=0.16, linewidth=0.7, zorder=4)
+    return [phase for phase in PHASE_LABELS if any(run[0] == phase for run in runs)]
+
+
+def _draw_legend(figure: Figure, x: float, y: float, parts: Mapping[str, int], phases: list[str]) -> None:
+    """Categories from the top of the stack to its foot, with their bytes at the peak; then the phases."""
+    from matplotlib.patches import Rectangle
+
+    def row(y, label, color, hatch, value):
+        figure.add_artist(
+            Rectangle(
+                (x, y - 0.026),
+                0.021,
+                0.052,
+                transform=figure.transFigure,
+                facecolor=color,
+                hatch=hatch * 2,
+                edgecolor=hatch_ink(color),
+                linewidth=0.0,
+            )
+        )
+        figure.text(x + 0.029, y, label, va="center_baseline", fontsize=8.5)
+        figure.text(0.985, y, value, va="center_baseline", ha="right", fontsize=8.5)
+
+    figure.text(0.985, y, "at the peak", color=MUTED, fontsize=8, ha="right", va="center_baseline")
+    for name in reversed(CATEGORIES):
+        y -= 0.075
+        row(y, name, COLORS[name], HATCHES[name], format_bytes(parts[name]))
+    y -= 0.035
+    for phase in phases:
+        y -= 0.068
+        row(y, PHASE_LABELS[phase], PHASE_COLORS[phase], "", "")
