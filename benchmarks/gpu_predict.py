@@ -213,7 +213,7 @@ class Card:
         return {
             "tensors": found.peak.total,
             "allocated": found.peak.total + self.workspace,
-            "reserved": found.reserved + self.workspace,
+            "reserved": found.replay_allocator() + self.workspace,
             "between steps": found.current.total,
             "by phase": {name: found.peak_by_phase[name] for name in PHASES.values()},
         }
@@ -256,7 +256,7 @@ class DryRun:
 
     def predicted(self, config, ask: dict) -> dict:
         card = predict(config, **ask, target="cuda")
-        if card.reserved < card.peak.total:
+        if card.replay_allocator() < card.peak.total:
             raise AssertionError("less reserved than allocated")
         found = predict(config, **ask, target="cpu")
         return {

@@ -246,7 +246,9 @@ def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
     made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
     best = made.best
     assert best.needs == best.prediction.peak.total + sum(best.parts.values())
-    assert best.needs >= best.prediction.reserved + best.prediction.workspace + best.prediction.context
+    assert (
+        best.needs >= best.prediction.replay_allocator() + best.prediction.workspace + best.prediction.context
+    )
     cards = Card("one byte less", best.needs - 1, 1e12, 1e12, 1e12)
     refused = plan(config, card=cards, seq_len=16, global_batch=1, method="qlora", target="cuda")
     assert best.recipe not in [o.recipe for o in refused.fits]
@@ -257,7 +259,9 @@ def test_whatever_is_listed_for_a_card_was_replayed(config):
     assert len(made.fits) >= 2
     for option in made.fits:
         found = option.prediction
-        assert option.needs == max(found.reserved, found.peak.total) + found.workspace + found.context
+        assert (
+            option.needs == max(found.replay_allocator(), found.peak.total) + found.workspace + found.context
+        )
 
 
 @pytest.mark.parametrize("checkpointing", [None, "per-layer"])

@@ -162,7 +162,7 @@ def beyond(
         return {}
     total = prediction.peak.total
     if replay:
-        held = {"allocator, reserved and free": max(prediction.reserved - total, 0)}
+        held = {"allocator, reserved and free": max(prediction.replay_allocator() - total, 0)}
     else:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * total)}
     return {

@@ -54,10 +54,9 @@ class Prediction:
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
 
-    @property
-    def reserved(self) -> int | None:
-        """For a card: bytes that the caching allocator will have taken from the driver, by replaying its rules over the full
-        trace (which takes a few seconds for a deep model). An estimate: the order of the frees is the trace's. Without
+    def replay_allocator(self) -> int | None:
+        """For a card: bytes that the caching allocator will have reserved from the driver, by replaying its rules over the
+        full trace, which takes seconds for a deep model. An estimate: the order of the frees is the trace's. Without
         ``workspace`` and ``context``. ``None`` for the CPU."""
         if self.target != "cuda":
             return None
