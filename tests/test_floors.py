@@ -1,6 +1,10 @@
-"""The library stands in floors: a file uses its own floor and those below it, and nothing goes round in a circle."""
+"""The library stands in floors: a file uses its own floor and those below it, and nothing goes round in a circle.
+
+Its files and functions stay small, its public names import from its root, and lessons use nothing deeper.
+"""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ FLOORS = (
     ("__init__", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+ROOT = HOME.parent
 FILES = {path.relative_to(HOME).with_suffix("").as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 
 
@@ -74,3 +79,148 @@ def test_no_circle_of_imports():
 
     for module in FILES:
         walk(module, ())
+
+
+# Small enough to be read: in an evening what lessons teach, on a few screens each file.
+
+MAX_FILE, MAX_FUNCTION = 450, 60
+MAX_EXERCISES = 350
+MAX_TAUGHT, MAX_BELOW_VIEW = 3000, 6500
+EVERY_FILE = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("gradmem_lib", "tools", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+# What is still too long. A line goes when its file or function is short enough.
+LONG_FILES = {
+    "benchmarks/finetune.py",
+    "gradmem_lib/course/check.py",
+    "gradmem_lib/course/claims/lesson_01.py",
+    "gradmem_lib/course/claims/lesson_04.py",
+    "gradmem_lib/course/claims/lesson_05.py",
+    "gradmem_lib/course/exercises/lesson_01.py",
+    "gradmem_lib/course/exercises/lesson_02.py",
+    "gradmem_lib/course/exercises/lesson_03.py",
+    "gradmem_lib/course/exercises/lesson_04.py",
+    "gradmem_lib/course/exercises/lesson_05.py",
+    "gradmem_lib/measure/tracker.py",
+    "tests/test_accumulation.py",
+    "tests/test_benchmarks.py",
+    "tests/test_checkpointing.py",
+    "tests/test_exercises.py",
+    "tests/test_finetune.py",
+    "tests/test_plan.py",
+    "tests/test_predict.py",
+    "tests/test_schedule.py",
+    "tests/test_tracker.py",
+    "tests/test_view.py",
+}
+LONG_FUNCTIONS = {
+    "gradmem_lib/__main__.py",
+    "gradmem_lib/planning/plan.py",
+    "gradmem_lib/techniques/accounting.py",
+    "gradmem_lib/techniques/accumulation.py",
+    "gradmem_lib/techniques/quantized.py",
+    "gradmem_lib/training/trainer.py",
+    "gradmem_lib/view/bars.py",
+    "gradmem_lib/view/schedule_svg.py",
+    "gradmem_lib/view/schedules.py",
+}
+
+
+def every_file(but: set[str]):
+    """A test for each file of ours; those of ``but`` may fail."""
+    may = pytest.mark.xfail(strict=False, reason="to be made shorter")
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=may) if name in but else name for name in EVERY_FILE]
+    )
+
+
+def length(name: str) -> int:
+    return len((ROOT / name).read_text(encoding="utf-8").splitlines())
+
+
+def lines_of(*floors: str) -> int:
+    return sum(length(f"gradmem_lib/{module}.py") for module in FILES if module.split("/")[0] in floors)
+
+
+@every_file(but=LONG_FILES)
+def test_a_file_is_read_on_a_few_screens(name):
+    most = MAX_EXERCISES if "/exercises/lesson_" in name else MAX_FILE
+    assert length(name) <= most
+
+
+@every_file(but=LONG_FUNCTIONS)
+def test_a_function_is_read_on_one_screen(name):
+    tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
+    assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION} == {}
+
+
+@pytest.mark.xfail(strict=False, reason="to be made shorter")
+def test_what_lessons_teach_is_read_in_an_evening():
+    assert lines_of("measure", "techniques") <= MAX_TAUGHT
+
+
+@pytest.mark.xfail(strict=False, reason="to be made shorter")
+def test_everything_below_the_views_stays_small():
+    assert (
+        lines_of(*(name for names in FLOORS[: FLOORS.index(("view",))] for name in names)) <= MAX_BELOW_VIEW
+    )
+
+
+# Public names, and lessons that use nothing else.
+
+PUBLIC = [
+    "MemoryTracker",
+    "MemorySnapshot",
+    "Timeline",
+    "BudgetExceeded",
+    "Adam",
+    "AdamW",
+    "accumulate_gradients",
+    "Accumulated",
+    "checkpoint_layers",
+    "best_segments",
+    "schedule_peak",
+    "Recipe",
+    "make_trainer",
+    "MemoryCallback",
+    "merge_adapters",
+    "predict",
+    "Prediction",
+    "plan",
+    "Plan",
+    "check",
+    "predict_first",
+    "format_bytes",
+    "parse_bytes",
+    "accounting",
+    "LoRALinear",
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_imports_from_the_root(name):
+    assert name in gradmem_lib.__all__
+    assert getattr(gradmem_lib, name) is not None
+
+
+def test_every_listed_name_is_there():
+    for module in (gradmem_lib, importlib.import_module("gradmem_lib.course")):
+        for name in module.__all__:
+            assert getattr(module, name) is not None, name
+            assert name in dir(module)
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("solutions/*.py")), ids=lambda path: path.stem)
+def test_a_lesson_uses_the_library_as_a_user_would(source):
+    found = []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    ours = {name for name in found if name.split(".")[0] == "gradmem_lib"}
+    assert ours <= {"gradmem_lib", "gradmem_lib.course"}
