@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from . import moved
 from .measure import display
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"accounting": "techniques.accounting"}
 __all__ = sorted([*_HOME, *_MODULES])
 
+moved.register()
 display.register(lambda: import_module(".view.pictures", __name__))
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("planning",),
     ("view",),
     ("course",),
-    ("__init__", "__main__"),
+    ("__init__", "__main__", "moved"),
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 ROOT = HOME.parent
