@@ -18,7 +18,7 @@ _HOMES = {
     "training.recipe": "Recipe",
     "training.trainer": "MemoryCallback arguments make_trainer merge_adapters",
     "prediction.predict": "Prediction predict",
-    "planning.cards": "find_card",
+    "planning.cards": "CARDS find_card room",
     "planning.models": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",

@@ -1154,7 +1154,7 @@ found = plan(
     "Llama-2-7B", card="RTX 4060 Ti 16GB", seq_len=2048, global_batch=8, method="qlora"
 )
 print(found.best)
-print("The next faster one does not fit:", found.next_cheaper)
+print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
 # Half of the layers keep their activations and need not run twice. That is the largest step up that fits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from ..prediction import allocator
 from ..units import GiB, format_bytes, parse_bytes
 
 _TERA, _GIGA = 1e12, 1e9
@@ -34,7 +35,8 @@ def _card(name: str, gib: float, half: float, single: float, bandwidth: float, c
 
 
 # Memory: what PyTorch's out-of-memory message calls the total capacity of such a card on Linux, to two digits. The nominal
-# figure is in GiB too, and the driver keeps 1 to 4 % of it. Rates: the makers' data sheets, dense matrices, float32 sums.
+# figure is in GiB too; the driver keeps 1 to 4 % of it, and 8 % where error correction takes its share of GDDR6. Rates: the
+# makers' data sheets, dense matrices, float32 sums.
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -45,10 +47,14 @@ CARDS: dict[str, Card] = {
         _card("T4 16GB", 14.75, 65, 8.1, 320, 7.5),
         _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0),
         _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9),
+        _card("RTX 4080 16GB", 15.60, 97, 49, 717, 8.9),
+        _card("L4 24GB", 22.03, 121, 30, 300, 8.9),
+        _card("A10G 24GB", 22.05, 70, 35, 600, 8.6),
         _card("RTX 3090 24GB", 23.69, 71, 36, 936, 8.6),
         _card("RTX 4090 24GB", 23.64, 165, 83, 1008, 8.9),
         _card("RTX 5090 32GB", 31.36, 210, 105, 1792, 12.0),
         _card("A100 40GB", 39.39, 312, 19.5, 1555, 8.0),
+        _card("L40S 48GB", 44.40, 362, 92, 864, 8.9),
         _card("A100 80GB", 79.15, 312, 19.5, 2039, 8.0),
         _card("H100 80GB", 79.10, 989, 67, 3350, 9.0),
         _card("H200 141GB", 139.80, 989, 67, 4800, 9.0),
@@ -56,33 +62,47 @@ CARDS: dict[str, Card] = {
 }
 
 _UNNAMED = CARDS["RTX 4090 24GB"]  # whose rates a card has of which only the bytes are known
+ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds beside them, before it is replayed
 
 
 def find_card(card: Card | str | int) -> Card:
     """The card called so (upper or lower case, "4090" for "RTX 4090 24GB"), or one of so many bytes: ``"24 GiB"`` or an int.
 
-    ``ValueError`` for a name that no card or more than one has.
+    ``ValueError`` for a name that no card or more than one has, and for a number that can only be GiB or MiB without its unit.
     """
     if isinstance(card, Card):
         return card
-    name = _plain(card) if isinstance(card, str) else ""
+    names = [n for n in CARDS if _plain(card) in _spellings(n)] if isinstance(card, str) else []
+    if len(names) > 1:
+        raise ValueError(f"card={card!r} may be {' or '.join(map(repr, names))}: say which")
+    if names:
+        return CARDS[names[0]]
     try:
         nbytes = parse_bytes(card)
     except ValueError:
-        nbytes = None
-    if name and (nbytes is None or name.isdigit()):
-        names = [known for known in CARDS if name in _plain(known)]
-        exact = [known for known in names if name in (_plain(known), _plain(known.rpartition(" ")[0]))]
-        if len(names) == 1 or len(exact) == 1:
-            return CARDS[(exact or names)[0]]
-        if names and nbytes is None:
-            raise ValueError(f"card={card!r} may be {' or '.join(map(repr, names))}: say which")
-    if nbytes is None:
         raise ValueError(
             f"no card is known as {card!r}: give its memory, such as card='24 GiB', or one of {', '.join(CARDS)}"
+        ) from None
+    if nbytes < 2**18 and re.fullmatch(r"[\d\s.,_e+]+", str(card)):  # as many as the MiB that a driver shows
+        raise ValueError(
+            f"card={card!r} without a unit is {format_bytes(nbytes)}, and no card is that small: write the unit, such as "
+            f"card='24 GiB' or card='24576 MiB', or one of {', '.join(CARDS)}"
         )
     return replace(_UNNAMED, name=format_bytes(nbytes), nbytes=nbytes)
 
 
+def room(card: Card | str | int) -> int:
+    """Bytes of ``card`` for live tensors: without the CUDA context, cuBLAS's workspace and the allocator's share (roughly)."""
+    card = find_card(card)
+    beside = allocator.CONTEXT + allocator.workspace(card.capability)
+    return max(0, int((card.nbytes - beside) / (1 + ALLOCATOR_ROUGHLY)))
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|card", "", name.lower())
+    return re.sub(r"nvidia|geforce|tesla|card|sxm\d?|pcie|hbm\d\w?|[^a-z0-9]", "", name.lower())
+
+
+def _spellings(name: str) -> set[str]:
+    """A card's name in full or without its memory, and both without RTX."""
+    spelled = {_plain(name), _plain(name.rpartition(" ")[0])}
+    return spelled | {s.removeprefix("rtx") for s in spelled}

@@ -15,10 +15,10 @@ from ..prediction.configs import model_class
 from ..prediction.predict import Prediction
 from ..techniques.losses import predicts_next_token
 from ..training.recipe import Recipe
-from .cards import Card
+from .cards import ALLOCATOR_ROUGHLY, Card
 
 LORA_RANK = 16
-ROUGHLY, ALLOCATOR_ROUGHLY = "allocator, about", 0.05
+ROUGHLY = "allocator, about"
 OPERATIONS_KEPT = (
     0.5  # of a data sheet's operations a second, what training steps reach on most cards, roughly
 )

@@ -45,7 +45,7 @@ class Plan:
         return self.best or min(self.refused, key=lambda o: o.needs)
 
     @property
-    def next_cheaper(self) -> Option | None:
+    def next_faster(self) -> Option | None:
         """The slowest of the options that would be faster than ``best``, and do not fit."""
         faster = [o for o in self.refused if self.best and o.seconds < self.best.seconds]
         return max(faster, key=lambda o: o.seconds, default=None)
@@ -72,12 +72,12 @@ class Plan:
             lines += ["Nothing fits. Closest:", *_table([self.closest])]
             lines += ["", _wrapped(f"It {self.closest.why_not()}.")]
         lines += [_wrapped(line, "  * ") for line in self.advice]
-        cheaper = self.next_cheaper
-        if cheaper is not None:
+        faster = self.next_faster
+        if faster is not None:
             lines += [
                 "",
-                f"The next faster one does not fit: {cheaper}",
-                _wrapped(f"It {cheaper.why_not()}."),
+                f"The next faster one does not fit: {faster}",
+                _wrapped(f"It {faster.why_not()}."),
             ]
         if self.ruled_out:
             lines += ["", "Ruled out without a prediction:"]
