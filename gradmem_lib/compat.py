@@ -1,0 +1,181 @@
+"""Every private or internal name of torch and transformers that the library touches, each under a public name of ours.
+
+All of them were seen in torch 2.13.0 and transformers 5.23.0. When a new version moves one, this is the file to change, and
+tests/test_compat.py fails for a private name anywhere else. transformers is imported only by the functions that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _checkpoint_hook as checkpoint_hook
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "checkpoint_hook",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+# A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+# Storages and operators.
+
+# The address of a storage's C++ object: the same for every Python wrapper of it, and used again once it is freed.
+storage_key: Callable[[Any], int] = attrgetter("_cdata")
+# An operator's arguments and results, with what each aliases.
+schema: Callable[[Any], Any] = attrgetter("_schema")
+
+_aten = torch.ops.aten
+read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
+flash_attention = _aten._scaled_dot_product_flash_attention
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
+efficient_attention = _aten._scaled_dot_product_efficient_attention
+math_attention = _aten._scaled_dot_product_attention_math
+softmax_backward = torch._softmax_backward_data
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a COO tensor, not coalesced first as the public methods demand."""
+    return tensor._indices(), tensor._values()
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
+    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` for a tensor that is none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+def under_transform(tensor: Tensor) -> Tensor | None:
+    """The tensor that a ``torch.func`` transform has wrapped in ``tensor``, innermost; ``None`` where none has."""
+    if not _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Forward-mode differentiation's zeros, which have a storage without memory."""
+    return torch._is_zerotensor(tensor)
+
+
+# Autograd's graph: which task runs (-1: no backward), which node, and how nodes are numbered as they are made.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+
+
+def number_of(node) -> int:
+    """Where a node of the graph stands in the order of making; ``2**64 - 1`` for ``None``, as for nodes without a number."""
+    return 2**64 - 1 if node is None else node._sequence_nr()
+
+
+class Unguarded:
+    """Put before a dispatch mode's class: spares the guard against compilation, which costs more than fake work does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# Modules.
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+
+
+def hook_counts(module: nn.Module) -> tuple[int, ...]:
+    return tuple(len(getattr(module, name)) for name in HOOKS)
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether the parameter or buffer ``name`` of ``module`` itself goes into its ``state_dict``."""
+    return name not in module._non_persistent_buffers_set
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    return (
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def stand_in(module: nn.Module) -> Callable | None:
+    """What ``replace_call`` put in, if anything."""
+    return module.__dict__.get("_call_impl")
+
+
+def replace_call(module: nn.Module, call: Callable) -> Callable[[], None]:
+    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward; what is returned undoes it."""
+    module._call_impl = call
+    return lambda: module.__dict__.pop("_call_impl", None)
+
+
+def plain_call(module: nn.Module) -> Callable:
+    """Hooks and forward of ``module``, whatever ``replace_call`` has put in. Pickles as the module's own."""
+    return type(module)._call_impl.__get__(module)
+
+
+# transformers.
+
+
+def attention_of(model_or_config) -> str | None:
+    """The name of the attention that a transformers model runs; ``None`` for a model that has no such choice."""
+    config = getattr(model_or_config, "config", model_or_config)
+    return getattr(config, "_attn_implementation", None)
+
+
+def takes_fused_attention(model: nn.Module) -> bool:
+    return bool(getattr(model, "_supports_sdpa", True))
+
+
+@contextmanager
+def registered_attention(name: str, forward: Callable, mask: Callable) -> Iterator[None]:
+    """``forward`` and ``mask`` as the attention ``name`` inside the block. transformers has no public way to take a name back."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@contextmanager
+def packed_sequences_by(find: Callable[[Callable, Tensor], Tensor | None]) -> Iterator[None]:
+    """Inside, masks are built as if ``find(own, position_ids)`` had told which tokens share a row; ``own`` is transformers'."""
+    from transformers import masking_utils
+
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: find(own, position_ids)
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+
+
+def model_from_config(cls, config, **options) -> nn.Module:
+    """A model with random weights of the class ``cls`` itself; the public way goes through the Auto classes."""
+    return cls._from_config(config, **options)
