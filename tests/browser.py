@@ -265,6 +265,10 @@ class Notebook:
             f"the notebook was still running after {seconds} s; its plots so far: {len(seen)}"
         )
 
+    def running(self) -> bool:
+        """Whether a cell is still at work."""
+        return not self.page.evaluate("window.gradmemDone")
+
     def run_all(self, *, seconds: float = 240) -> int:
         self.start()
         return self.watch(seconds=seconds)
@@ -285,3 +289,23 @@ class Notebook:
     def output(self, cell: int):
         """The output area of code cell number ``cell``, from 0."""
         return self.panel.locator(".jp-CodeCell").nth(cell).locator(".jp-Cell-outputArea")
+
+
+def shot(notebook: Notebook, name: str) -> None:
+    """Keep a screenshot where ``GRADMEM_SHOTS`` names a folder."""
+    if folder := os.environ.get("GRADMEM_SHOTS"):
+        notebook.page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+def assert_explorer_reacts(notebook: Notebook) -> None:
+    picture = notebook.panel.locator(".gm-explorer")
+    picture.first.wait_for()
+    handle = notebook.panel.locator(".jupyter-widgets:has(.gm-explorer) [role=slider]").first
+    before = picture.locator(".gm-verdict").inner_text(), picture.locator("svg").inner_html()
+    handle.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.page.wait_for_function(
+        "(before) => document.querySelector('.gm-verdict').textContent !== before", arg=before[0]
+    )
+    assert picture.locator("svg").inner_html() != before[1]
+    assert handle.get_attribute("aria-label") == "micro-batch"

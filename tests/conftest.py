@@ -24,3 +24,12 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium for the tests of one file."""
+    from browser import chromium
+
+    with chromium() as found:
+        yield found

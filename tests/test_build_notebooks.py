@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import build_notebooks as builder
 import nbformat
 import pytest
 
 BUILDER = Path(__file__).parent.parent / "tools" / "build_notebooks.py"
-spec = importlib.util.spec_from_file_location("build_notebooks", BUILDER)
-builder = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(builder)
-
 SOURCE = '''\
 # %% [markdown]
 # # A lesson

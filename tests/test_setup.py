@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from gradmem_lib.course import models
@@ -92,10 +93,37 @@ def test_the_licence_is_the_one_declared():
 def test_continuous_integration_runs_make_test():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-1] == "make test"
+    assert script.read_text().splitlines()[-1] == "make test INSTALL=1"
 
 
-# --- the Makefile, with stand-ins for what takes minutes --------------------------------------------------------------
+@pytest.mark.parametrize(
+    "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_workflows_run_the_makefiles_targets(workflow):
+    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    called = re.findall(r"\bmake ([a-z]+)", workflow.read_text())
+    assert called and set(called) <= targets
+
+
+def test_what_github_reads_is_yaml_and_agrees_with_the_project():
+    for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]:
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
+    windows = (ROOT / ".github" / "workflows" / "systems.yml").read_text()
+    for command in re.findall(
+        r"^(pip install [-\w.= ]*[\w.]) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE
+    ):
+        assert command in windows, command
+
+
+def test_help_names_every_target():
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()) - {"help", "browser"}
+    assert set(re.findall(r'echo "make ([a-z]+) ', text)) == targets
+
+
+# The Makefile, with stand-ins for what takes minutes.
 
 STAND_IN = """#!/bin/sh
 echo "$0 $*" >> "{log}"
@@ -127,7 +155,7 @@ def make(course: Path, *arguments: str, failing: str = "nothing", **environment:
     python.chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not re.match("MAKE|MFLAGS|CI$|DISPLAY|WAYLAND|SSH", k)}
     done = subprocess.run(
-        ["make", *arguments],
+        [shutil.which("make"), *arguments],
         cwd=course,
         env={**clean, **environment},
         capture_output=True,
@@ -181,25 +209,49 @@ def test_without_a_browser_lab_prints_the_address(course, screen):
     assert "--no-browser" not in make(course, "lab", DISPLAY=":0")[1][-1]
 
 
+STEPS = {
+    "check": ["ruff check", "ruff format --check", "build_notebooks.py --check", "-m mypy", "--quick tests"],
+    "test": ["ruff check", "ruff format --check", "build_notebooks.py --check", "-m mypy", "--nbval "],
+}
+
+
 @needs_make
 @pytest.mark.parametrize(
-    "failing", ["*ruff?check*", "*--check", "*-n?2*--no-loadscope-reorder", "*--nbval?*"]
+    ("target", "failing"), [(target, step) for target, steps in STEPS.items() for step in steps]
 )
-def test_test_runs_every_step_and_fails_if_one_does(course, failing):
-    done, calls = make(course, "test")
+def test_every_step_runs_and_the_target_fails_if_one_does(course, target, failing):
+    done, calls = make(course, target)
     assert done.returncode == 0 and "All of it passed." in done.stdout
-    steps = (
-        "ruff check",
-        "ruff format --check",
-        "build_notebooks.py --check",
-        "pytest -n",
-        "--nbval ",
-    )
-    for step in steps:
+    for step in STEPS[target]:
         assert any(step in call for call in calls), step
-    done, calls_with_failure = make(course, "test", failing=failing)
+    done, calls_with_failure = make(course, target, failing=f"*{failing.replace(' ', '?')}*")
     assert done.returncode != 0 and "Failed:" in done.stdout
     assert [call for call in calls if "pip" not in call] == calls_with_failure
+
+
+@needs_make
+def test_one_pool_of_workers_runs_library_and_solutions(course):
+    _, calls = make(course, "test", "WORKERS=3")
+    pools = [call for call in calls if "-m pytest" in call]
+    assert len(pools) == 1 and "-n 3" in pools[0] and pools[0].endswith("tests solutions")
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("more", "installs"), [((), False), (("INSTALL=1",), True)], ids=["alone", "told to"]
+)
+def test_system_packages_are_installed_only_when_told_to(course, tmp_path, more, installs):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("apt-get", "id"):
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/system"; echo 0\n')
+        (tools / name).chmod(0o755)
+    for name in ("sh", "touch", "grep", "sed", "printf"):
+        (tools / name).symlink_to(shutil.which(name))
+    done, _ = make(course, "test", *more, failing="*playwright*", PATH=str(tools))
+    assert done.returncode != 0 and "make test INSTALL=1" in done.stdout
+    asked = (tmp_path / "system").read_text() if (tmp_path / "system").exists() else ""
+    assert ("apt-get install -y chromium" in asked) == installs
 
 
 @needs_make

@@ -38,6 +38,8 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 15
 CELL_TIMEOUT = 1200  # seconds; generous, since unpacking SmolLM2 on a slow machine may belong to a cell
+# Still pictures and, where a lesson trains for long, its short form: outputs that a test can compare.
+FIXED = {"GRADMEM_LIVE": "0", "GRADMEM_SIZE": "ci"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -180,9 +182,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     )
     with tempfile.TemporaryDirectory() as scratch:
         progress = os.path.join(scratch, "progress.json")
-        # Still pictures and, where a lesson trains for long, its short form: outputs that a test can compare.
-        fixed = {"GRADMEM_LIVE": "0", "GRADMEM_SIZE": "ci", "GRADMEM_PROGRESS": progress}
-        ran = client.execute(env={**os.environ, **fixed})
+        ran = client.execute(env={**os.environ, **FIXED, "GRADMEM_PROGRESS": progress})
     return normalise(ran, keep_outputs=True)
 
 
