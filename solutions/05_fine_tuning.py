@@ -727,9 +727,9 @@ del full
 # learned you will see in section 12.
 #
 # `optim="adafactor"` is transformers' own. Torch's has no name in `TrainingArguments`: `make_trainer` knows it, and for
-# a plain `Trainer` it goes into `optimizer_cls_and_kwargs`, as the code does that `plan` prints. Two of its defaults are
-# not for this. Its learning rate is relative to the typical size of a tensor's weights, and 0.01 is for training from
-# nothing; 0.001 is what T5 was fine-tuned with. And its `eps` is the gap after 1 in the weights' dtype: in bf16 1/128,
+# a plain `Trainer` it goes into `optimizer_cls_and_kwargs`. Two of its defaults are not for this. Its learning rate is
+# relative to the typical size of a tensor's weights, and 0.01 is for training from nothing; 0.001 is what T5 was
+# fine-tuned with. And its `eps` is the gap after 1 in the weights' dtype: in bf16 1/128,
 # above nearly every gradient, and then nothing is normalized. A recipe sets it to `1e-16`.
 #
 # As long as all gradients wait for the optimizer, there is not much below: in bf16, weights and gradients alone are 513

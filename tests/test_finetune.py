@@ -553,7 +553,7 @@ def test_arguments_are_transformers_own():
 @pytest.mark.parametrize(
     ("recipe", "given", "says"),
     [
-        (Recipe(in_backward=True), {}, "recipe.step"),
+        (Recipe(in_backward=True), {}, "prepare(model, recipe)"),
         (Recipe(accumulation=3), {}, "equal micro-batches"),
         (Recipe(precision="autocast-fp16"), {}, "fp16=True"),
         (Recipe(), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),

@@ -16,9 +16,10 @@ from gradmem_lib.course import claims, models
 from gradmem_lib.measure.budget import BudgetExceeded
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import CARDS, Card, find_card, room
+from gradmem_lib.planning.code import code
 from gradmem_lib.planning.cost import beyond, count, resident_bytes, seconds_per_token
 from gradmem_lib.planning.models import find_model, known_model
-from gradmem_lib.planning.options import EQUAL_TIME, METHODS
+from gradmem_lib.planning.options import EQUAL_TIME, METHODS, Option
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.prediction.predict import predict
@@ -26,8 +27,6 @@ from gradmem_lib.techniques import quantized
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.training.trainer import MemoryCallback, make_trainer
-from gradmem_lib.training.trainer import arguments as finetune_arguments
 from gradmem_lib.units import GiB
 
 SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
@@ -298,16 +297,6 @@ class _Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def run_code(made, config, tmp_path, monkeypatch, **more):
-    monkeypatch.chdir(tmp_path)
-    text = made.code.replace(
-        'output_dir="out",', 'output_dir="out", max_steps=1, report_to=[], disable_tqdm=True,'
-    )
-    space = {"config": config, "train_dataset": _Texts(), **more}
-    exec(compile(text, "plan", "exec"), space)
-    return space
-
-
 def option_of(config, recipe, method, rows):
     """A plan that has chosen this recipe: what is printed for it must run."""
     made = plan(config, card="24 GiB", seq_len=16, global_batch=rows, method="qlora", target="cpu")
@@ -319,83 +308,97 @@ def option_of(config, recipe, method, rows):
     "recipe",
     [
         Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
-        Recipe(precision="bf16", optimizer="adafactor-torch", chunked_loss=True, checkpointing="per-layer"),
-        Recipe(precision="bf16", optimizer="adafactor"),
-        Recipe(
-            precision="bf16",
-            optimizer="adamw-fused",
-            lora_rank=16,
-            quantized_base=True,
-            checkpointing="per-layer",
-        ),
-    ],
-    ids=["autocast", "chunked", "adafactor", "qlora"],
-)
-def test_printed_code_trains_a_step(config, recipe, tmp_path, monkeypatch):
-    method = "qlora" if recipe.quantized_base else "full"
-    made = option_of(config, recipe, method, 2)
-    space = run_code(made, config, tmp_path, monkeypatch)
-    trainer, args = space["trainer"], space["args"]
-    assert trainer.state.global_step == 1
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 2
-    assert space["model"].config.use_cache is False
-    weight = space["model"].get_input_embeddings().weight
-    assert weight.dtype == recipe.weight_dtype
-    ours = make_trainer(
-        small(),
-        made.best.recipe,
-        batch_size=2,
-        train_dataset=_Texts(),
-        output_dir=str(tmp_path / "ours"),
-        progress=False,
-    )
-    assert trainer.args.learning_rate == ours.args.learning_rate
-    for name in finetune_arguments(recipe, 1):
-        assert getattr(ours.args, name) == getattr(args, name), name
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(precision="bf16", optimizer="adamw-fused"),
         Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
         Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adamw-8bit"),
         Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
     ],
-    ids=["plain", "chunked", "adafactor", "qlora"],
+    ids=["autocast", "chunked", "adafactor", "8bit", "qlora"],
 )
 def test_printed_code_needs_what_was_predicted(config, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     made = option_of(config, recipe, "qlora" if recipe.quantized_base else "full", 2)
-    trainer = run_code(made, config, tmp_path, monkeypatch)["trainer"]
-    trainer.args.max_steps = 2
-    with MemoryCallback(live=False) as memory:
-        trainer.add_callback(memory)
-        trainer.train()
-    expected, found = made.best.prediction.peak, memory.by_step[2]
+    more = ", max_steps=2, live=False, progress=False"
+    text = made.code.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    space = {"config": config, "train_dataset": _Texts()}
+    exec(compile(text, "plan", "exec"), space)
+    assert space["trainer"].state.global_step == 2
+    expected, found = made.best.prediction.peak, space["trainer"].memory.by_step[2]
     assert found.phase == expected.phase
     for category, nbytes in expected.by_category.items():
         # The loader's tensors and the loss's few numbers apart.
         assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), category
 
 
-def test_printed_loop_steps_in_backward(config, tmp_path, monkeypatch):
-    made = option_of(
-        config, Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True), "full", 2
+def text_of(given, config, recipe, target) -> str:
+    option = Option(recipe, "full", 2, 0.0, 0, None, {}, 0)
+    return code(option, given, config, target)
+
+
+def test_printed_code_word_for_word():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-8bit", every_n_layers=2, accumulation=8)
+    assert text_of("llama 2 7b", config, recipe, "cuda") == (
+        "from transformers import LlamaForCausalLM\n"
+        "\n"
+        "from gradmem_lib import Recipe, make_trainer\n"
+        "\n"
+        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
+        "recipe = Recipe(\n"
+        '    precision="bf16",\n'
+        '    optimizer="adamw-8bit",\n'
+        "    every_n_layers=2,\n"
+        "    accumulation=8,\n"
+        ")\n"
+        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, use_cpu=False)\n"
+        "trainer.train()\n"
     )
-    space = run_code(made, config, tmp_path, monkeypatch)
-    assert space["loss"] > 0 and all(p.grad is None for p in space["model"].parameters())
+    recipe = Recipe(in_backward=True, chunked_loss=True)
+    assert text_of(config, config, recipe, "cuda") == (
+        "from torch.utils.data import DataLoader\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, prepare, step\n"
+        "\n"
+        "model = LlamaForCausalLM(config)\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    in_backward=True,\n"
+        "    chunked_loss=True,\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe)\n"
+        'model.to("cuda")\n'
+        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, recipe)\n'
+    )
 
 
-def test_printed_code_names_the_model_as_it_was_given(config, tmp_path):
-    folder = tmp_path / "model"
-    small().save_pretrained(folder)
-    made = plan(str(folder), card="1 GiB", seq_len=16, global_batch=1, method="qlora", target="cpu")
-    assert f'from_pretrained("{folder}"' in made.code
-    given = plan(small(), card="1 GiB", seq_len=16, global_batch=1, method="qlora", target="cpu")
-    assert "from_pretrained" not in given.code
-    compile(given.code, "plan", "exec")
-    assert known_model("llama 2 7b")[2] == "meta-llama/Llama-2-7b-hf"
-    assert known_model("Llama-9") is None
+def test_printed_code_loads_the_model_as_it_was_given(config, tmp_path, monkeypatch):
+    recipe = Recipe()
+    whole, sizes = tmp_path / "whole", tmp_path / "sizes"
+    small().save_pretrained(whole)
+    config.save_pretrained(sizes)
+    for given in (str(whole), whole, whole / "config.json"):
+        assert f'model = LlamaForCausalLM.from_pretrained("{whole}")' in text_of(given, config, recipe, "cpu")
+    for given in (sizes, sizes / "config.json"):
+        text = text_of(given, config, recipe, "cpu")
+        assert f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n' in text
+        space = {}
+        exec(text.partition("recipe =")[0], space)
+        assert space["model"].num_parameters() == small().num_parameters()
+    text = text_of("tiny llama", config, recipe, "cpu")
+    assert 'config = known_model("tiny Llama")[1]' in text
+    exec(text.partition("trainer =")[0], {})
+    chat = text_of("Qwen/Qwen2.5-7B-Instruct", known_model("Qwen2.5-7B")[1], recipe, "cpu")
+    assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
+    model = plan(small(), card="1 GiB", seq_len=16, global_batch=1, method="qlora", target="cpu")
+    assert (
+        "model =" not in model.code
+        and "from_pretrained" not in model.code
+        and "transformers" not in model.code
+    )
 
 
 def test_chunked_loss_of_a_trainer_with_accumulation_is_the_mean_of_the_batch(config):
@@ -549,7 +552,7 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         "--target", "cpu",
     ]  # fmt: skip
     code, out, _ = command(capsys, *words)
-    assert code == 0 and "Fits, fastest first" in out and "TrainingArguments(" in out
+    assert code == 0 and "Fits, fastest first" in out and "make_trainer(" in out
     code, out, _ = command(capsys, *words, "--json")
     found = json.loads(out)
     assert found["fits"][0]["needs"] <= found["card"]["nbytes"] == GiB and found["method"] in METHODS

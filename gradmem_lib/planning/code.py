@@ -1,155 +1,86 @@
-"""Python that trains by a plan's recipe."""
+"""Python that trains by a plan's recipe: what it runs is the library's own step, so it needs what was predicted."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from ..prediction.configs import model_class
-from ..training.prepare import ADAFACTOR_EPS, RELATIVE_RATE
 from ..training.recipe import Recipe
-from .models import find_model, known_model
+from .models import known_model
 from .options import Option
 
 
-def code(option: Option, given, target: str = "cuda") -> str:
-    """Python that trains the model by ``option``, with transformers' ``Trainer`` where it can. ``train_dataset`` is yours."""
+def code(option: Option, given, config, target: str = "cuda") -> str:
+    """Python that trains the model ``given``, of this ``config``, by ``option``: with ``make_trainer`` where a ``Trainer`` can, else
+    with ``step``. ``train_dataset`` is yours: rows as the model takes them, with ``labels``. So is ``model`` or ``config``, where
+    ``given`` is one."""
     recipe = option.recipe
-    lines = _model_lines(recipe, given)
-    if recipe.in_backward:
-        lines = [] if isinstance(given, nn.Module) else lines  # prepare does the rest
-        return "\n".join(_loop(option, lines, _auto_class(given), target)) + "\n"
-    homes = {
-        "cast_weights": "training.prepare",
-        "add_lora": "techniques.lora",
-        "chunked_loss": "techniques.losses",
-    }
-    imports, names, lora = [], [], []
-    if any(line.startswith("cast_weights") for line in lines):
-        names.append("cast_weights")
-    if any("find_model(" in line for line in lines):
-        imports.append("from gradmem_lib.planning.models import find_model")
-    if recipe.lora_rank:
-        names.append("add_lora")
-        lora.append(f"add_lora(model, {recipe.lora_rank})")
-    if recipe.quantized_base:
-        imports.append("from gradmem_lib.techniques.quantized import quantize_base")
-        lora.append("quantize_base(model)")
-    trainer, loss = "Trainer", []
-    if recipe.chunked_loss:
-        trainer = "ChunkedLoss"
-        names.append("chunked_loss")
-        loss = [
-            "class ChunkedLoss(Trainer):",
-            "    def compute_loss(self, model, inputs, num_items_in_batch=None, **ignored):",
-            "        with self.accelerator.autocast():",
-            "            return chunked_loss(model, inputs, num_items_in_batch)",
-            "",
-            "",
-        ]
-    return (
-        "\n".join(
-            [
-                "import torch",
-                f"from transformers import {_auto_class(given)}, Trainer, TrainingArguments",
-                *(f"from gradmem_lib.{homes[name]} import {name}" for name in names),
-                *imports,
-                "",
-                *([""] if loss else []),
-                *loss,
-                *lines,
-                *lora,
-                *_training_arguments(option, target),
-                *_trainer_lines(trainer, recipe),
-                "trainer.train()",
-            ]
-        )
-        + "\n"
-    )
+    uses, how = (["prepare", "step"], _loop) if recipe.in_backward else (["make_trainer"], _trainer)
+    loading, transformers, ours = _loading(given, model_class(config).__name__)
+    transformers += ["default_data_collator"] if recipe.in_backward else []
+    imports = ["from torch.utils.data import DataLoader"] if recipe.in_backward else []
+    if transformers:
+        imports.append(f"from transformers import {', '.join(sorted(transformers))}")
+    if imports:
+        imports.append("")
+    names = ["Recipe", *sorted([*uses, *ours])]
+    lines = [*imports, f"from gradmem_lib import {', '.join(names)}", "", *loading, *_recipe(recipe)]
+    return "\n".join([*lines, *how(option, target)]) + "\n"
 
 
-def _trainer_lines(name: str, recipe: Recipe) -> list[str]:
-    given = "model=model, args=args, train_dataset=train_dataset"
-    if recipe.optimizer != "adafactor-torch":
-        return [f"trainer = {name}({given})"]
-    return [
-        f"trainer = {name}(",
-        f"    {given},",
-        "    optimizer_cls_and_kwargs=(",
-        "        torch.optim.Adafactor,",
-        f'        {{"lr": args.learning_rate, "eps": {ADAFACTOR_EPS}, "foreach": False}},',
-        "    ),",
-        ")",
-    ]
-
-
-def _auto_class(given) -> str:
-    name = model_class(find_model(given)[0]).__name__
-    for end in ("MaskedLM", "ImageClassification", "SequenceClassification", "TokenClassification"):
-        if name.endswith(end):
-            return f"AutoModelFor{end}"
-    return "AutoModelForCausalLM"
-
-
-def _model_lines(recipe: Recipe, given) -> list[str]:
-    dtype = str(recipe.weight_dtype)
-    attention = {"fused": "sdpa", None: "sdpa"}.get(recipe.attention, recipe.attention)
+def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
+    """The lines that load the model, what they import from transformers, and what from here."""
     if isinstance(given, nn.Module):
-        cast = [] if recipe.weight_dtype == torch.float32 else [f"cast_weights(model, {dtype})"]
-        return [*cast, f'model.set_attn_implementation("{attention}")', "model.config.use_cache = False"]
-    source, config = "from_config(config", []
-    if isinstance(given, (str, os.PathLike)):
-        known = known_model(given) if isinstance(given, str) and not os.path.exists(given) else None
-        if known and not known[2]:
-            config = [f'config, _ = find_model("{known[0]}")']
-        else:
-            source = f'from_pretrained("{known[2] if known else os.fspath(given)}"'
-    return [
-        *config,
-        f'model = {_auto_class(given)}.{source}, dtype={dtype}, attn_implementation="{attention}")',
-        "model.config.use_cache = False",
-    ]
+        return [], [], []
+    if isinstance(given, PretrainedConfig):
+        return [f"model = {name}(config)"], [name], []
+    if not os.path.exists(given):
+        known = known_model(os.fspath(given))
+        if known is not None and not known[2]:
+            return (
+                [f'config = known_model("{known[0]}")[1]', f"model = {name}(config)"],
+                [name],
+                ["known_model"],
+            )
+        return [f'model = {name}.from_pretrained("{known[2] if known else os.fspath(given)}")'], [name], []
+    folder = Path(given) if os.path.isdir(given) else Path(given).parent
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return [f'model = {name}.from_pretrained("{folder}")'], [name], []
+    lines = [f'config = AutoConfig.from_pretrained("{os.fspath(given)}")', f"model = {name}(config)"]
+    return lines, ["AutoConfig", name], []
 
 
-def _training_arguments(option: Option, target: str) -> list[str]:
-    from ..training.trainer import arguments
-
-    chosen = {"output_dir": "out"} | arguments(option.recipe, option.micro_batch)
-    if option.recipe.optimizer == "adafactor-torch":
-        chosen["learning_rate"] = RELATIVE_RATE
-    if target == "cpu":
-        chosen["use_cpu"] = True
-    shown = (f'"{v}"' if isinstance(v, str) else repr(v) for v in chosen.values())
-    return ["args = TrainingArguments(", *(f"    {k}={v}," for k, v in zip(chosen, shown, strict=True)), ")"]
-
-
-def _loop(option: Option, model: list[str], auto_class: str, target: str) -> list[str]:
-    """For an optimizer in backward, which ``Trainer`` does not have: ``recipe.prepare`` and ``recipe.step``."""
-    shown = ", ".join(
-        f"{name}={getattr(option.recipe, name)!r}"
+def _recipe(recipe: Recipe) -> list[str]:
+    plain = Recipe()
+    chosen = {
+        name: getattr(recipe, name)
         for name in Recipe.__dataclass_fields__
-        if getattr(option.recipe, name) != getattr(Recipe(), name)
-    )
-    device = "cuda" if target == "cuda" else "cpu"
-    rate = RELATIVE_RATE if option.recipe.optimizer == "adafactor-torch" else 1e-5
+        if name in ("precision", "optimizer") or getattr(recipe, name) != getattr(plain, name)
+    }
+    shown = (f'"{v}"' if isinstance(v, str) else repr(v) for v in chosen.values())
+    return ["recipe = Recipe(", *(f"    {k}={v}," for k, v in zip(chosen, shown, strict=True)), ")"]
+
+
+def _trainer(option: Option, target: str) -> list[str]:
+    rows = option.micro_batch * option.recipe.accumulation
+    given = f"model, recipe, batch_size={rows}, train_dataset=train_dataset"
+    # The model travels after it was cast, so that the card never holds it in float32 without need.
+    given += ", use_cpu=False" if target == "cuda" else ""
+    return [f"trainer = make_trainer({given})", "trainer.train()"]
+
+
+def _loop(option: Option, target: str) -> list[str]:
+    """For an optimizer in backward, which ``Trainer`` does not have."""
+    place = f'.to("{target}")' if target == "cuda" else ""
+    batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
     return [
-        "import torch",
-        "from torch.utils.data import DataLoader",
-        f"from transformers import {auto_class}, default_data_collator",
-        *(
-            ["from gradmem_lib.planning.models import find_model"]
-            if any("find_model(" in line for line in model)
-            else []
-        ),
-        "from gradmem_lib import Recipe",
-        "from gradmem_lib.training.prepare import prepare",
-        "from gradmem_lib.training.step import step",
-        "",
-        *model,
-        f"recipe = Recipe({shown})",
-        f'model, optimizer, undo = prepare(model.to("{device}"), recipe, lr={rate})',
-        f"for batch in DataLoader(train_dataset, {option.micro_batch}, shuffle=True, collate_fn=default_data_collator):",
-        f'    loss = step(model, optimizer, {{k: v.to("{device}") for k, v in batch.items()}}, recipe)',
+        "model, optimizer, undo = prepare(model, recipe)",
+        *([f"model{place}"] if place else []),
+        f"loader = DataLoader(train_dataset, {option.micro_batch}, shuffle=True, collate_fn=default_data_collator)",
+        "for rows in loader:",
+        f"    loss = step(model, optimizer, {batch}, recipe)",
     ]

@@ -74,6 +74,7 @@ def plan(
         advice=advice,
         predictions=search.predictions,
         given=model_or_config,
+        config=config,
     )
 
 

@@ -33,6 +33,7 @@ class Plan:
     advice: list[str]
     predictions: int
     given: Any
+    config: Any
 
     @property
     def best(self) -> Option | None:
@@ -53,7 +54,7 @@ class Plan:
     @property
     def code(self) -> str:
         """Python that trains by ``best``; empty where nothing fits. ``train_dataset`` is yours."""
-        return code(self.best, self.given, self.target) if self.best else ""
+        return code(self.best, self.given, self.config, self.target) if self.best else ""
 
     def __str__(self) -> str:
         rows = f"{self.seq_len:,} tokens" if self.seq_len else "images"

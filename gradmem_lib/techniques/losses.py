@@ -25,7 +25,12 @@ def label_counts(model: nn.Module, batch) -> Tensor | None:
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
-    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    name = type(model).__name__
+    if name.endswith(
+        "ForConditionalGeneration"
+    ):  # vision-language models shift too, pairs of an encoder and a decoder do not
+        return not model.config.is_encoder_decoder
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor], items: Tensor | int | None = None) -> Tensor:

@@ -134,7 +134,7 @@ class RecipeTrainer(Trainer):
     """``Trainer`` that trains by a ``Recipe``; ``make_trainer`` makes it.
 
     Attributes: ``recipe``; ``memory``, a ``MemoryCallback``. The loss of a micro-batch counts by its labels, as in
-    ``recipe.step``, which is the full batch's loss for every model: those too that return a mean whatever the ``Trainer``
+    ``step``, which is the full batch's loss for every model: those too that return a mean whatever the ``Trainer``
     tells them, as transformers' sequence classifiers do.
     """
 
@@ -276,8 +276,8 @@ def make_trainer(
     """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place.
 
     Args:
-        model: any model of transformers, trained on the device that it is on; its weights are cast, get LoRA or 4 bits as
-            ``recipe.prepare`` does it.
+        model: any model of transformers, trained on the device that it is on, or on the card with ``use_cpu=False``; its weights are
+            cast, get LoRA or 4 bits as ``prepare`` does it.
         batch_size: rows of one optimizer step, which ``recipe.accumulation`` cuts into micro-batches, as in ``predict``.
         train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
         budget, live, title: of the tracker (``MemoryCallback``).
@@ -293,11 +293,11 @@ def make_trainer(
         raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
     if recipe.in_backward:
         raise ValueError(
-            "in_backward=True steps during backward, and Trainer steps after it: use recipe.prepare and recipe.step, as the "
-            "code that plan prints does"
+            "in_backward=True steps during backward, and Trainer steps after it: use prepare(model, recipe) and step(...) of "
+            "gradmem_lib, as the code that plan prints does"
         )
-    device = next(model.parameters()).device.type
-    if recipe.precision == "autocast-fp16" and device == "cpu":
+    on_cpu = training_arguments.get("use_cpu", next(model.parameters()).device.type == "cpu")
+    if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
             "on the CPU, Trainer takes fp16=True and trains in float32 all the same: choose precision='autocast-bf16', or move the "
             "model to a card"
@@ -323,7 +323,7 @@ def make_trainer(
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": not progress,
-        "use_cpu": device == "cpu",
+        "use_cpu": on_cpu,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     # The optimizer is made here (create_optimizer); bitsandbytes' name would be refused where it is not installed.
