@@ -6,7 +6,7 @@ tests/test_compat.py fails for a private name anywhere else. transformers is imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -179,3 +179,25 @@ def packed_sequences_by(find: Callable[[Callable, Tensor], Tensor | None]) -> It
 def model_from_config(cls, config, **options) -> nn.Module:
     """A model with random weights of the class ``cls`` itself; the public way goes through the Auto classes."""
     return cls._from_config(config, **options)
+
+
+# FSDP.
+
+
+def fsdp1_groups(model: nn.Module) -> list:
+    """The process groups over which a ``FullyShardedDataParallel`` averages gradients (torch 2.13)."""
+    across_nodes = getattr(model, "_inter_node_pg", None)  # of HYBRID_SHARD
+    return [model.process_group] + ([] if across_nodes is None else [across_nodes])
+
+
+def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
+    """The process groups over which ``fully_shard`` averages, and the divisors that its parts were told (torch 2.13)."""
+    found, divisors = {}, set()
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            divisors.add(group.gradient_divide_factor)
+            for name in ("shard_process_group", "replicate_process_group"):
+                over = getattr(group.mesh_info, name, None)
+                if over is not None:
+                    found[name] = over
+    return list(found.values()), divisors or {None}

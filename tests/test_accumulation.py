@@ -1,7 +1,7 @@
-"""accumulate_gradients against the full batch, however it is cut; its bytes; its errors; and two real processes."""
+"""accumulate_gradients against the full batch, however it is cut; its bytes; its errors."""
 
 import copy
-import json
+import warnings
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib.course import models
-from gradmem_lib.course.processes import torchrun
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
@@ -386,74 +385,37 @@ def test_counting_and_splitting():
         split(batch, 0)
     with pytest.raises(ValueError, match=r"\[3, 5\] rows"):
         split(batch | {"labels": torch.zeros(3)}, 2)
+    flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0)}, 3))
+    assert [part["flag"] for part in flagged] == [True, True] and flagged[1]["scale"].item() == 2
+    pairs = list(split((torch.arange(4), torch.arange(8).view(4, 2)), 3))
+    assert [[len(t) for t in pair] for pair in pairs] == [[3, 3], [1, 1]]
 
 
-# Two processes --------------------------------------------------------------------------------------------------------
+def test_batch_norm_in_a_second_micro_batch_is_said():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
-SCRIPT = """
-import json, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from gradmem_lib.course import models
-from gradmem_lib import accumulate_gradients, next_token_loss
+    def loss_and_count(x):
+        return model(x).square().sum(), len(x)
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = models.tiny_gpt2(layers=1, hidden=16, heads=2, vocab=31, positions=12, dtype=torch.float64)
-parallel = DistributedDataParallel(model)
-ids = torch.randint(0, 31, (5, 12), generator=torch.Generator().manual_seed(0))
-lengths = torch.tensor([2, 12, 5, 9, 7])
-labels = ids.masked_fill(torch.arange(12) >= lengths[:, None], -100)
-loss, items = next_token_loss(model, {"input_ids": ids, "labels": labels})
-(loss / items).backward()
-full = torch.cat([p.grad.flatten() for p in model.parameters()])
-
-def window(rows, **options):
-    parallel.zero_grad(set_to_none=True)
-    micro_batches = [{"input_ids": ids[[r]], "labels": labels[[r]] if r >= 0 else labels[[r]] * 0 - 100} for r in rows]
-    result = accumulate_gradients(iter(micro_batches), lambda m: next_token_loss(parallel, m), model=parallel, **options)
-    got = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return [((got - full).norm() / full.norm()).item(), result.loss - (loss / items).item(), result.items - items]
-
-shares = ([0, 1, 2], [3, 4])  # three micro-batches here, two there
-last_empty = ([0, 1], [2, 3, 4, -1])
-own = lambda shares: int((labels[[r for r in shares[rank] if r >= 0], 1:] != -100).sum())
-found = {
-    "corrected after": window(shares[rank]),
-    "total known": window(shares[rank], total_items=own(shares)),
-    "an empty last one": window(last_empty[rank]),
-    "an empty last one, total known": window(last_empty[rank], total_items=own(last_empty)),
-}
-syncs = []
-parallel.register_comm_hook(None, lambda state, bucket: (syncs.append(1),
-    dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / 2))[1])
-found["a counting hook"] = window(shares[rank])
-found["syncs"] = len(syncs)
-try:
-    accumulate_gradients([0], lambda _: None)
-except ValueError as error:
-    found["without model"] = str(error)
-parallel.zero_grad()
-try:
-    accumulate_gradients([0], lambda _: (torch.zeros(()), 0), model=parallel)
-except ValueError as error:
-    found["no gradient to send with"] = str(error)
-if rank == 0:
-    print(json.dumps(found))
-dist.destroy_process_group()
-"""
+    with pytest.warns(UserWarning, match=r"1 is a BatchNorm1d, which normalizes each micro-batch by its own"):
+        accumulate_gradients(torch.randn(2, 5, 3), loss_and_count, total_items=10, model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate_gradients(torch.randn(1, 5, 3), loss_and_count, total_items=5, model=model)
+        model[1].eval()
+        accumulate_gradients(torch.randn(2, 5, 3), loss_and_count, total_items=10, model=model)
 
 
-def test_two_processes_with_unequal_shares_get_the_full_batchs_gradient():
-    found = json.loads(torchrun(SCRIPT))
-    assert found.pop("syncs") == 1  # one bucket, sent with the last micro-batch alone
-    assert "was not told the model" in found.pop("without model")
-    assert 'reduction="sum"' in found.pop("no gradient to send with")
-    assert len(found) == 5
-    for name, (far, loss, items) in found.items():
-        assert far <= 1e-12 and abs(loss) <= 1e-12 and items == 0, name
+def test_means_are_weighted_by_their_items():
+    model, batch = MODELS[torch.float64], padded([3, 9, 12, 5])
+    expected, loss = full_gradient(model, batch)
 
+    def mean_and_count(micro):
+        total, count = next_token_loss(model, micro)
+        return total / count, count
 
-def test_a_process_that_fails_is_reported():
-    with pytest.raises(RuntimeError, match=r"one of the 1 processes failed(.|\n)*no such batch"):
-        torchrun("raise ValueError('no such batch')", processes=1)
+    for options in ({}, {"total_items": count_targets(batch["labels"])}):
+        result = accumulate_gradients(split(batch, 1), mean_and_count, reduction="mean", **options)
+        assert error(gradient(model), expected) <= 1e-12 and result.loss == pytest.approx(loss, rel=1e-12)
+    with pytest.raises(ValueError, match="reduction='none'"):
+        accumulate_gradients([], mean_and_count, reduction="none")

@@ -104,7 +104,6 @@ LONG_FILES = {
     "gradmem_lib/course/exercises/lesson_04.py",
     "gradmem_lib/course/exercises/lesson_05.py",
     "gradmem_lib/measure/tracker.py",
-    "tests/test_accumulation.py",
     "tests/test_benchmarks.py",
     "tests/test_checkpointing.py",
     "tests/test_exercises.py",

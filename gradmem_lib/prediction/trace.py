@@ -164,7 +164,6 @@ def traced(question: Question, layers: int | None, micro_batches: int | None) ->
             model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
             prepared = prepare(model, recipe)
             stack.callback(prepared.undo.close)
-            _answer_in_steps(prepared, mode)
             if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
                 set_attention(model, name)
             if question.batch is None:
@@ -175,28 +174,28 @@ def traced(question: Question, layers: int | None, micro_batches: int | None) ->
             if question.target == "cuda":
                 stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
                 recorder = CudaRecorder(model, prepared.optimizer)
-            _warm_up(prepared, question, batch)
+            _warm_up(prepared, question, batch, mode)
             with recorder:
                 step(
                     model, prepared.optimizer, batch, recipe,
-                    loss=question.loss, mark=recorder.mark, micro_batches=micro_batches,
+                    loss=question.loss, mark=_answering(mode, recorder.mark), micro_batches=micro_batches,
                 )  # fmt: skip
             return recorder.trace()
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise _cannot_trace(error) from error
 
 
-def _answer_in_steps(prepared: Prepared, mode: fakes.QuickFakeMode) -> None:
-    """Let an optimizer read values in its step. Adafactor scales its update by them: any number needs the same bytes.
+def _answering(mode: fakes.QuickFakeMode, mark: Callable[[str], None] = lambda part: None) -> Callable:
+    """``mark`` that lets values be read outside the model's forward: the number of labels, the loss, Adafactor's scales.
 
-    In a model they stay an error, since there they may decide what is computed."""
+    Any number needs the same bytes there. In the model it stays an error, since there it may decide what is computed."""
 
-    def answer(value: float | None) -> Callable:
-        return lambda *step: setattr(mode, "value", value)
+    def marked(part: str) -> None:
+        mode.value = None if part == "forward" else 1.0
+        mark(part)
 
-    for optimizer in _optimizers(prepared):
-        optimizer.register_step_pre_hook(answer(1.0))
-        optimizer.register_step_post_hook(answer(None))
+    mode.value = 1.0
+    return marked
 
 
 def _optimizers(prepared: Prepared) -> list[Optimizer]:
@@ -216,13 +215,16 @@ def _without_remarks() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _warm_up(prepared: Prepared, question: Question, batch) -> None:
+def _warm_up(prepared: Prepared, question: Question, batch, mode: fakes.QuickFakeMode) -> None:
     """Bring the optimizer's states, and whatever a module keeps from its first step, into being."""
+    recipe, marked = question.recipe, _answering(mode)
     if question.source.key is None:
-        step(prepared.model, prepared.optimizer, batch, question.recipe, loss=question.loss)
+        step(prepared.model, prepared.optimizer, batch, recipe, loss=question.loss, mark=marked)
         return
-    if question.recipe.checkpointing == "best":
-        first_forward(prepared.model, batch, question.recipe)  # in which it measures the layers and settles
+    if recipe.checkpointing == "best":
+        mode.value = None
+        first_forward(prepared.model, batch, recipe)  # in which it measures the layers and settles
+        mode.value = 1.0
     for optimizer in _optimizers(prepared):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -232,9 +234,8 @@ def _warm_up(prepared: Prepared, question: Question, batch) -> None:
 
 
 def first_forward(model: torch.nn.Module, batch, recipe: Recipe) -> None:
-    micro, _ = next(cut_batch(model, batch, recipe))
     with autocast(next(model.parameters()).device.type, recipe):
-        loss_of(model, micro, recipe)
+        loss_of(model, next(cut_batch(batch, recipe)), recipe)
 
 
 def _cannot_trace(error) -> CannotTrace:

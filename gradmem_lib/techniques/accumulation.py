@@ -8,12 +8,14 @@ micro-batch contributes its summed loss, and all of them are divided by one numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .data_parallel import NOTHING, Alone, own_part, processes_of
 
 
 class Accumulated(NamedTuple):
@@ -29,12 +31,15 @@ def accumulate_gradients(
     *,
     total_items: int | None = None,
     count_items: Callable[[Any], int] | None = None,
+    reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Accumulated:
     """Leave in ``.grad`` the gradient of the mean loss over all items of all ``micro_batches``, one backward for each.
 
-    Neither zeroes gradients nor steps: clip and step afterwards, then ``optimizer.zero_grad()``.
+    Neither zeroes gradients nor steps: clip and step afterwards, then ``optimizer.zero_grad()``. It is the full batch's
+    gradient where an item's loss depends on its own row alone. It is not where rows are compared with each other (contrastive
+    losses) or share statistics: a ``BatchNorm`` in ``model`` that sees a second micro-batch is a ``UserWarning``.
 
     Args:
         micro_batches: any iterable, also a generator; each is let go before the next forward. They may be of unequal size.
@@ -43,8 +48,10 @@ def accumulate_gradients(
         total_items: the items of all micro-batches together, where they are known before the first backward.
         count_items: ``count_items(micro) -> items``, to count a list of micro-batches before the first backward. With
             neither, each loss is divided by the first count, and the gradients are scaled once, in place, at the end.
-        model: whose gradients they are. A ``DistributedDataParallel`` must be given: gradients then travel with the last
-            micro-batch alone, and the items (``total_items`` too) are added up over all processes. Without it the
+        reduction: ``"sum"``, or ``"mean"`` where the loss is the mean over the micro-batch's items, as a model returns it.
+        model: whose gradients they are. A ``DistributedDataParallel`` or a sharded module (``fully_shard``, FSDP) must be
+            given: items (``total_items`` too) are added up over all processes. Gradients travel with the last micro-batch
+            alone (DDP) or with each (FSDP, where all processes need equally many micro-batches). Without ``model`` the
             parameters are found in the graph of the loss.
         scaler: scales each loss. Unscale before clipping, as always.
 
@@ -54,101 +61,140 @@ def accumulate_gradients(
     Raises ``TypeError`` or ``ValueError`` for returns that cannot be right, for a total that does not come out, and when
     there is no item at all. After an error the gradients are incomplete: zero them.
     """
-    parallel = _parallel(model)
-    world = torch.distributed.get_world_size(parallel.process_group) if parallel else 1
+    if reduction not in ("sum", "mean"):
+        raise ValueError(
+            f"reduction={reduction!r}: loss_and_count returns a 'sum' over its items or their 'mean'"
+        )
+    processes = processes_of(model)
     if count_items is not None:
         total_items = _counted(micro_batches, count_items, total_items)
-    known = total_items is not None
-    divisor = 0
-    if known:
-        divisor = int(_sum_over_processes([_whole(total_items, "total_items")], parallel)[0])
+    divisor = None
+    if total_items is not None:
+        divisor = int(processes.sums(_whole(total_items, "total_items"))[0])
         if divisor == 0:
-            raise ValueError(_NOTHING)
+            raise ValueError(NOTHING)
+    return _Window(processes, loss_and_count, divisor, reduction == "mean", model, scaler).run(micro_batches)
 
-    trained: dict[Tensor, None] = dict.fromkeys(model.parameters() if model is not None else ())
-    if not known:
-        _refuse_existing(trained)
-    loss_sum, items = None, 0
-    for micro, last in _looking_ahead(micro_batches) if parallel else ((m, False) for m in micro_batches):
-        # DDP sends gradients in any backward whose forward ran outside no_sync().
-        with parallel.no_sync() if parallel and not last else nullcontext():
-            loss, count = _checked(loss_and_count(micro))
-            if divisor == 0:  # a provisional divisor keeps sums over many items within the range of float16
-                divisor = max(1, int(_sum_over_processes([count], parallel)[0]))
-            if not known and model is None and count:
-                found = [p for p in _leaves(loss) if p not in trained]
-                _refuse_existing(found)
-                trained.update(dict.fromkeys(found))
-            if count:
-                scaled = loss * (world / divisor)  # DDP takes the mean over processes
-                (scaled if scaler is None else scaler.scale(scaled)).backward()
-                del scaled
-            elif last:
-                _send_without_items(loss)
+
+class _Window:
+    """One window of micro-batches: what is counted so far, and by what each loss is divided."""
+
+    def __init__(self, processes: Alone, loss_and_count, divisor: int | None, mean: bool, model, scaler):
+        self.processes, self.loss_and_count, self.model, self.scaler = (
+            processes,
+            loss_and_count,
+            model,
+            scaler,
+        )
+        self.known, self.divisor, self.mean = divisor is not None, divisor, mean
+        self.trained: dict[Tensor, None] = dict.fromkeys(model.parameters() if model is not None else ())
+        self.items, self.loss_sum = 0, None
+
+    def run(self, micro_batches: Iterable[Any]) -> Accumulated:
+        if not self.known:
+            self._refuse_existing(self.trained)
+        for number, (micro, needed) in enumerate(self.processes.micro_batches(micro_batches)):
+            if number == 1:
+                _warn_of_shared_statistics(self.model)
+            with self.processes.forward_and_backward(needed):
+                self._add(micro, needed)
+            del micro
+        return self._end()
+
+    def _add(self, micro: Any, needed: bool) -> None:
+        loss, count = _checked(self.loss_and_count(micro), self.mean)
+        del micro
+        if self.divisor is None:  # a provisional one keeps sums over many items within the range of float16
+            self.divisor = max(1, int(self.processes.sums(count)[0]))
+        if not self.known and self.model is None and count:
+            found = [p for p in _leaves(loss) if p not in self.trained]
+            self._refuse_existing(found)
+            self.trained.update(dict.fromkeys(found))
         if count:
+            # A count that is the divisor, as of a batch in one piece, leaves a mean as it is.
+            scaled = loss * ((count if self.mean else 1) * self.processes.divisor / self.divisor)
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            del scaled
             # float64, where there is one: a window has many micro-batches, and their sums differ in size
             value = loss.detach().to(loss.dtype if loss.device.type == "mps" else torch.float64)
-            loss_sum = value if loss_sum is None else loss_sum + value
-            del value
-        items += count
-        del loss, micro
+            value = value * count if self.mean else value
+            self.loss_sum = value if self.loss_sum is None else self.loss_sum + value
+        elif needed:
+            _send_without_items(loss)
+        self.items += count
 
-    mine = [items, 0.0 if loss_sum is None else loss_sum.item()]
-    all_items, all_loss = _sum_over_processes(mine, parallel)
-    all_items = int(all_items)
-    if all_items == 0:
-        raise ValueError(_NOTHING)
-    if known and all_items != divisor:
-        raise ValueError(
-            f"the total said before was {divisor:,} items, and loss_and_count counted {all_items:,}: gradients were divided "
-            "by the wrong number. Count the same things in both: labels that are not -100, after the shift"
+    def _end(self) -> Accumulated:
+        mine = 0.0 if self.loss_sum is None else self.loss_sum.item()
+        items, loss = self.processes.sums(self.items, mine)
+        items = int(items)
+        if items == 0:
+            raise ValueError(NOTHING)
+        if self.known and items != self.divisor:
+            raise ValueError(
+                f"the total said before was {self.divisor:,} items, and loss_and_count counted {items:,}: gradients were divided "
+                "by the wrong number. Count the same things in both: labels that are not -100, after the shift"
+            )
+        if not self.known and items != self.divisor:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.divisor / items)
+        return Accumulated(loss / items, items)
+
+    def _refuse_existing(self, parameters: Iterable[Tensor]) -> None:
+        old = [p for p in parameters if p.grad is not None and bool(own_part(p.grad).any())]
+        # Over all processes: where one has some and raises, the others must not wait for it.
+        found = int(self.processes.sums(len(old))[0])
+        if found:
+            raise ValueError(
+                f"{found} parameters have gradients from before, and the correction at the end would scale them too: call "
+                "optimizer.zero_grad() first or, to add to them, give total_items= or count_items="
+            )
+
+
+def _warn_of_shared_statistics(model: nn.Module | None) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    modules = [] if model is None else model.named_modules()
+    name = next((name for name, module in modules if isinstance(module, kinds) and module.training), None)
+    if name is not None:
+        warnings.warn(
+            f"{name} is a {type(model.get_submodule(name)).__name__}, which normalizes each micro-batch by its own rows: the "
+            "gradient is not the full batch's. Freeze its statistics (its eval()), or use GroupNorm or LayerNorm",
+            stacklevel=4,
         )
-    if not known and all_items != divisor:
-        for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad.mul_(divisor / all_items)
-    return Accumulated(all_loss / all_items, all_items)
 
 
-def split(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Cut a dict of tensors into micro-batches of ``size`` rows; the last one has what is left. They are views: no bytes.
+def split(batch: Any, size: int) -> Iterator[Any]:
+    """Cut a batch into micro-batches of ``size`` rows; the last one has what is left. They are views: no bytes.
 
+    ``batch`` is a tensor, or a dict or tuple of them; what has no rows in it (a number, a flag) goes into every micro-batch.
     Raises ``ValueError`` when ``size`` is not positive or the tensors have unequal numbers of rows.
     """
-    rows = {len(tensor) for tensor in batch.values()}
-    if size < 1 or len(rows) != 1:
+    rows = count_rows(batch)
+    if size < 1:
         raise ValueError(
-            f"cannot cut tensors of {sorted(rows)} rows into micro-batches of {size}: all tensors need the same number of "
-            "rows, and a micro-batch at least one"
+            f"cannot cut {rows} rows into micro-batches of {size}: a micro-batch has at least one row"
         )
-    return (
-        {name: tensor[start : start + size] for name, tensor in batch.items()}
-        for start in range(0, rows.pop(), size)
-    )
+    return (_rows_of(batch, slice(start, start + size)) for start in range(0, rows, size))
 
 
-_NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this window"
-
-
-def _parallel(model: nn.Module | None):
-    """``model`` if it is a DistributedDataParallel, else None. Raises where leaving it out would go unnoticed."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and model is None and torch.distributed.get_world_size() > 1:
+def count_rows(batch: Any) -> int:
+    """How many rows the tensors of ``batch`` have. ``ValueError`` where they do not agree."""
+    values = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
+    rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim()}
+    if len(rows) != 1:
         raise ValueError(
-            "several processes train together, and accumulate_gradients was not told the model: give "
-            "model=the DistributedDataParallel, so that items are counted over all processes (or model=the plain module, "
-            "if this process trains one of its own)"
+            f"cannot cut tensors of {sorted(rows)} rows into micro-batches: all tensors need the same number of rows. Cut the "
+            "batch yourself, and give the pieces to accumulate_gradients"
         )
-    return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return rows.pop()
 
 
-def _sum_over_processes(numbers: list[float], parallel) -> list[float]:
-    if not parallel:
-        return numbers
-    device = next(parallel.parameters()).device
-    total = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for whole numbers up to 2**53
-    torch.distributed.all_reduce(total, group=parallel.process_group)
-    return total.tolist()
+def _rows_of(batch: Any, part: slice) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _rows_of(value, part) for name, value in batch.items()}
+    if isinstance(batch, Tensor):
+        return batch[part] if batch.dim() else batch
+    return tuple(_rows_of(value, part) for value in batch) if isinstance(batch, tuple | list) else batch
 
 
 def _counted(micro_batches: Iterable[Any], count_items: Callable[[Any], int], total_items: int | None) -> int:
@@ -172,7 +218,7 @@ def _whole(number: Any, what: str) -> int:
     return int(value)
 
 
-def _checked(returned: Any) -> tuple[Tensor, int]:
+def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
     """The summed loss and the count that ``loss_and_count`` returned, if they can be right."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
@@ -189,24 +235,11 @@ def _checked(returned: Any) -> tuple[Tensor, int]:
             "the loss has no gradient: it was detached, or computed under torch.no_grad(), or no parameter requires one. "
             "Return the loss itself, not loss.detach() or a number made from loss.item()"
         )
-    if count and loss.dtype in (torch.float16, torch.bfloat16):
+    if count and not mean and loss.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"the summed loss is in {loss.dtype}, which keeps about three digits of it: compute it on logits.float()"
         )
     return loss.reshape(()), count
-
-
-def _looking_ahead(micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each micro-batch, and whether it is the last. The next one is fetched early: two of them are held at a time."""
-    rest = iter(micro_batches)
-    try:
-        held = next(rest)
-    except StopIteration:
-        raise ValueError(_NOTHING) from None
-    for following in rest:
-        yield held, False
-        held = following
-    yield held, True
 
 
 def _send_without_items(loss: Tensor) -> None:
@@ -238,12 +271,3 @@ def _leaves(loss: Tensor) -> list[Tensor]:
             found.append(node.variable)
         todo += [following for following, _ in node.next_functions if following is not None]
     return found
-
-
-def _refuse_existing(parameters: Iterable[Tensor]) -> None:
-    old = [p for p in parameters if p.grad is not None and bool(p.grad.any())]
-    if old:
-        raise ValueError(
-            f"{len(old)} parameters have gradients from before, and the correction at the end would scale them too: call "
-            "optimizer.zero_grad() first or, to add to them, give total_items= or count_items="
-        )

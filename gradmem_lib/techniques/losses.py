@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,33 +14,30 @@ from ..names import IGNORED
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
 
-def label_counts(model: nn.Module, batch) -> Tensor | None:
-    """How many labels of each row count, (rows,): those that are not -100, and after the shift where the model shifts them.
-
-    ``None`` where the batch has no labels by name."""
-    labels = batch.get("labels") if isinstance(batch, dict) else None
-    if labels is None:
+def label_count(model: nn.Module, batch: Any) -> Tensor | None:
+    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, and after the shift where the
+    model shifts them. ``None`` where the batch has no tensor of labels by that name."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor):
         return None
-    counted = labels[:, 1:] if labels.dim() == 2 and predicts_next_token(model) else labels
-    counts = counted != IGNORED
-    return counts.flatten(1).sum(1) if counted.dim() > 1 else counts.long()
+    shifted = labels.dim() == 2 and predicts_next_token(model)
+    return ((labels[:, 1:] if shifted else labels) != IGNORED).sum()
 
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
+    model = getattr(model, "module", model)  # of DistributedDataParallel
     name = type(model).__name__
-    if name.endswith(
-        "ForConditionalGeneration"
-    ):  # vision-language models shift too, pairs of an encoder and a decoder do not
+    if name.endswith("ForConditionalGeneration"):
+        # Vision-language models shift too, pairs of an encoder and a decoder do not.
         return not model.config.is_encoder_decoder
     return name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def chunked_loss(model: nn.Module, batch: dict[str, Tensor], items: Tensor | int | None = None) -> Tensor:
+def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in chunks.
 
-    The mean over the predicted tokens, or their sum divided by ``items``, which is how transformers' ``Trainer`` counts
-    when it accumulates. ``ValueError`` for a model whose output layer is more than a matrix.
+    The mean over the predicted tokens. ``ValueError`` for a model whose output layer is more than a matrix.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None or not predicts_next_token(model) or not isinstance(batch, dict) or "labels" not in batch:
@@ -54,8 +54,7 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor], items: Tensor | int
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     hidden = model.base_model(**inputs).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-    mean = chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten())
-    return mean if items is None else mean * ((labels != IGNORED).sum() / items)
+    return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten())
 
 
 def chunked_cross_entropy(

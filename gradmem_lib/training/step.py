@@ -11,16 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..techniques.losses import chunked_loss, label_counts
+from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.losses import chunked_loss, label_count
 from .recipe import Recipe
 
-LOSS_SCALE = 2.0**12
+
+class _FixedScale:
+    """What float16 gradients are multiplied by, to keep small ones above 0. ``GradScaler`` would look for the best number."""
+
+    factor = 2.0**12
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.factor)
 
 
 def step(
     model: nn.Module,
     optimizer: Optimizer | list[Optimizer],
-    batch: dict[str, Tensor] | Tensor | tuple,
+    batch: Any,
     recipe: Recipe,
     *,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -29,64 +43,78 @@ def step(
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
 
-    ``batch`` is given to the model as its arguments: a dict by name. ``loss(model, micro_batch)`` returns the scalar to
-    minimise; without it the model's own output must hold it (``output.loss``, or the output itself). Micro-batches count
-    by their number of labels that are not -100. ``mark`` is called with ``"forward"``, ``"backward"`` and ``"step"``
-    before each begins. ``micro_batches`` ends after so many of them: for a prediction, which knows that the rest are alike.
+    The gradients are those of ``accumulate_gradients``, of lesson 03: also over several processes.
+
+    Args:
+        batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, a mean over the micro-batch's labels that are not
+            -100, or over its rows where it has no labels. Without it the model's own output holds it (``output.loss``, or the
+            output itself).
+        mark: is called with ``"forward"``, ``"backward"`` and ``"step"`` before each begins.
+        micro_batches: ends after so many of them: for a prediction, which knows that the rest are alike.
+
+    ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
     device = next(model.parameters()).device.type
-    scaled = recipe.precision == "autocast-fp16"
-    losses = None
-    for micro, weight in islice(cut_batch(model, batch, recipe), micro_batches):
+    parts = list(islice(cut_batch(batch, recipe), micro_batches))
+    counts = [count_items(model, micro) for micro in parts]
+
+    def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
+        micro, count = numbered
         mark("forward")
         with autocast(device, recipe):
             value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
         _check_loss(value, model)
-        if weight is not None:
-            value = value * weight
-        detached = value.detach()
-        losses = detached if losses is None else losses + detached
         mark("backward")
-        (value * LOSS_SCALE if scaled else value).backward()
-        del value, detached
+        return value, count
+
+    scaler = _FixedScale() if recipe.precision == "autocast-fp16" else None
+    done = accumulate_gradients(
+        zip(parts, counts, strict=True),
+        loss_and_count,
+        total_items=sum(counts),
+        reduction="mean",
+        model=model,
+        scaler=scaler,
+    )
     mark("step")
-    if isinstance(optimizer, list):
-        return losses  # every parameter has been stepped in backward
-    if scaled:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(LOSS_SCALE)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return losses
+    if not isinstance(optimizer, list):  # else every parameter has been stepped in backward
+        if scaler is not None:
+            scaler.unscale(optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return torch.tensor(done.loss)
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
     return torch.autocast(device, dtype=recipe.autocast_dtype) if recipe.autocast_dtype else nullcontext()
 
 
-def cut_batch(model: nn.Module, batch, recipe: Recipe) -> Iterator[tuple[Any, Tensor | None]]:
-    """Views of equal numbers of rows, each with its share of the labels (``None`` for a batch in one piece)."""
+def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
+    """The micro-batches of ``batch``: views of equal numbers of rows, or the batch itself in one piece."""
     if recipe.accumulation == 1:
-        yield batch, None
-        return
-    tensors = (
-        list(batch.values()) if isinstance(batch, dict) else [batch] if isinstance(batch, Tensor) else batch
-    )
-    rows = recipe.micro_batch(len(tensors[0]))
-    counts = label_counts(model, batch)
-    total = None if counts is None else counts.sum()
-    for start in range(0, len(tensors[0]), rows):
-        part = slice(start, start + rows)
-        if isinstance(batch, dict):
-            micro = {name: tensor[part] for name, tensor in batch.items()}
-        else:
-            micro = batch[part] if isinstance(batch, Tensor) else tuple(t[part] for t in batch)
-        yield micro, 1 / recipe.accumulation if counts is None else counts[part].sum() / total
+        return iter([batch])
+    if isinstance(batch, dict) and batch.get("return_loss"):
+        raise ValueError(
+            f"accumulation={recipe.accumulation} and return_loss=True: a contrastive loss compares each row with all others of its "
+            "micro-batch, so that a batch in pieces has another loss. Take accumulation=1, and checkpointing to make room"
+        )
+    return split(batch, recipe.micro_batch(count_rows(batch)))
 
 
-def loss_of(model: nn.Module, batch, recipe: Recipe) -> Tensor:
+def count_items(model: nn.Module, micro: Any) -> int:
+    """How many items the mean loss of ``micro`` is taken over: its labels that count, or its rows where it has none."""
+    labels = label_count(model, micro)
+    if labels is not None:
+        return int(labels)
+    try:
+        return count_rows(micro)
+    except (TypeError, ValueError):
+        return 1  # then it was not cut, and any number will do
+
+
+def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
+    """The loss that the model returns for ``batch``, or whatever it returns instead."""
     if recipe.chunked_loss:
         return chunked_loss(model, batch)
     if isinstance(batch, dict):
@@ -98,7 +126,7 @@ def loss_of(model: nn.Module, batch, recipe: Recipe) -> Tensor:
     return getattr(output, "loss", output)
 
 
-def _check_loss(value, model: nn.Module) -> None:
+def _check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         what = (
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

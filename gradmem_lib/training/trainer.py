@@ -19,7 +19,7 @@ from ..measure.display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..techniques.lora import LoRALinear
-from ..techniques.losses import chunked_loss, label_counts, predicts_next_token
+from ..techniques.losses import chunked_loss, label_count, predicts_next_token
 from ..techniques.quantized import Linear4bit
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
@@ -169,12 +169,12 @@ class RecipeTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one step, and how many labels count in all of them together."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = [label_counts(self.model, sample) for sample in samples]
+        counts = [label_count(self.model, sample) for sample in samples]
         if not counts or counts[0] is None:
             raise ValueError(
                 "there are no labels in the batch, and without them no loss: give rows with 'labels' (texts.datasets does)"
             )
-        return samples, sum(count.sum() for count in counts).to(device)
+        return samples, sum(counts).to(device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
@@ -186,7 +186,7 @@ class RecipeTrainer(Trainer):
             outputs = model(**inputs)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None:
-            loss = loss * (label_counts(self.model, inputs).sum() / num_items_in_batch)
+            loss = loss * (label_count(self.model, inputs) / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
