@@ -118,7 +118,6 @@ LONG_FUNCTIONS = {
     "gradmem_lib/__main__.py",
     "gradmem_lib/planning/plan.py",
     "gradmem_lib/techniques/accounting.py",
-    "gradmem_lib/techniques/accumulation.py",
     "gradmem_lib/techniques/quantized.py",
     "gradmem_lib/training/trainer.py",
     "gradmem_lib/view/bars.py",
