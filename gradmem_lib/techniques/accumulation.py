@@ -111,8 +111,8 @@ class _Window:
             self._refuse_existing(found)
             self.trained.update(dict.fromkeys(found))
         if count:
-            # A count that is the divisor, as of a batch in one piece, leaves a mean as it is.
-            scaled = loss * ((count if self.mean else 1) * self.processes.divisor / self.divisor)
+            factor = (count if self.mean else 1) * self.processes.divisor / self.divisor
+            scaled = loss if factor == 1 else loss * factor  # a batch in one piece needs no second loss
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             del scaled
             # float64, where there is one: a window has many micro-batches, and their sums differ in size
