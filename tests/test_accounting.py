@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConf
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.course import models
-from gradmem_lib.course.claims.lesson_01 import saved_tensors
+from gradmem_lib.course.claims.saved import saved_tensors
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.techniques import accounting
 from gradmem_lib.techniques.accounting import PRECISIONS

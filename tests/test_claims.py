@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradmem_lib.course import claims
-from gradmem_lib.course.claims import lesson_01, lesson_05
+from gradmem_lib.course.claims import lesson_01, lesson_05_switches
 from gradmem_lib.course.claims.__main__ import main
 
 LEDGER = Path(__file__).parent.parent / "LEDGER.md"
@@ -138,8 +138,8 @@ def test_transformers_as_installed():
 
 
 def test_a_trainer_for_a_claim_prints_nothing(capfd):
-    trainer = lesson_05._trainer(activation_checkpointing=True)
-    assert lesson_05._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
+    trainer = lesson_05_switches._trainer(activation_checkpointing=True)
+    assert lesson_05_switches._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
     printed = capfd.readouterr()
     assert not printed.out and not printed.err
 

@@ -10,23 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.course.check import (
-    OPEN,
-    PASSED,
-    WRONG,
-    Exercise,
-    Mistake,
-    UnknownExercise,
-    all_exercises,
-    audit,
-    calls,
-    check,
-    get,
-    judge,
-    lessons,
-    measure,
-)
+from gradmem_lib.course.check import UnknownExercise, all_exercises, audit, check, get, lessons
 from gradmem_lib.course.compare import Measured, describe, difference
+from gradmem_lib.course.exercise import Exercise, Mistake, calls, measure
+from gradmem_lib.course.judging import OPEN, PASSED, WRONG, judge
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,9 @@
 from importlib import import_module
 
 _HOMES = {
-    "check": "Exercise Mistake UnknownExercise all_exercises audit calls get judge measure",
+    "check": "UnknownExercise all_exercises audit get",
+    "exercise": "Exercise Mistake calls measure",
+    "judging": "judge",
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget train_setting",
     "exercises.lesson_02": "step_budget three_steps",

@@ -27,6 +27,13 @@ class Measured:
         return max(0, self.peak - self.budget)
 
 
+def over_budget(run: Measured) -> str:
+    """Peak and budget of a run that takes too many bytes, in a sentence."""
+    return (
+        f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} too many)."
+    )
+
+
 @dataclass(frozen=True)
 class Difference:
     """The first place where an answer departs from the expected one.

@@ -295,7 +295,7 @@ def _normalised(norm: nn.Module) -> tuple[float, int | None]:
 
 @answers("C30")
 def any_architecture() -> Finding:
-    from .lesson_04 import architectures
+    from .lesson_04_kinds import architectures
 
     checkpointing, figures = architectures()
     layer, _ = _normalised(nn.LayerNorm(8))

@@ -13,9 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...measure.tracker import MemoryTracker
@@ -31,22 +28,22 @@ X = ROWS * WIDTH * 4  # bytes of a boundary of the chains
 GPT3 = accounting.Shape("GPT-3", 50257, 12288, 96, 96, 96, 49152, gated=False, norm="layer", biases=True)
 
 
-def _on(layers, every):
+def on(layers, every):
     return nullcontext() if every is None else checkpoint_layers(layers, every)
 
 
-def _inputs() -> torch.Tensor:
+def inputs() -> torch.Tensor:
     return torch.ones(ROWS, WIDTH, requires_grad=True)
 
 
 @cache
 def _chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
     """Peak of a step beyond the weights in bytes, and forward calls of a layer, for a chain with a = ``keeps`` x."""
-    layers, x, calls = models.chain(n, width=WIDTH, keeps=keeps), _inputs(), []
+    layers, x, calls = models.chain(n, width=WIDTH, keeps=keeps), inputs(), []
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, args: calls.append(1))
     schedule = list(every) if isinstance(every, tuple) else every
-    with _on(layers, schedule), MemoryTracker(layers, live=False) as tracker:
+    with on(layers, schedule), MemoryTracker(layers, live=False) as tracker:
         layers(x).square().sum().backward()
     return tracker.peak.total - sum(p.nbytes for p in layers.parameters()), len(calls)
 
@@ -68,7 +65,7 @@ def _llama(layers: int):
 def _llama_bytes(layers: int, every: int | None) -> int:
     """Most bytes of activations in a step of a tiny Llama, all parameters trained."""
     model, ids = _llama(layers)
-    with _on(model, every), MemoryTracker(model, live=False) as tracker:
+    with on(model, every), MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids, labels=ids).loss.backward()
     return max(tracker.timeline.by_category["activations"])
 
@@ -77,7 +74,7 @@ def _llama_bytes(layers: int, every: int | None) -> int:
 def _llama_flops(layers: int, every: int | None) -> int:
     """Floating-point operations in the matrix products of the same step."""
     model, ids = _llama(layers)
-    with _on(model, every), FlopCounterMode(display=False) as flops:
+    with on(model, every), FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids).loss.backward()
     return flops.get_total_flops()
 
@@ -85,8 +82,8 @@ def _llama_flops(layers: int, every: int | None) -> int:
 @cache
 def _flops(n: int, trained: bool, every: int | None) -> int:
     layers = models.chain(n, width=WIDTH).requires_grad_(trained)
-    with _on(layers, every), FlopCounterMode(display=False) as flops:
-        layers(_inputs()).square().sum().backward()
+    with on(layers, every), FlopCounterMode(display=False) as flops:
+        layers(inputs()).square().sum().backward()
     return flops.get_total_flops()
 
 
@@ -211,8 +208,8 @@ def whole_model_in_one() -> Finding:
     weights = sum(p.nbytes for p in layers.parameters())
     alive, peak = {}, {}
     for name, every in (("nothing", None), ("each layer", 1), ("the whole model", 16)):
-        with _on(layers, every), MemoryTracker(layers, live=False) as tracker:
-            out = layers(_inputs())
+        with on(layers, every), MemoryTracker(layers, live=False) as tracker:
+            out = layers(inputs())
             alive[name] = tracker.current.total - weights
             out.square().sum().backward()
             del out
@@ -283,50 +280,6 @@ def shallow_networks() -> Finding:
         f"It saves {saved[1]:.0%} of 4 such layers and {saved[-1]:.0%} of 64: one segment is always there in full, and the fewer there "
         "are, the more of the whole that is. There is no border at 10, the curve is smooth; and a Transformer's blocks, which keep more "
         "beside their input, gain more at the same depth.",
-        figures,
-    )
-
-
-def architectures() -> tuple[str, dict[str, int | float | str]]:
-    """For C30: what checkpointing does to layers that depend on more than their input; a sentence, and figures."""
-    figures: dict[str, int | float | str] = {}
-    equal = {}
-    with torch.random.fork_rng(devices=[]):
-        for name, extra in (
-            ("dropout", nn.Dropout(0.5)),
-            ("layer norm", nn.LayerNorm(8)),
-            ("batch norm", nn.BatchNorm1d(8)),
-        ):
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), extra, nn.ReLU()), nn.Linear(8, 1))
-            x = torch.randn(32, 8, requires_grad=True)
-            gradients = []
-            for every in (None, [1, 1]):
-                net.zero_grad()
-                torch.manual_seed(1)
-                with _on(net, every):
-                    net(x).square().sum().backward()
-                gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-            equal[name] = torch.equal(*gradients)
-            figures[f"checkpointing, {name}: gradient the same to the bit"] = "yes" if equal[name] else "no"
-    updates = int(extra.num_batches_tracked) - 1
-    figures["checkpointing, batch norm: updates of its running statistics in one step"] = updates
-    tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, tied=True)
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for every in (None, 1):
-        tied.zero_grad()
-        with _on(tied, every):
-            tied(input_ids=ids).logits.square().mean().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in tied.parameters()]))
-    equal["tied weights"] = torch.equal(*gradients)
-    figures["checkpointing, GPT-2 with tied weights: gradient the same to the bit"] = (
-        "yes" if equal["tied weights"] else "no"
-    )
-    return (
-        "Checkpointing leaves the gradient as it is to the bit"
-        + ("" if all(equal.values()) else " (not here!)")
-        + f", but batch norm's running statistics are updated {updates} times in a step, and layers must do the same when run again.",
         figures,
     )
 
@@ -418,76 +371,6 @@ def _a_over_x_float32() -> float:
     shape = accounting.SHAPES["Llama-2-7B"]
     block = accounting.block_activations(shape, 1, 1024, precision="float32")
     return sum(block.values()) / (4 * 1024 * shape.hidden)
-
-
-def _learns(reentrant: bool) -> bool:
-    """Does a layer get its gradient when its input requires none?"""
-    import warnings
-
-    layer = nn.Linear(4, 4)
-    head = nn.Linear(4, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = torch_checkpoint.checkpoint(layer, torch.ones(2, 4), use_reentrant=reentrant)
-    head(out).sum().backward()
-    return layer.weight.grad is not None
-
-
-def _takes_names(reentrant: bool) -> bool:
-    try:
-        torch_checkpoint.checkpoint(lambda x, *, by: x * by, _inputs(), by=2, use_reentrant=reentrant)
-    except ValueError:
-        return False
-    return True
-
-
-def _allows_grad(reentrant: bool) -> bool:
-    """Does ``torch.autograd.grad`` work through it?"""
-    x = _inputs()
-    out = torch_checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)
-    try:
-        torch.autograd.grad(out.sum(), x)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _compiles(reentrant: bool) -> bool:
-    """Does one graph hold a compiled function with a checkpoint in it, and is its gradient right?"""
-    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-    x, y = _inputs(), _inputs()
-    call = torch.compile(
-        lambda x: torch_checkpoint.checkpoint(layer, x, use_reentrant=reentrant),
-        backend="eager",
-        fullgraph=True,
-    )
-    call(x).sum().backward()
-    layer(y).sum().backward()
-    return torch.allclose(x.grad, y.grad)
-
-
-@answers("C42")
-def which_kind() -> Finding:
-    tests = {
-        "a layer learns although its input requires no gradient": _learns,
-        "keyword arguments": _takes_names,
-        "torch.autograd.grad": _allows_grad,
-    }
-    found = {(name, kind): test(kind) for name, test in tests.items() for kind in (False, True)}
-    hooks = issubclass(torch_checkpoint._checkpoint_hook, saved_tensors_hooks)
-    compiled = _compiles(False)
-    figures = {
-        f"use_reentrant={kind}: {name}": "yes" if worked else "no" for (name, kind), worked in found.items()
-    }
-    figures["use_reentrant=False: made of saved-tensor hooks"] = "yes" if hooks else "no"
-    figures["use_reentrant=False: compiles into one graph"] = "yes" if compiled else "no"
-    better = all(found[name, False] and not found[name, True] for name in tests)
-    return Finding(
-        "holds" if better and hooks and compiled else "holds only if",
-        "The reentrant kind silently gives no gradient where the input requires none, takes no keyword arguments and breaks "
-        "torch.autograd.grad; the other one does all three, stops its second run early, and compiles into one graph.",
-        figures,
-    )
 
 
 @answers("C50")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..check import Exercise, Mistake, calls
+from ..exercise import Exercise, Mistake, calls
 
 
 def tensor_bytes(shape: Sequence[int], bytes_per_element: int) -> int:

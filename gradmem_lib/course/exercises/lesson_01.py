@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..check import Exercise, Mistake, calls, measure
+from ..exercise import Exercise, Mistake, calls, measure
 
 
 def resident_bytes(model: nn.Module) -> dict[str, int]:
@@ -74,42 +74,18 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return sum(saved.values())
 
 
-def _saved(model, x) -> list[torch.Tensor]:
-    kept = []
+def _saves(nbytes=lambda t: t.untyped_storage().nbytes(), *, each=False, parameters=False):
+    """A wrong ``saved_bytes``: what a saved tensor counts, every time or once a storage, with or without parameters."""
 
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
+    def wrong(model, x):
+        kept, own = [], {p.untyped_storage().data_ptr() for p in model.parameters()}
+        with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            model(x)
+        counted = [(t.untyped_storage().data_ptr(), nbytes(t)) for t in kept]
+        counted = [(key, n) for key, n in counted if parameters or key not in own]
+        return sum(n for _, n in counted) if each else sum(dict(counted).values())
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return kept
-
-
-def _without_parameters(model, tensors):
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return [t for t in tensors if t.untyped_storage().data_ptr() not in own]
-
-
-def _every_time_it_is_saved(model, x):
-    return sum(t.untyped_storage().nbytes() for t in _without_parameters(model, _saved(model, x)))
-
-
-def _with_parameters(model, x):
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _saved(model, x)}
-    return sum(storages.values())
-
-
-def _size_of_the_view(model, x):
-    tensors = _without_parameters(model, _saved(model, x))
-    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors}.values())
-
-
-def _elements(model, x):
-    tensors = _without_parameters(model, _saved(model, x))
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.itemsize for t in tensors}.values()
-    )
+    return wrong
 
 
 def _outputs_of_layers(model, x):
@@ -180,71 +156,27 @@ def train(model, optimizer, batches) -> list[float]:
     return losses
 
 
-def _keeps_the_output(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        output = model(input_ids=ids, labels=ids)
-        losses.append(output.loss.item())
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return losses
+def _trains(*, keeps=None, steps=True, set_to_none=True, **backward):
+    """A wrong ``train``: what of the output it ``keeps``, and how it steps, zeroes (``None``: not at all) and goes back."""
 
+    def wrong(model, optimizer, batches):
+        losses, kept = [], []
+        for ids in batches:
+            output = model(input_ids=ids, labels=ids)
+            loss = output.loss
+            if keeps == "logits":
+                kept.append(output.logits.detach())
+            if keeps != "output":
+                del output
+            losses.append(loss.item())
+            loss.backward(**backward)
+            if steps:
+                optimizer.step()
+            if set_to_none is not None:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        return losses
 
-def _zeroes_in_place(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return losses
-
-
-def _retains_the_graph(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return losses
-
-
-def _never_zeroes(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    return losses
-
-
-def _collects_logits(model, optimizer, batches):
-    losses, logits = [], []
-    for ids in batches:
-        output = model(input_ids=ids, labels=ids)
-        logits.append(output.logits.detach())
-        losses.append(output.loss.item())
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        del output
-    return losses
-
-
-def _never_steps(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.zero_grad(set_to_none=True)
-        del loss
-    return losses
+    return wrong
 
 
 TRAIN_SETTING = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=2048)
@@ -285,36 +217,18 @@ EXERCISES = (
         reference=resident_bytes,
         observe=_observe_resident,
         mistakes=(
-            Mistake(
-                "one moment",
-                lambda model: _resident(*_split(model), moments=1),
-                "this counts one moment: Adam keeps two for every parameter.",
-            ),
-            Mistake(
-                "float32 moments",
-                lambda model: _resident(*_split(model), moment_bytes=4),
-                "this takes 4 bytes for every moment: PyTorch keeps them in the parameter's own dtype, 2 bytes in bf16.",
-            ),
-            Mistake(
-                "frozen parameters",
-                lambda model: _resident(*_split(model, frozen_too=True)),
-                "this gives frozen parameters a gradient and moments: they have neither.",
-            ),
-            Mistake(
-                "tied twice",
-                lambda model: _resident(*_split(model, duplicates=True)),
-                "this counts a tied weight twice: two names, one storage.",
-            ),
-            Mistake(
-                "elements",
-                lambda model: _resident(*_split(model), size=1),
-                "this counts elements: multiply each by its element_size().",
-            ),
-            Mistake(
-                "no counters",
-                lambda model: _resident(*_split(model), counters=False),
-                "the moments are right; AdamW also keeps a step counter, one float32 for each trained tensor.",
-            ),
+            Mistake("one moment", lambda model: _resident(*_split(model), moments=1),
+                    "this counts one moment: Adam keeps two for every parameter."),
+            Mistake("float32 moments", lambda model: _resident(*_split(model), moment_bytes=4),
+                    "this takes 4 bytes for every moment: PyTorch keeps them in the parameter's own dtype, 2 bytes in bf16."),
+            Mistake("frozen parameters", lambda model: _resident(*_split(model, frozen_too=True)),
+                    "this gives frozen parameters a gradient and moments: they have neither."),
+            Mistake("tied twice", lambda model: _resident(*_split(model, duplicates=True)),
+                    "this counts a tied weight twice: two names, one storage."),
+            Mistake("elements", lambda model: _resident(*_split(model), size=1),
+                    "this counts elements: multiply each by its element_size()."),
+            Mistake("no counters", lambda model: _resident(*_split(model), counters=False),
+                    "the moments are right; AdamW also keeps a step counter, one float32 for each trained tensor."),
         ),
     ),
     Exercise(
@@ -326,27 +240,15 @@ EXERCISES = (
         reference=saved_bytes,
         observe=_observe_saved,
         mistakes=(
-            Mistake(
-                "every time",
-                _every_time_it_is_saved,
-                "this counts a storage as often as it is saved: a ReLU and the Linear after it save the same one.",
-            ),
-            Mistake(
-                "with parameters",
-                _with_parameters,
-                "this counts the parameters too: they are saved, but they were there before and stay afterwards.",
-            ),
-            Mistake(
-                "size of the view",
-                _size_of_the_view,
-                "this counts the view: a saved slice keeps its whole storage alive.",
-            ),
-            Mistake("elements", _elements, "this counts elements, not bytes."),
-            Mistake(
-                "outputs of layers",
-                _outputs_of_layers,
-                "this adds up the layers' outputs: what is saved is what backward needs, which is something else.",
-            ),
+            Mistake("every time", _saves(each=True),
+                    "this counts a storage as often as it is saved: a ReLU and the Linear after it save the same one."),
+            Mistake("with parameters", _saves(parameters=True),
+                    "this counts the parameters too: they are saved, but they were there before and stay afterwards."),
+            Mistake("size of the view", _saves(lambda t: t.nbytes),
+                    "this counts the view: a saved slice keeps its whole storage alive."),
+            Mistake("elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), "this counts elements, not bytes."),
+            Mistake("outputs of layers", _outputs_of_layers,
+                    "this adds up the layers' outputs: what is saved is what backward needs, which is something else."),
         ),
     ),
     Exercise(
@@ -425,17 +327,17 @@ EXERCISES = (
         reference=train,
         observe=_observe_train,
         mistakes=(
-            Mistake("keeps the output", _keeps_the_output,
+            Mistake("keeps the output", _trains(keeps="output"),
                     "the model's output is still alive in backward and in the next forward, and it holds the logits."),
-            Mistake("collects logits", _collects_logits,
+            Mistake("collects logits", _trains(keeps="logits"),
                     "every batch's logits stay in a list: detached, they need no graph, and they need bytes all the same."),
-            Mistake("zeroes in place", _zeroes_in_place,
+            Mistake("zeroes in place", _trains(set_to_none=False),
                     "set_to_none=False keeps the gradients, filled with zeros, through the next forward."),
-            Mistake("retains the graph", _retains_the_graph,
+            Mistake("retains the graph", _trains(retain_graph=True),
                     "retain_graph=True keeps every saved activation until the loss itself is let go."),
-            Mistake("never zeroes", _never_zeroes,
+            Mistake("never zeroes", _trains(set_to_none=None),
                     "without zero_grad the gradients of all batches add up, and they stay through the next forward."),
-            Mistake("never steps", _never_steps,
+            Mistake("never steps", _trains(steps=False),
                     "the losses show that nothing was learned: optimizer.step() is missing."),
         ),
     ),

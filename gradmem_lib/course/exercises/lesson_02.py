@@ -12,7 +12,9 @@ from math import floor, log2, prod, sqrt
 import torch
 from torch import Tensor
 
-from ..check import Exercise, Mistake, calls, measure
+from ..exercise import Exercise, Mistake, calls, measure
+
+START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 def _rule(*cases: dict, steps: int = 5):
@@ -22,7 +24,7 @@ def _rule(*cases: dict, steps: int = 5):
         seen = {}
         for case in cases:
             settings = ", ".join(f"{name}={value}" for name, value in case.items())
-            p, state = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64), {}
+            p, state = START.clone(), {}
             for step in range(1, steps + 1):
                 grad = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * (1.5 - step % 3)
                 before = grad.clone()
@@ -37,6 +39,13 @@ def _rule(*cases: dict, steps: int = 5):
         return seen
 
     return observe
+
+
+def _explain(got, expected):
+    first = next(iter(got.values()))
+    if not torch.equal(first["grad"], first["grad before"]):
+        return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
+    return _LOST if torch.equal(first["p"], START) else None
 
 
 def momentum(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float) -> None:
@@ -57,12 +66,8 @@ def _momentum(p, grad, state, lr, beta, *, wrong):
     m.mul_(beta).add_(grad, alpha=1.0 if wrong == "sum" else 1 - beta)
     if wrong == "uphill":
         p.add_(lr * m)
-    elif wrong == "by the gradient":
-        p.sub_(lr * grad)
-    elif wrong == "out of place":
-        p = p - lr * m
     else:
-        p.sub_(lr * m)
+        p.sub_(lr * (grad if wrong == "by the gradient" else m))
 
 
 def second_moment(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float, eps: float) -> None:
@@ -79,21 +84,10 @@ def _second_moment(p, grad, state, lr, beta, eps, *, wrong):
         state["v"] = torch.zeros_like(p)
     v = state["v"]
     old = v.clone()
-    v.mul_(beta).add_(
-        grad if wrong == "not squared" else grad.abs() if wrong == "size" else grad * grad, alpha=1 - beta
-    )
-    if wrong == "sum":
-        v.copy_(beta * old + grad * grad)
-    divisor = {
-        "eps inside": (v + eps).sqrt(),
-        "no root": v + eps,
-        "old v": old.sqrt() + eps,
-        "size": v + eps,
-    }.get(wrong, v.sqrt() + eps)
-    if wrong == "out of place":
-        p = p - lr * grad / divisor
-    else:
-        p.sub_(lr * grad / divisor)
+    square = grad if wrong == "not squared" else grad * grad
+    v.mul_(beta).add_(square, alpha=1.0 if wrong == "sum" else 1 - beta)
+    divisor = {"eps inside": (v + eps).sqrt(), "no root": v + eps, "old v": old.sqrt() + eps}
+    p.sub_(lr * grad / divisor.get(wrong, v.sqrt() + eps))
 
 
 def adam(p: Tensor, grad: Tensor, state: dict, lr: float, beta1: float, beta2: float, eps: float) -> None:
@@ -109,16 +103,7 @@ def adam(p: Tensor, grad: Tensor, state: dict, lr: float, beta1: float, beta2: f
     p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
 
 
-def adamw(
-    p: Tensor,
-    grad: Tensor,
-    state: dict,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+def adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, weight_decay) -> None:
     """One step of AdamW on ``p``: first the decay, then Adam."""
     p.mul_(1 - lr * weight_decay)
     adam(p, grad, state, lr, beta1, beta2, eps)
@@ -128,48 +113,24 @@ def _adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     """Adam, or AdamW, with one thing wrong."""
     if wrong == "decay in the gradient":
         grad = grad + weight_decay * p
-    elif wrong == "decay in place":
-        grad.add_(p, alpha=weight_decay)
     elif wrong == "decay without lr":
         p.mul_(1 - weight_decay)
     elif wrong == "decay grows":
         p.mul_(1 + lr * weight_decay)
-    elif wrong not in ("decay afterwards", "no decay", "out of place"):
+    elif wrong not in ("decay afterwards", "no decay"):
         p.mul_(1 - lr * weight_decay)
-    if not state or wrong == "all re-created":
-        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-    if wrong == "re-created":
+    if not state:
+        state["t"] = 0
+    if "m" not in state or wrong == "re-created":
         state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
-    t = (
-        1
-        if wrong == "t stays 1"
-        else state["t"]
-        if wrong in ("t from 0", "t from 0, scalar")
-        else state["t"] + 1
-    )
+    t = 1 if wrong == "t stays 1" else state["t"] + (wrong != "t from 0")
     state["t"] += 1
     m, v = state["m"], state["v"]
     m.mul_(beta1).add_(grad, alpha=1 - beta1)
-    v.mul_(beta2).add_(grad if wrong == "not squared" else grad * grad, alpha=1 - beta2)
-    c1, c2 = 1 - beta1**t, 1 - beta2**t
-    if wrong in ("no correction", "v not corrected"):
-        c2 = 1.0
-    if wrong in ("no correction", "m not corrected"):
-        c1 = 1.0
-    if wrong == "betas swapped":
-        c1, c2 = c2, c1
-    step = lr / c1 * m if wrong == "t from 0, scalar" else lr * (m / c1)
-    v_hat = v / c2
-    divisor = {
-        "eps inside": (v_hat + eps).sqrt(),
-        "eps before the correction": (v.sqrt() + eps) / sqrt(abs(c2)),
-        "correction outside the root": v.sqrt() / c2 + eps,
-        "no root": v_hat + eps,
-    }.get(wrong, v_hat.sqrt() + eps)
-    if wrong == "out of place":
-        p = p - step / divisor
-    else:
-        p.sub_(step / divisor)
+    v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
+    m_hat = m if wrong == "no correction" else m / (1 - beta1**t)
+    v_hat = v if wrong in ("no correction", "v not corrected") else v / (1 - beta2**t)
+    p.sub_(lr * m_hat / ((v_hat + eps).sqrt() if wrong == "eps inside" else v_hat.sqrt() + eps))
     if wrong == "decay afterwards":
         p.mul_(1 - lr * weight_decay)
 
@@ -179,16 +140,7 @@ def half_gap(x: float) -> float:
     return 2.0 ** (floor(log2(x)) - 8)
 
 
-def frugal_adamw(
-    p: Tensor,
-    grad: Tensor,
-    state: dict,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+def frugal_adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, weight_decay) -> None:
     """AdamW with one temporary as large as ``p``: the root of v."""
     if not state:
         state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
@@ -202,29 +154,19 @@ def frugal_adamw(
 
 
 def _frugal(p, grad, state, lr, beta1, beta2, eps, weight_decay, *, wrong):
-    """AdamW that needs more bytes than it must, or saves them in the wrong place."""
+    """AdamW that saves bytes in the wrong place."""
     if not state:
         state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
     state["t"] += 1
     t, m, v = state["t"], state["m"], state["v"]
     c1, c2 = 1 - beta1**t, 1 - beta2**t
     p.mul_(1 - lr * weight_decay)
-    if wrong == "new moments":
-        state["m"] = m = beta1 * m + (1 - beta1) * grad
-        state["v"] = v = beta2 * v + (1 - beta2) * grad * grad
-    else:
-        m.mul_(beta1).add_(grad, alpha=1 - beta1)
-        v.mul_(beta2).add_(grad.mul_(grad) if wrong == "in the gradient" else grad * grad, alpha=1 - beta2)
+    m.mul_(beta1).add_(grad, alpha=1 - beta1)
+    v.mul_(beta2).add_(grad.mul_(grad) if wrong == "in the gradient" else grad * grad, alpha=1 - beta2)
     if wrong == "in v":
         p.addcdiv_(m, v.sqrt_().div_(sqrt(c2)).add_(eps), value=-lr / c1)
     elif wrong == "in m":
         p.sub_(m.mul_(lr / c1).div_(v.sqrt().div_(sqrt(c2)).add_(eps)))
-    elif wrong == "chain":
-        p.addcdiv_(m, (v / c2).sqrt() + eps, value=-lr / c1)
-    elif wrong == "named":
-        root = v.sqrt()
-        divisor = root / sqrt(c2) + eps
-        p.addcdiv_(m, divisor, value=-lr / c1)
     else:
         p.addcdiv_(m, v.sqrt().div_(sqrt(c2)).add_(eps), value=-lr / c1)
 
@@ -259,6 +201,16 @@ def _observe_frugal(candidate):
     return measure(lambda: three_steps(candidate), budget=step_budget())
 
 
+def _explain_frugal(got, expected):
+    unmoved = three_steps(lambda p, *_: None)
+    if all(torch.equal(got.value[name], unmoved[name]) for name in unmoved if name.startswith("parameter")):
+        return _LOST
+    more, rest = divmod(got.over, 4 * prod(SIZES[0]))
+    if more and rest < 1024:  # scalars and counters
+        return f"{more + 1} temporaries as large as p at once, where one is enough: {_COPIES}"
+    return None
+
+
 _LOST = "p is where it was: `p = p - …` makes a new tensor and lets the parameter go; change it in place, as p.sub_(…) does."
 _AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
 _EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by far too much."
@@ -281,13 +233,13 @@ EXERCISES = (
         trains="a moving average, and changing a tensor in place",
         reference=momentum,
         observe=_rule({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6}),
+        explain=_explain,
         mistakes=(
             _wrong(_momentum, "sum", "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it."),
             _wrong(_momentum, "swapped", "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient."),
             _wrong(_momentum, "re-created", _AGAIN),
             _wrong(_momentum, "by the gradient", "m is kept and not used: the step goes along m, not along the gradient."),
             _wrong(_momentum, "uphill", "this walks uphill: subtract lr * m."),
-            _wrong(_momentum, "out of place", _LOST),
         ),
     ),
     Exercise(
@@ -298,15 +250,14 @@ EXERCISES = (
         trains="one step size for every number of a parameter",
         reference=second_moment,
         observe=_rule({"lr": 0.1, "beta": 0.9, "eps": 1e-8}, {"lr": 0.02, "beta": 0.99, "eps": 0.1}),
+        explain=_explain,
         mistakes=(
             _wrong(_second_moment, "not squared", _NOT_SQUARED),
-            _wrong(_second_moment, "size", "v averages the gradient's size, without a square and a root: that is another rule, and large gradients weigh less in it."),
             _wrong(_second_moment, "no root", _ROOT),
             _wrong(_second_moment, "eps inside", _EPS_INSIDE),
             _wrong(_second_moment, "old v", "this divides by the v of the step before: take the new gradient in first."),
             _wrong(_second_moment, "sum", "this adds the whole square: v is an average, which takes 1 - beta of it."),
             _wrong(_second_moment, "re-created", _AGAIN),
-            _wrong(_second_moment, "out of place", _LOST),
         ),
     ),
     Exercise(
@@ -319,22 +270,14 @@ EXERCISES = (
         observe=_rule(
             {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}, {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1}
         ),
+        explain=_explain,
         mistakes=(
             _wrong(_adam, "no correction", "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up."),
             _wrong(_adam, "v not corrected", "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more."),
-            _wrong(_adam, "m not corrected", "v is corrected and m is not: the first steps are too short."),
             _wrong(_adam, "t from 0", _T),
-            _wrong(_adam, "t from 0, scalar", _T),
             _wrong(_adam, "t stays 1", "t is 1 in every step: keep it in `state` and count on."),
-            _wrong(_adam, "betas swapped", "the corrections are swapped: m goes with beta1, v with beta2."),
             _wrong(_adam, "eps inside", _EPS_INSIDE),
-            _wrong(_adam, "eps before the correction", "eps is added before v is corrected: correct first, then take the root, then add eps."),
-            _wrong(_adam, "correction outside the root", "the root is taken before v is divided by 1 - beta2**t: outside the root, that would have to be its root."),
-            _wrong(_adam, "no root", _ROOT),
-            _wrong(_adam, "not squared", _NOT_SQUARED),
             _wrong(_adam, "re-created", "m and v start from zero in every step: make them once, when `state` is empty."),
-            _wrong(_adam, "all re-created", "m, v and t start anew in every step, so every step is the first: make them once, when `state` is empty."),
-            _wrong(_adam, "out of place", _LOST),
         ),
     ),
     Exercise(
@@ -348,15 +291,14 @@ EXERCISES = (
             {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.5},
             {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1},
         ),
+        explain=_explain,
         mistakes=(
             _wrong(_adam, "decay in the gradient", "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself."),
-            _wrong(_adam, "decay in place", "the decay is added to the gradient in place: AdamW shrinks p itself, and the gradient is not yours to change."),
             _wrong(_adam, "decay without lr", "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay."),
             _wrong(_adam, "decay grows", "the sign is wrong: this makes p larger."),
             _wrong(_adam, "decay afterwards", "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam."),
             _wrong(_adam, "no decay", "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay)."),
             _wrong(_adam, "no correction", "this is AdamW without bias correction."),
-            _wrong(_adam, "out of place", _LOST),
         ),
     ),
     Exercise(
@@ -374,7 +316,6 @@ EXERCISES = (
             Mistake("eps", lambda x: 2.0**-7, "torch.finfo(torch.bfloat16).eps is the whole gap at 1: you want half of it, at x."),
             Mistake("float16", lambda x: 2.0 ** (floor(log2(x)) - 11), "this is float16, with 10 bits after the point: bf16 has 7."),
             Mistake("float32", lambda x: 2.0 ** (floor(log2(x)) - 24), "this is float32, with 23 bits after the point: bf16 has 7."),
-            Mistake("next power", lambda x: 2.0 ** (floor(log2(x)) - 6), "this is twice the gap: the power of two at or below x is 2 ** floor(log2(x))."),
         ),
     ),
     Exercise(
@@ -385,16 +326,14 @@ EXERCISES = (
         trains="in-place arithmetic under a byte budget",
         reference=frugal_adamw,
         observe=_observe_frugal,
+        explain=_explain_frugal,
         mistakes=(
             Mistake("corrected copies", adamw, "this is the step of exercise 2.4: m_hat, v_hat and what is made of them are new tensors, each as large as p."),
-            _wrong(_frugal, "chain", f"two temporaries as large as p at once: {_COPIES}"),
-            _wrong(_frugal, "named", f"three temporaries as large as p at once: {_COPIES}"),
-            _wrong(_frugal, "new moments", f"three temporaries as large as p at once: {_COPIES}"),
             _wrong(_frugal, "in v", "v.sqrt_() puts the root into v itself: no temporary is left, and no second moment either."),
             _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no average any more."),
             _wrong(_frugal, "in the gradient", "this squares the gradient in place: it saves bytes that belong to someone else, and the next step sees the square."),
             _wrong(_adam, "decay in the gradient", "the decay goes into the gradient: AdamW shrinks p itself."),
-            _wrong(_adam, "out of place", "p is where it was: `p = p - …` makes a new tensor and lets the parameter go."),
+            _wrong(_adam, "no correction", "this is AdamW without bias correction."),
         ),
     ),
 )  # fmt: skip

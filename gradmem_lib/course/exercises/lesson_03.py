@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ...techniques.accumulation import split
 from ...techniques.losses import next_token_loss
-from ..check import Exercise, Mistake, calls, measure
+from ..exercise import Exercise, Mistake, calls, measure
 
 IGNORED = -100
 

@@ -13,7 +13,7 @@ from ...measure.tracker import MemoryTracker
 from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.schedules import best_segments, uniform_segments
 from .. import models
-from ..check import Exercise, Mistake, calls, measure
+from ..exercise import Exercise, Mistake, calls, measure
 
 ROWS, WIDTH = 16, 8
 BOUNDARY = ROWS * WIDTH * 4  # bytes of what one layer hands to the next

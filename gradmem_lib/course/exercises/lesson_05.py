@@ -20,7 +20,8 @@ from ...techniques.lora import LoRALinear
 from ...techniques.losses import count_targets
 from ...training.recipe import Recipe
 from .. import models
-from ..check import Exercise, Mistake, measure, over_budget
+from ..compare import over_budget
+from ..exercise import Exercise, Mistake, measure
 from .lesson_03 import rows
 
 

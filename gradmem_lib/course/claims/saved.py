@@ -1,0 +1,65 @@
+"""What autograd saves, counted on what is really run: tensors handed over, and the storages that they keep alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ...techniques.shapes import Shape
+
+
+def saved_tensors(
+    run: Callable[[], object], but_not: Iterable[torch.Tensor] = ()
+) -> tuple[list[torch.Tensor], int]:
+    """What autograd saves while ``run`` runs: every tensor handed over, and the bytes of their storages, each
+    once.
+
+    Storages that belong to a tensor in ``but_not`` (parameters, say) are left out of both.
+    """
+    ignored = {tensor.untyped_storage()._cdata for tensor in but_not}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in ignored:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()  # alive until the count is done, or a storage's address could be used twice
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
+    del result
+    return kept, sum(storages.values())
+
+
+def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> int:
+    """Bytes that a real Llama block of transformers in bf16 saves for backward, run at full size under
+    fake tensors."""
+    from torch._subclasses import FakeTensorMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=1,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        use_cache=False,
+    )
+    implementation = {"fused": "sdpa", "eager": "eager"}[attention]
+    with FakeTensorMode():
+        model = LlamaForCausalLM._from_config(
+            config, attn_implementation=implementation, dtype=torch.bfloat16
+        )
+        block = model.train().model.layers[0]
+        x = torch.empty(batch_size, seq_len, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
+        tables = [torch.empty(1, seq_len, shape.head_dim, dtype=torch.bfloat16) for _ in range(2)]
+        mask = (
+            torch.empty(batch_size, 1, seq_len, seq_len, dtype=torch.bfloat16)
+            if attention == "eager"
+            else None
+        )
+        return saved_tensors(
+            lambda: block(x, attention_mask=mask, position_embeddings=tables), (*block.parameters(), *tables)
+        )[1]

@@ -1,0 +1,80 @@
+"""What an exercise is: a reference, how a candidate is observed, and the wrong answers that people really give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .compare import Measured
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong answer that people really give. It runs, and ``says`` is the sentence that names it.
+
+    ``function`` is what a learner would hand to ``check``: a function, a class, or for a value exercise a plain value.
+    """
+
+    name: str
+    function: Any
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exercise:
+    """One exercise. Difficulty is 1 to 3; ``minutes`` and ``trains`` tell the learner what it costs and gives.
+
+    ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)`` returns what a candidate
+    does, from inputs made afresh on each call; the default is the candidate itself, for value exercises. A dict from
+    ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
+    ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``. ``tolerance`` is
+    relative and holds for floats; whole numbers must be equal.
+    """
+
+    id: str
+    title: str
+    difficulty: int
+    minutes: int
+    trains: str
+    reference: Any
+    mistakes: tuple[Mistake, ...]
+    observe: Callable[[Any], Any] = lambda candidate: candidate
+    explain: Callable[[Any, Any], str | None] | None = None
+    tolerance: float = 1e-5
+
+    @property
+    def name(self) -> str:
+        """What a learner calls it: the reference's name, or "the answer"."""
+        return getattr(self.reference, "__name__", "the answer")
+
+    @property
+    def dots(self) -> str:
+        """The difficulty as ●○○, ●●○ or ●●●."""
+        return "●" * self.difficulty + "○" * (3 - self.difficulty)
+
+
+def calls(*cases: tuple) -> Callable[[Callable], dict[str, Any]]:
+    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh copies of them.
+
+    ``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and ``candidate((5,), 2)``. For arguments
+    that are not short when written out, such as models, write a function that returns a dict of named cases.
+    """
+    return lambda candidate: {
+        f"({', '.join(map(repr, arguments))})": candidate(*copy.deepcopy(arguments)) for arguments in cases
+    }
+
+
+def measure(run: Callable[[], Any], *, budget: int | str, model=None, optimizer=None) -> Measured:
+    """Run ``run()`` under a ``MemoryTracker`` and return its value and its peak in bytes, beside ``budget``.
+
+    For use inside ``observe``: ``check`` then accepts the right value only if the peak is at most the budget, and says
+    how many bytes over it was. The budget is compared afterwards, not enforced, so that the peak is known in full.
+    """
+    from ..measure.tracker import MemoryTracker
+    from ..units import parse_bytes
+
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        value = run()
+    return Measured(value, tracker.peak.total, parse_bytes(budget))

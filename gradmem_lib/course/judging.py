@@ -1,0 +1,257 @@
+"""Run an answer, run the reference, compare, and say what is wrong.
+
+An exercise's ``observe`` runs a candidate on the exercise's cases and returns what it did, as numbers, tensors, or dicts
+of those. The reference and the known mistakes are candidates too. So an answer is right when it is observed to do what
+the reference does, however it is written, and a wrong one that does what a known mistake does can be told its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .compare import Difference, describe, difference, over_budget
+from .exercise import Exercise
+from .stubs import functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
+
+PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``outcome`` is ``"passed"``, ``"not attempted"`` or ``"not yet"``; ``line`` is what the learner reads; ``result`` is
+    what later cells use: the candidate if it passed, else the reference."""
+
+    outcome: str
+    line: str
+    result: Any
+
+
+def judge(exercise: Exercise, candidate: Any) -> Verdict:
+    """The verdict on ``candidate``. Nothing is printed or recorded, and whatever it prints itself is swallowed.
+
+    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through.
+    """
+    if is_open(exercise, candidate):
+        return _not_attempted(exercise)
+    complaint = _wrong_kind(exercise, candidate)
+    if complaint:
+        return wrong(exercise, complaint)
+    run = _run(exercise, candidate)
+    if run.unfinished:
+        return _not_attempted(exercise)
+    expected = _run(exercise, exercise.reference)
+    if expected.failure:
+        return wrong(
+            exercise, f"this cannot be checked here, since the reference stopped too: {expected.failure.says}"
+        )
+    found = None if run.failure else difference(run.value, expected.value, exercise.tolerance)
+    if not run.failure and found is None:
+        return Verdict(PASSED, f"✓ {exercise.id} passed: {exercise.title}", candidate)
+    if callable(candidate) and has_gaps(candidate, exercise.reference):
+        return _not_attempted(exercise)
+    return wrong(exercise, _diagnosis(exercise, run, expected, found))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception, kept as text: the exception itself would keep the tensors of its frames alive."""
+
+    key: tuple[str, str]
+    says: str
+
+
+@dataclass(frozen=True)
+class _Run:
+    value: Any = None
+    failure: _Failure | None = None
+    unfinished: bool = False
+
+
+class _Unfinished(BaseException):
+    """The candidate returned ``...`` or ``NotImplemented``. Not an ``Exception``, so that no ``observe`` catches it."""
+
+
+def _run(exercise: Exercise, candidate: Any) -> _Run:
+    returned: list[Any] = []
+    subject = _watched(candidate, returned) if inspect.isroutine(candidate) else candidate
+    try:
+        with _undisturbed():
+            value = exercise.observe(subject)
+    except KeyboardInterrupt:
+        raise
+    except _Unfinished:
+        return _Run(unfinished=True)
+    except BaseException as error:  # SystemExit too: exit() in an answer must not end the kernel
+        if is_stub_error(error, candidate):
+            return _Run(unfinished=True)
+        forgot_return = bool(returned) and returned[-1] is None
+        return _Run(failure=_failure(error, candidate, exercise, forgot_return))
+    return _Run(value=value, unfinished=has_ellipsis(value))
+
+
+def _watched(function: Callable, returned: list[Any]) -> Callable:
+    @functools.wraps(function)
+    def watched(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if has_ellipsis(result):
+            raise _Unfinished
+        # Only whether it is None is of use later: holding more would keep the answer's tensors alive.
+        returned[:] = [None if result is None else ...]
+        return result
+
+    return watched
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Same random numbers for every candidate, gradients on, nothing shown; and everything as before afterwards."""
+    import torch
+    from IPython.utils.capture import capture_output
+
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with (
+        capture_output(),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=cuda),
+        torch.enable_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and nothing would undo that.
+        torch.default_generator.manual_seed(0)
+        if cuda:
+            torch.cuda.manual_seed(0)
+        yield
+
+
+def _failure(error: BaseException, candidate: Any, exercise: Exercise, forgot_return: bool) -> _Failure:
+    kind, text = type(error).__name__, _one_line(str(error))
+    line = _line_of(error, candidate)
+    raised = f"{kind}: {text}" if text else kind
+    if hasattr(error, "budget") and hasattr(error, "snapshot"):
+        says = (
+            f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes it asked for "
+            f"last, {error.snapshot.total:,} bytes would be live, {error.snapshot.total - error.budget:,} too many"
+        )
+    elif line:
+        says = f"your code raised {kind} at {line}" + (f": {text}" if text else "")
+    elif forgot_return:
+        says = f"{exercise.name} returned None: is a `return` missing?"
+    elif callable(candidate):
+        says = f"{exercise.name}{_signature(exercise.reference)} could not be used: {raised}"
+    else:
+        says = f"{describe(candidate)} could not be used: {raised}"
+    return _Failure((kind, str(error)), says)
+
+
+def _line_of(error: BaseException, candidate: Any) -> str:
+    """ "line 3 of its cell": how far the candidate came, in the file (or cell) that it is written in; empty if nowhere."""
+    codes = {function.__code__ for function in functions(candidate)}
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    inside = itertools.dropwhile(lambda entry: entry[0] not in codes, frames)
+    lines = [
+        (line, code.co_filename)
+        for code, line in inside
+        if code.co_filename in {own.co_filename for own in codes}
+    ]
+    if not lines:
+        return ""
+    line, file = lines[-1]
+    return f"line {line} of {os.path.basename(file) if os.path.exists(file) else 'its cell'}"
+
+
+def _one_line(text: str) -> str:
+    """The first line of a message, of bounded length and without addresses, which differ from run to run."""
+    first = text.strip().partition("\n")[0].rstrip()
+    first = re.sub(r"0x[0-9a-fA-F]{6,}", "0x…", first)
+    return first if len(first) <= 200 else first[:199] + "…"
+
+
+def _not_attempted(exercise: Exercise) -> Verdict:
+    line = f"○ {exercise.id} not attempted yet: {exercise.title} (later cells use the reference solution)"
+    return Verdict(OPEN, line, given(exercise))
+
+
+def wrong(exercise: Exercise, says: str) -> Verdict:
+    stop = "" if says[-1:] in (".", "?", "!", "…") else "."
+    return Verdict(WRONG, f"✗ {exercise.id} not yet: {says}{stop}", given(exercise))
+
+
+def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
+    """What to say when a function came for a value, a value for a function, or a function of other arguments."""
+    name, reference = exercise.name, exercise.reference
+    if not callable(reference):
+        asked = f"the answer is a value, and you gave a function: write check({exercise.id!r}, value)"
+        return asked if inspect.isroutine(candidate) else ""
+    asked = f"expected {'the class' if isinstance(reference, type) else 'a function'} {name}{_signature(reference)}"
+    if not callable(candidate):
+        return f"{asked}, and got {describe(candidate)}: hand over {name} itself, without calling it"
+    if not _accepts_the_same(candidate, reference):
+        return f"{asked}, and yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
+    return ""
+
+
+def _signature(function: Any) -> str:
+    with contextlib.suppress(ValueError, TypeError):
+        names = [str(p.replace(annotation=p.empty)) for p in inspect.signature(function).parameters.values()]
+        return f"({', '.join(names)})"
+    return "(…)"
+
+
+def _accepts_the_same(candidate: Any, reference: Any) -> bool:
+    """Can ``candidate`` be called with every argument that ``reference`` takes? Names of positional ones are free."""
+    try:
+        theirs, ours = inspect.signature(candidate), inspect.signature(reference).parameters.values()
+    except (ValueError, TypeError):
+        return True  # a built-in without a signature: calling it will tell
+    positional = [p for p in ours if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in ours if p.kind is p.KEYWORD_ONLY]
+    try:
+        theirs.bind(*positional, **dict.fromkeys(by_name))
+    except TypeError:
+        return False
+    return True
+
+
+def _diagnosis(exercise: Exercise, run: _Run, expected: _Run, found: Difference | None) -> str:
+    """The sentence for a wrong answer: a known mistake's, the author's explanation, or where it first differs."""
+    over = over_budget(found.over) if found and found.over else ""
+    for mistake in exercise.mistakes:
+        known = _run(exercise, mistake.function)
+        if _same_outcome(run, known, exercise.tolerance):
+            return f"{mistake.says} {over}".strip()
+    if run.failure:
+        return run.failure.says
+    if exercise.explain and (says := exercise.explain(run.value, expected.value)):
+        return f"{says} {over}".strip()
+    if over:
+        return f"{_place(exercise, found)}the numbers are right, the bytes are too many. {over}"
+    return _place(exercise, found) + (found.said if callable(exercise.reference) else found.hinted)
+
+
+def _same_outcome(one: _Run, other: _Run, tolerance: float) -> bool:
+    if one.failure or other.failure:
+        return bool(one.failure and other.failure) and one.failure.key == other.failure.key
+    return difference(one.value, other.value, tolerance) is None
+
+
+def _place(exercise: Exercise, found: Difference) -> str:
+    """ "for tensor_bytes((2, 3), 4): " or "for two layers, entry 'gradients': "; empty for a plain value."""
+    if not found.path:
+        return ""
+    case, *rest = found.path if callable(exercise.reference) else ("", *found.path)
+    case = f"{exercise.name}{case}" if str(case).startswith("(") else case
+    words = [str(case)] if case != "" else []
+    for step in rest:
+        placed = isinstance(step, str) and step.startswith(("item ", "at index "))
+        words.append(step if placed else f"entry {step!r}")
+    return f"for {', '.join(words)}: "

@@ -1,0 +1,115 @@
+"""What counts as not attempted: a stub, the reference handed back, or a gap left among given lines."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dis
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+from .compare import Measured
+from .exercise import Exercise
+
+_GIVEN = "__given_by_the_course__"
+
+
+def is_open(exercise: Exercise, candidate: Any) -> bool:
+    if candidate is None or candidate is NotImplemented or has_ellipsis(candidate):
+        return True
+    if getattr(candidate, "__dict__", {}).get(_GIVEN) == exercise.id:
+        return True
+    parts = functions(candidate) if inspect.isroutine(candidate) else []
+    return bool(parts) and all(map(_does_nothing, parts))
+
+
+def has_gaps(candidate: Any, reference: Any) -> bool:
+    """Does a ``...`` still stand among its statements, or does a method do nothing that does something in the reference?"""
+    idle = {function.__name__ for function in functions(reference) if _does_nothing(function)}
+    return any(
+        _has_bare_ellipsis(function) or (_does_nothing(function) and function.__name__ not in idle)
+        for function in functions(candidate)
+    )
+
+
+def functions(candidate: Any) -> list[Any]:
+    """The Python functions that make up a function, a class, or an object of some class."""
+    while isinstance(candidate, functools.partial):
+        candidate = candidate.func
+    candidate = inspect.unwrap(candidate) if callable(candidate) else candidate
+    if inspect.isroutine(candidate):
+        parts = [candidate]
+    else:
+        parts = list(vars(candidate if isinstance(candidate, type) else type(candidate)).values())
+    parts = [getattr(part, "fget", None) or getattr(part, "__func__", part) for part in parts]
+    return [inspect.unwrap(part) for part in parts if inspect.isfunction(inspect.unwrap(part))]
+
+
+def _does_nothing(function: Any) -> bool:
+    """A body of ``...``, ``pass`` or a docstring: its bytecode only returns ``None`` or ``...``."""
+    steps = [
+        step
+        for step in dis.get_instructions(function)
+        if step.opname not in ("RESUME", "NOP", "RETURN_VALUE")
+    ]
+    return all(
+        step.opname in ("LOAD_CONST", "RETURN_CONST") and (step.argval is None or step.argval is Ellipsis)
+        for step in steps
+    )
+
+
+def _has_bare_ellipsis(function: Any) -> bool:
+    # The compiler drops a bare `...`, so only the source shows it.
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    bare = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return any(isinstance(value, ast.Constant) and value.value is Ellipsis for value in bare)
+
+
+def has_ellipsis(value: Any) -> bool:
+    if isinstance(value, Measured):
+        return has_ellipsis(value.value)
+    if isinstance(value, dict):
+        return any(map(has_ellipsis, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(has_ellipsis, value))
+    return value is Ellipsis or value is NotImplemented
+
+
+def is_stub_error(error: BaseException, candidate: Any) -> bool:
+    """``raise NotImplementedError`` in the candidate itself, or arithmetic on a ``...`` that it still holds.
+
+    An operation that PyTorch lacks raises ``NotImplementedError`` too, but not by a ``raise`` in the candidate's code.
+    """
+    if isinstance(error, (TypeError, AttributeError)) and "ellipsis" in str(error):
+        return True
+    last = error.__traceback__
+    while last and last.tb_next:
+        last = last.tb_next
+    if not isinstance(error, NotImplementedError) or last is None:
+        return False
+    code = last.tb_frame.f_code
+    ours = any(function.__code__.co_filename == code.co_filename for function in functions(candidate))
+    return ours and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def given(exercise: Exercise) -> Any:
+    """The reference, marked where it can be, so that checking it again is no attempt."""
+    reference = exercise.reference
+    if isinstance(reference, type):
+        return type(reference)(
+            reference.__name__, (reference,), {_GIVEN: exercise.id, "__doc__": reference.__doc__}
+        )
+    if not callable(reference):
+        return copy.deepcopy(reference)
+
+    @functools.wraps(reference)
+    def theirs(*args, **kwargs):
+        return reference(*args, **kwargs)
+
+    setattr(theirs, _GIVEN, exercise.id)
+    return theirs
