@@ -620,12 +620,12 @@ def test_wrong_and_passed_are_the_words_the_progress_file_keeps():
 
 
 def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
-    from gradmem_lib.course.exercises import lesson_05
+    from gradmem_lib.course.exercises import settings
     from gradmem_lib.measure.tracker import MemoryTracker
 
     text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
     for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "EVAL_CARD"):
-        assert f"**{getattr(lesson_05, card)}**" in text, card
+        assert f"**{getattr(settings, card)}**" in text, card
 
     def peak(setting, steps: int) -> str:
         model, ids = setting()
@@ -639,8 +639,8 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
                     optimizer.zero_grad()
         return f"{tracker.peak.total / 2**20:.1f} MiB"
 
-    assert f"where it takes {peak(lesson_05.checkpointing_setting, 1)} now" in text
-    assert f"every weight trained they take {peak(lesson_05.lora_setting, 2)}" in text
+    assert f"where it takes {peak(settings.checkpointing_setting, 1)} now" in text
+    assert f"every weight trained they take {peak(settings.lora_setting, 2)}" in text
 
 
 def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():

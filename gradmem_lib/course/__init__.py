@@ -7,10 +7,10 @@ _HOMES = {
     "exercise": "Exercise Mistake calls measure",
     "judging": "judge",
     "processes": "torchrun",
-    "exercises.lesson_01": "train_budget train_setting",
+    "exercises.lesson_01": "train_budget",
     "exercises.lesson_02": "step_budget three_steps",
-    "exercises.lesson_03": "CARD batch_setting trainer_logs trainer_setting",
-    "exercises.lesson_04": "chain_budget chain_setting",
+    "exercises.settings": "CARD batch_setting chain_budget chain_setting train_setting",
+    "exercises.trainer": "trainer_logs trainer_setting",
     "claims.lesson_03": "learning_rates recorded",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

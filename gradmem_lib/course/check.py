@@ -62,16 +62,26 @@ def get(id: str) -> Exercise:
 def all_exercises(lesson: int | str | None = None) -> list[Exercise]:
     """All exercises in order, or those of one lesson (1, "1" or "01")."""
     wanted = lessons() if lesson is None else [f"{int(lesson):02d}"]
-    modules = (
-        import_module(f"{exercises.__name__}.lesson_{number}") for number in wanted if number in lessons()
-    )
-    return [exercise for module in modules for exercise in module.EXERCISES]
+    modules = [
+        import_module(f"{exercises.__name__}.{name}") for number, name in _modules() if number in wanted
+    ]
+    found = [exercise for module in modules for exercise in module.EXERCISES]
+    return sorted(found, key=lambda exercise: [int(part) for part in exercise.id.split(".")])
 
 
 def lessons() -> list[str]:
     """Numbers of the lessons that have exercises: ``["00", "01", …]``."""
+    return sorted({number for number, _ in _modules()})
+
+
+def _modules() -> list[tuple[str, str]]:
+    """("03", "lesson_03_updates") for every file of exercises; a lesson may have several."""
     names = (module.name for module in pkgutil.iter_modules(exercises.__path__))
-    return sorted(name.removeprefix("lesson_") for name in names if re.fullmatch(r"lesson_\d\d", name))
+    return [
+        (match[1], match[0])
+        for match in (re.fullmatch(r"lesson_(\d\d)(_\w+)?", name) for name in names)
+        if match
+    ]
 
 
 def audit(exercise: Exercise) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from ..names import CATEGORIES
 from ..units import format_bytes
 from .style import (
     ALARM,
-    ALARM_BOTH,
     COLORS,
     HATCHES,
     MUTED,
@@ -22,12 +22,12 @@ from .style import (
     nice_step,
     scale_of,
     style,
-    svg_label,
-    svg_pattern,
     swatch,
 )
+from .svg import ALARM_BOTH, frame, svg_halo, svg_label, svg_pattern
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -43,51 +43,10 @@ def plot_bars(
         height = 1.55 + 0.62 * len(bars)
         figure = new_figure(8.6, height)
         ax = figure.add_axes((0.02, 0.92 / height, 0.96, (height - 1.62) / height))
-        for row, parts in enumerate(bars.values()):
-            left = 0.0
-            for name in CATEGORIES:
-                width = parts.get(name, 0) / factor
-                if not width:
-                    continue
-                ax.barh(
-                    -row,
-                    width,
-                    0.5,
-                    left=left,
-                    color=COLORS[name],
-                    hatch=HATCHES[name],
-                    edgecolor=hatch_ink(COLORS[name]),
-                    linewidth=0,
-                )
-                left += width
         for row, (label, parts) in enumerate(bars.items()):
-            ax.text(
-                0, 0.30 - row, label, ha="left", va="bottom", fontsize=8.5, path_effects=halo(5), zorder=6
-            )
-            total = sum(parts.values())
-            ax.text(
-                total / factor,
-                -row,
-                f"  {format_bytes(total)}",
-                va="center",
-                fontweight="bold",
-                path_effects=halo(5),
-                zorder=6,
-            )
+            _draw_bar(ax, -row, label, parts, factor)
         for name, nbytes in cards.items():
-            ax.axvline(nbytes / factor, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
-            ax.annotate(
-                name,
-                (nbytes / factor, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                color=ALARM,
-                fontsize=8.5,
-                fontweight="bold",
-            )
+            _draw_card(ax, name, nbytes / factor)
         ax.set_xlim(0, top / factor)
         ax.set_ylim(0.55 - len(bars), 0.62)
         ax.set_yticks([])
@@ -100,6 +59,28 @@ def plot_bars(
         figure.text(0.98, 1 - 0.28 / height, note, fontsize=9, ha="right", va="baseline")
         _draw_legend_row(figure, height)
     return figure
+
+
+def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: float) -> None:
+    left = 0.0
+    for name in CATEGORIES:
+        width = parts.get(name, 0) / factor
+        if width:
+            look = {"color": COLORS[name], "hatch": HATCHES[name], "edgecolor": hatch_ink(COLORS[name])}
+            ax.barh(y, width, 0.5, left=left, linewidth=0, **look)
+            left += width
+    over = {"path_effects": halo(5), "zorder": 6}
+    ax.text(0, 0.30 + y, label, ha="left", va="bottom", fontsize=8.5, **over)
+    total = sum(parts.values())
+    ax.text(total / factor, y, f"  {format_bytes(total)}", va="center", fontweight="bold", **over)
+
+
+def _draw_card(ax: Axes, name: str, x: float) -> None:
+    ax.axvline(x, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
+    ax.annotate(
+        name, (x, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+        ha="center", va="bottom", color=ALARM, fontsize=8.5, fontweight="bold",
+    )  # fmt: skip
 
 
 def _draw_legend_row(figure: Figure, height: float) -> None:
@@ -132,15 +113,6 @@ def bar_svg(
     if unknown:
         raise ValueError(f"no colour for {', '.join(unknown)}: the categories are {', '.join(CATEGORIES)}")
     cards = dict(cards or {})
-    top, pad, bar, row = _bars_top(bars, cards), 2, 40, 70
-    head = 22 if cards else 4
-    foot = head + row * len(bars)
-    legend_y, height = foot + 34, foot + 50
-    inner = width - 2 * pad
-
-    def px(nbytes: float) -> float:
-        return round(pad + nbytes / top * inner, 1)
-
     words = "; ".join(
         f"{label}: {format_bytes(sum(parts.values()))} in all, of which "
         + ", ".join(f"{name} {format_bytes(parts[name])}" for name in CATEGORIES if parts.get(name))
@@ -149,68 +121,100 @@ def bar_svg(
     against = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
     # Pattern names must differ between two pictures of one page, and be the same in every run.
     key = "gm" + hashlib.sha1(repr((bars, cards, title, width)).encode()).hexdigest()[:8]
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" viewBox="0 0 {width} {height}" '
-        f'style="width:100%;max-width:{width}px;height:auto;display:block;color:inherit;'
-        f'font:13px var(--jp-ui-font-family,system-ui,sans-serif)">',
-        f'<title id="{key}t">{escape(title)}</title><desc id="{key}d">{escape(words)}.{escape(against)}</desc>',
-        f"<defs>{''.join(svg_pattern(key, name) for name in CATEGORIES)}</defs>",
-    ]
-    labels = []
+    sheet = _Sheet(key, width, _bars_top(bars, cards), head=22 if cards else 4, rows=len(bars))
+    patterns = "".join(svg_pattern(key, name) for name in CATEGORIES)
+    shapes, labels = [], []
     for i, parts in enumerate(bars.values()):
-        y, left = head + i * row, 0
-        y += 22
         if cards:
-            room = px(max(cards.values())) - pad
-            out.append(
-                f'<rect x="{pad}" y="{y}" width="{room:.1f}" height="{bar}" fill="currentColor" opacity=".07"/>'
-            )
+            shapes.append(sheet.room(i, max(cards.values())))
+        for shape, label in sheet.parts(i, parts):
+            shapes.append(shape)
+            labels.append(label)
+    shapes += [sheet.card(name, nbytes) for name, nbytes in cards.items()]
+    shapes += labels  # after the lines, which would run through the words
+    shapes += [sheet.words(i, label, sum(parts.values())) for i, (label, parts) in enumerate(bars.items())]
+    shapes += [sheet.axis(), sheet.legend()]
+    start = frame(key, width, sheet.foot + 50, 13, title, f"{words}.{against}", patterns)
+    return f"{start}{''.join(shapes)}</svg>"
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """Where everything of a ``bar_svg`` stands, in CSS pixels; ``top`` is the bytes at its right edge."""
+
+    key: str
+    width: int
+    top: int
+    head: int
+    rows: int
+    pad = 2
+    bar = 40
+    row = 70
+
+    @property
+    def foot(self) -> int:
+        return self.head + self.row * self.rows
+
+    def px(self, nbytes: float) -> float:
+        return round(self.pad + nbytes / self.top * (self.width - 2 * self.pad), 1)
+
+    def y(self, i: int) -> int:
+        return self.head + i * self.row + 22
+
+    def room(self, i: int, nbytes: int) -> str:
+        width = self.px(nbytes) - self.pad
+        return f'<rect x="{self.pad}" y="{self.y(i)}" width="{width:.1f}" height="{self.bar}" fill="currentColor" opacity=".07"/>'
+
+    def parts(self, i: int, parts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Each part of a bar and the words in it."""
+        left, y = 0, self.y(i)
         for name in CATEGORIES:
             nbytes = parts.get(name, 0)
             if not nbytes:
                 continue
-            x, w = px(left), px(left + nbytes) - px(left)
-            out.append(
+            x, w = self.px(left), self.px(left + nbytes) - self.px(left)
+            yield (
                 f'<rect class="gm-part" data-category="{name}" data-bytes="{nbytes}" x="{x}" y="{y}" width="{max(w, 0.5):.1f}" '
-                f'height="{bar}" fill="url(#{key}{name})"><title>{name}: {format_bytes(nbytes)} ({nbytes:,} bytes)</title></rect>'
+                f'height="{self.bar}" fill="url(#{self.key}{name})"><title>{name}: {format_bytes(nbytes)} ({nbytes:,} bytes)</title></rect>',
+                svg_label(name, nbytes, x, y, w, self.bar),
             )
-            labels.append(svg_label(name, nbytes, x, y, w, bar))
             left += nbytes
-    for name, nbytes in cards.items():
-        x = px(nbytes)
-        anchor = "end" if x > width * 0.8 else "start" if x < width * 0.2 else "middle"
-        out.append(
-            f'<line class="gm-card" data-bytes="{nbytes}" x1="{x}" x2="{x}" y1="{head - 4}" y2="{foot + 2}" '
+
+    def card(self, name: str, nbytes: int) -> str:
+        x = self.px(nbytes)
+        anchor = "end" if x > self.width * 0.8 else "start" if x < self.width * 0.2 else "middle"
+        return (
+            f'<line class="gm-card" data-bytes="{nbytes}" x1="{x}" x2="{x}" y1="{self.head - 4}" y2="{self.foot + 2}" '
             f'stroke="{ALARM_BOTH}" stroke-width="2" stroke-dasharray="6 4"/>'
-            f'<text x="{x}" y="{head - 8}" text-anchor="{anchor}" fill="{ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
+            f'<text x="{x}" y="{self.head - 8}" text-anchor="{anchor}" fill="{ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
         )
-    halo = 'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:7px"'
-    out += labels  # after the lines, which would run through the words
-    for i, (label, parts) in enumerate(bars.items()):
-        y, total = head + i * row, sum(parts.values())
-        out.append(
-            f'<text x="{pad}" y="{y + 14}" fill="currentColor" {halo}>{escape(label)}</text>'
-            f'<text x="{px(total) + 7}" y="{y + 22 + bar / 2 + 5}" fill="currentColor" font-weight="700" {halo}>'
-            f"{format_bytes(total)}</text>"
+
+    def words(self, i: int, label: str, total: int) -> str:
+        y, look = self.y(i), f'fill="currentColor" {svg_halo(7)}'
+        bold = look.replace('"currentColor"', '"currentColor" font-weight="700"')
+        return (
+            f'<text x="{self.pad}" y="{y - 8}" {look}>{escape(label)}</text>'
+            f'<text x="{self.px(total) + 7}" y="{y + self.bar / 2 + 5}" {bold}>{format_bytes(total)}</text>'
         )
-    factor, unit = scale_of(top)
-    step = nice_step(top / factor, 6)
-    out.append(
-        f'<line x1="{pad}" x2="{width - pad}" y1="{foot}" y2="{foot}" stroke="currentColor" opacity=".35"/>'
-    )
-    tick = 0.0
-    while tick * factor < top * 0.97:
-        words = f"{tick:g} {unit}" if tick else "0"
-        anchor = "middle" if tick else "start"
-        out.append(
-            f'<text x="{px(tick * factor)}" y="{foot + 15}" text-anchor="{anchor}" font-size="11" fill="currentColor" '
-            f'opacity=".75">{words}</text>'
+
+    def axis(self) -> str:
+        factor, unit = scale_of(self.top)
+        step, tick = nice_step(self.top / factor, 6), 0.0
+        out = f'<line x1="{self.pad}" x2="{self.width - self.pad}" y1="{self.foot}" y2="{self.foot}" stroke="currentColor" opacity=".35"/>'
+        while tick * factor < self.top * 0.97:
+            words, anchor = (f"{tick:g} {unit}", "middle") if tick else ("0", "start")
+            out += (
+                f'<text x="{self.px(tick * factor)}" y="{self.foot + 15}" text-anchor="{anchor}" font-size="11" '
+                f'fill="currentColor" opacity=".75">{words}</text>'
+            )
+            tick += step
+        return out
+
+    def legend(self) -> str:
+        step, y = (self.width - 2 * self.pad) / len(CATEGORIES), self.foot + 34
+        at = {name: self.pad + i * step for i, name in enumerate(CATEGORIES)}
+        return "".join(
+            f'<rect x="{x:.1f}" y="{y - 1}" width="16" height="12" fill="url(#{self.key}{name})"/>'
+            f'<text x="{x + 22:.1f}" y="{y + 9}" font-size="12" fill="currentColor">{name}</text>'
+            for name, x in at.items()
         )
-        tick += step
-    for i, name in enumerate(CATEGORIES):
-        x = pad + i * inner / len(CATEGORIES)
-        out.append(
-            f'<rect x="{x:.1f}" y="{legend_y - 1}" width="16" height="12" fill="url(#{key}{name})"/>'
-            f'<text x="{x + 22:.1f}" y="{legend_y + 9}" font-size="12" fill="currentColor">{name}</text>'
-        )
-    return "".join(out) + "</svg>"

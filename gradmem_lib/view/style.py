@@ -7,7 +7,7 @@ import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..units import GiB, KiB, MiB, TiB, format_bytes
+from ..units import GiB, KiB, MiB, TiB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,40 +147,3 @@ def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float
         linewidth=0,
     )
     figure.add_artist(patch)
-
-
-# Reads on white and on black alike.
-ALARM_BOTH = "#e0483f"
-
-
-def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) -> str:
-    """The part's name and size inside its box, as far as they fit."""
-    size = format_bytes(nbytes)
-    dark = is_dark(COLORS[name])
-    ink, halo = ("#ffffff", COLORS[name]) if dark else ("#14181f", COLORS[name])
-    lines = [text for text in (name, size) if len(text) * 6.4 + 10 < w]
-    if len(lines) < 2:
-        lines = [size] if len(size) * 6.4 + 8 < w else []
-    return "".join(
-        f'<text x="{x + w / 2:.1f}" y="{y + bar / 2 + (4.5 if len(lines) == 1 else -3 + 15 * i)}" text-anchor="middle" '
-        f'font-size="11.5" fill="{ink}" pointer-events="none" '
-        f'style="paint-order:stroke;stroke:{halo};stroke-width:3.5px;stroke-linejoin:round">{text}</text>'
-        for i, text in enumerate(lines)
-    )
-
-
-def svg_pattern(key: str, name: str) -> str:
-    color, hatch = COLORS[name], HATCHES[name][:1]
-    ink = 'stroke="#fff" stroke-opacity=".45"' if is_dark(color) else 'stroke="#10141c" stroke-opacity=".3"'
-    marks = {
-        "": "",
-        "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
-        "\\": '<path d="M-2 6L2 10M0 0L8 8M6 -2L10 2"/>',
-        "-": '<path d="M0 4H8"/>',
-        ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
-        "x": '<path d="M0 0L8 8M0 8L8 0"/>',
-    }[hatch]
-    return (
-        f'<pattern id="{key}{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect width="8" height="8" fill="{color}"/><g {ink} fill="none">{marks}</g></pattern>'
-    )

@@ -262,7 +262,7 @@ def fit_table() -> Finding:
         ("1 x 2048, four times as deep", deep, 1, 2048),
     ):
         for how in ("none", "every layer"):
-            items = accounting.modelactivations(shape, rows, seq_len, checkpointing=how)
+            items = accounting.model_activations(shape, rows, seq_len, checkpointing=how)
             saved[name, how] = items["blocks"]
             figures[f"{name}: saved in blocks, checkpointing {how}"] = items["blocks"]
     states = {
@@ -272,7 +272,7 @@ def fit_table() -> Finding:
         figures[f"weights, gradients and Adam states, {precision}"] = nbytes
     for rows in (1, 16):
         for precision in ("float32", "autocast"):
-            items = accounting.modelactivations(base, rows, 128, precision=precision)
+            items = accounting.model_activations(base, rows, 128, precision=precision)
             figures[f"{rows} x 128: saved for backward, {precision}"] = sum(items.values())
     batch = saved["16 x 2048", "none"] == 16 * saved["1 x 2048", "none"]
     return Finding(

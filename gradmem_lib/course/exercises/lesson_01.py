@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..exercise import Exercise, Mistake, calls, measure
+from .settings import train_setting
 
 
 def resident_bytes(model: nn.Module) -> dict[str, int]:
@@ -177,19 +178,6 @@ def _trains(*, keeps=None, steps=True, set_to_none=True, **backward):
         return losses
 
     return wrong
-
-
-TRAIN_SETTING = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=2048)
-
-
-def train_setting():
-    """The tiny Llama, its optimizer and three batches of exercise 1.6, made afresh."""
-    from ..models import tiny_llama
-
-    model = tiny_llama(**TRAIN_SETTING)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    ids = torch.randint(0, TRAIN_SETTING["vocab"], (3, 4, 64), generator=torch.Generator().manual_seed(1))
-    return model, optimizer, list(ids)
 
 
 @cache

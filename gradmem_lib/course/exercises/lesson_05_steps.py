@@ -1,0 +1,319 @@
+"""Lesson 05's exercises about a step: switches that do switch, the loss in the log, and dtypes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ...names import IGNORED
+from ...techniques.losses import count_targets
+from ..compare import over_budget
+from ..exercise import Exercise, Mistake, measure
+from .settings import (
+    CHECKPOINTING_CARD,
+    LOG_CARD,
+    bf16_setting,
+    checkpointing_setting,
+    flat,
+    gradients_of,
+    log_setting,
+    quietly,
+)
+
+
+def _enable(model: nn.Module, kwargs: dict | None = None, **more) -> None:
+    """Checkpointing on, by the name that the installed transformers has for it (a new one since 5.23)."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    kwargs = {"use_reentrant": False} if kwargs is None else kwargs
+    getattr(model, f"{name}_checkpointing_enable")(kwargs, **more)
+
+
+def switch_on(model) -> None:
+    """Checkpoint every layer of ``model``, in place, so that a training step does run them again."""
+    model.train()
+    _enable(model)
+
+
+def _switch(model) -> str:
+    """Which switch of ``model`` was found, where it saves too little."""
+    on = [layer.gradient_checkpointing for layer in model.model.layers]
+    if any(on):
+        return "some layers" if not all(on) else "" if model.training else "eval mode"
+    if getattr(model.config, "gradient_checkpointing", False):
+        return "the config's"
+    return (
+        "an attribute" if {"gradient_checkpointing", "activation_checkpointing"} & {*vars(model)} else "none"
+    )
+
+
+def _left_in_eval(model):
+    _enable(model)
+
+
+def _train_mode_alone(model):
+    model.train()
+    model.config.use_cache = False
+
+
+def _config_flag(model):
+    model.train()
+    model.config.gradient_checkpointing = True
+
+
+def _one_layer_in_two(model):
+    switch_on(model)
+    for layer in model.model.layers[1::2]:
+        layer.gradient_checkpointing = False
+
+
+def _reentrant(model):
+    model.train()
+    _enable(model, {"use_reentrant": True})
+
+
+def _in_bf16(model):
+    switch_on(model)
+    model.bfloat16()
+
+
+@quietly
+def _observe_checkpointing(candidate):
+    model, ids = checkpointing_setting()
+    candidate(model)
+
+    def step():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item()
+
+    measured = measure(step, budget=CHECKPOINTING_CARD, model=model)
+    found = {
+        "a step on token ids": {"loss": measured.value, "gradients": gradients_of(model)},
+        "the card": measured,
+        "what stands in the way": _switch(model) if measured.over else "",  # tells ways of one peak apart
+    }
+    model, ids = checkpointing_setting()
+    vectors = model.get_input_embeddings()(ids).detach()
+    candidate(model)
+    model(inputs_embeds=vectors.to(model.dtype), labels=ids).loss.backward()
+    return found | {"a step on vectors (inputs_embeds)": {"gradients of the layers": gradients_of(model.model.layers)}}  # fmt: skip
+
+
+_SAVES_TOO_LITTLE = {
+    "eval mode": "checkpointing is on and the model is in eval mode, as from_pretrained leaves it: layers check both, and save nothing without a word; call model.train().",
+    "none": "no layer of this model checkpoints: train mode and a cache switched off are not the switch, and TrainingArguments or a copy do not reach the model.",
+    "the config's": "model.config.gradient_checkpointing is read when a model is made, and by nobody afterwards: call the model's method.",
+    "an attribute": "model.gradient_checkpointing = True makes an attribute that nobody reads: each layer has its own, and the model's method sets them all.",
+    "some layers": "only some of the layers are checkpointed, which saves too little for this card: leave every_n_layers at 1.",
+}  # fmt: skip
+
+
+def _explain_checkpointing(got, expected):
+    says = _SAVES_TOO_LITTLE.get(got["what stands in the way"])
+    return says and f"{says} {over_budget(got['the card'])}"
+
+
+def train_and_log(model, window) -> float:
+    """Leave the gradient of the mean loss over the window's predicted tokens; return that mean, to be logged."""
+    counts = [count_targets(micro["labels"]) for micro in window]
+    logged = 0.0
+    for micro, count in zip(window, counts, strict=True):
+        loss = model(**micro).loss * (count / sum(counts))
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+def _logs(report, *, share=None, keep=lambda outputs, loss: loss.item()):
+    """A wrong ``train_and_log``: a micro-batch's ``share`` of the gradient from (count, counts), the log from (means, counts)."""
+
+    def wrong(model, window):
+        counts = [count_targets(micro["labels"]) for micro in window]
+        means = []
+        for micro, count in zip(window, counts, strict=True):
+            outputs = model(**micro)
+            (outputs.loss * (share(count, counts) if share else count / sum(counts))).backward()
+            means.append(keep(outputs, outputs.loss))
+        return report(means, counts)
+
+    return wrong
+
+
+def _sum(means, counts):
+    return sum(means)
+
+
+def _mean(means, counts):
+    return sum(means) / len(means)
+
+
+def _first_tokens_too(model, window):
+    items, logged = sum(int((micro["labels"] != IGNORED).sum()) for micro in window), 0.0
+    for micro in window:
+        loss = model(**micro, num_items_in_batch=torch.tensor(items)).loss
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+def _weighted(means, counts):
+    return sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+
+
+@quietly
+def _observe_log(candidate):
+    found = {}
+    for kind in ("unequal", "equal"):
+        model, window = log_setting(kind)
+        backward: list[None] = []
+        model.lm_head.weight.register_hook(lambda gradient, backward=backward: backward.append(None))
+        if kind == "unequal":
+            measured = measure(lambda m=model, w=window: candidate(m, w), budget=LOG_CARD, model=model)
+            logged = measured.value
+            many = len(backward) > 1
+            found["what is too much"] = "" if not measured.over else "kept" if many else "one backward"
+            found["the card"] = replace(measured, value=None)
+        else:
+            logged = candidate(model, window)
+        graph = isinstance(logged, torch.Tensor) and logged.requires_grad
+        found[f"a window of {kind} lengths"] = {
+            "loss": logged.item() if isinstance(logged, torch.Tensor) else logged,
+            "gradients": gradients_of(model),
+            "what is returned hangs on a graph (1 is yes)": int(graph),
+        }
+    return found
+
+
+_TOO_MUCH_TO_LOG = {
+    "kept": "the outputs of all micro-batches are kept until the end of the window, and logits are in them: keep the loss's number alone.",
+    "one backward": "one backward at the end keeps every micro-batch's graph until then: call backward for each.",
+}  # fmt: skip
+
+
+def _explain_log(got, expected):
+    says = _TOO_MUCH_TO_LOG.get(got["what is too much"])
+    return says and f"{says} {over_budget(got['the card'])}"
+
+
+def train_mixed(model, batches, lr):
+    """One AdamW update for each batch, in place: matrices multiplied in bf16, weights and states in float32; the optimizer."""
+    model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _mixed(before=lambda model: model, after=lambda model: None, *, auto=True):
+    """A wrong ``train_mixed``: what it does to the model before, what it does after an update."""
+
+    def wrong(model, batches, lr):
+        model = before(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        for batch in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=auto):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after(model)
+        return optimizer
+
+    return wrong
+
+
+def _new_parameters(model):
+    for name, parameter in list(model.named_parameters()):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, nn.Parameter(parameter.detach().float()))
+    return model
+
+
+@quietly
+def _observe_states(candidate):
+    model, batches = bf16_setting()
+    products = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: products.append(str(out.dtype)))
+    optimizer = candidate(model, batches, 1e-5)
+    handle.remove()
+    states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+    return {
+        "the weights": {
+            "dtypes": " and ".join(sorted({str(p.dtype) for p in model.parameters()})),
+            "the head is still tied to the embedding (1 is yes)": int(
+                model.lm_head.weight is model.get_input_embeddings().weight
+            ),
+        },
+        "the states": {"dtypes": " and ".join(sorted({str(t.dtype) for t in states})), "how many": len(states)},
+        "products": {"dtypes, forward by forward": products},
+        "the weights after three updates": flat(model.parameters()),
+    }  # fmt: skip
+
+
+EXERCISES = (
+    Exercise(
+        id="5.2", title="checkpointing that happens", difficulty=2, minutes=6,
+        trains="making sure that a switch has switched something",
+        reference=switch_on,
+        observe=_observe_checkpointing,
+        explain=_explain_checkpointing,
+        mistakes=(
+            Mistake("left in eval", _left_in_eval, _SAVES_TOO_LITTLE["eval mode"]),
+            Mistake("train mode alone", _train_mode_alone, _SAVES_TOO_LITTLE["none"]),
+            Mistake("a field of the config", _config_flag, _SAVES_TOO_LITTLE["the config's"]),
+            Mistake("one layer in two", _one_layer_in_two, _SAVES_TOO_LITTLE["some layers"]),
+            Mistake("reentrant", _reentrant,
+                    "use_reentrant=True trains on token ids, for transformers lets the embedding's output require a gradient; on vectors that need none, no layer gets one: use_reentrant=False."),
+            Mistake("bf16", _in_bf16,
+                    "it fits with room to spare, and the weights have been rounded to bf16: that is another model; checkpointing changes no number."),
+        ),
+    ),
+    Exercise(
+        id="5.4", title="the loss in the log", difficulty=2, minutes=6,
+        trains="logging what is trained, and holding on to nothing for it",
+        reference=train_and_log,
+        observe=_observe_log,
+        explain=_explain_log,
+        mistakes=(
+            Mistake("times K", _logs(_sum, share=lambda count, counts: 1),
+                    "gradient and log are K times too large: every micro-batch's mean must be weighted by its share of the tokens, which add up to 1."),
+            Mistake("the last, divided by K", _logs(lambda means, counts: means[-1] / len(means)),
+                    "the gradient is right, and the log has what was left in `loss`: the last micro-batch's, divided for its backward."),
+            Mistake("mean of means, log", _logs(_mean),
+                    "the gradient is right, and the log is a mean of means: a micro-batch of few tokens counts as much as one of many."),
+            Mistake("mean of means, both", _logs(_mean, share=lambda count, counts: 1 / len(counts)),
+                    "dividing by K makes the gradient and the log a mean of means: weight each micro-batch by its share of the tokens."),
+            Mistake("first tokens too", _first_tokens_too,
+                    "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
+            Mistake("a graph in the log", _logs(_weighted, keep=lambda outputs, loss: loss),
+                    "the number is right, and it is a tensor that hangs on the graph: 4 bytes a loss once backward has run, all activations where it has not, as in an evaluation; log loss.item()."),
+        ),
+    ),
+    Exercise(
+        id="5.5", title="a checkpoint in bf16, states in float32", difficulty=2, minutes=6,
+        trains="knowing where autocast ends and a model's own dtype begins",
+        reference=train_mixed,
+        observe=_observe_states,
+        mistakes=(
+            Mistake("bf16 over bf16", _mixed(),
+                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),
+            Mistake("half", _mixed(lambda model: model.half()),
+                    "half() is float16, not float32: weights and states still have two bytes, and small gradients become 0."),
+            Mistake("after the first update", _mixed(after=lambda model: model.float()),
+                    "model.float() comes after the first update: AdamW has made its states in bf16 by then, and stops at the mixture; cast first."),
+            Mistake("trains a copy", _mixed(lambda model: copy.deepcopy(model).float()),
+                    "this trains a copy, and the model that was given has not moved: model.float() casts in place."),
+            Mistake("new parameters", _mixed(_new_parameters),
+                    "new parameters break the tie between embedding and head: the head keeps its own, in bf16; model.float() casts in place and keeps ties."),
+            Mistake("no autocast", _mixed(lambda model: model.float(), auto=False),
+                    "weights and states are float32, and so is everything else: forward runs outside torch.autocast."),
+        ),
+    ),
+)  # fmt: skip
