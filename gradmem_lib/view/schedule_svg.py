@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from html import escape
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,124 +23,134 @@ from .schedules import (
     turning_point,
 )
 from .style import nice_step
+from .svg import frame, svg_halo, svg_text
 
 WIDTH, ROWS = 8, 32
 BOUNDARY = 4 * WIDTH * ROWS  # 1 KiB: the explorer's bytes in KiB are boundaries
 
 # Reads on white and on black alike.
 _BLUE_BOTH = "#4a82cf"
-_HALO = 'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:5px"'
 
 
 def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, ScheduleRecord]) -> str:
     """Grid, live bytes and the curve of peak against segment length as one inline ``<svg>`` for light and dark pages."""
-    n, columns = record.layers, len(record.events)
-    width, left, grid_w, right = 800, 34, 496, 574
-    top, grid_h, low_top, low_h, height = 30, 250, 304, 96, 424
-    sx, sy = grid_w / columns, grid_h / n
     key = "gs" + hashlib.sha1(repr((settings, sorted(curve))).encode()).hexdigest()[:8]
-
-    def path(boxes) -> str:
-        return "".join(
-            f"M{left + x * sx:.1f} {top + grid_h - (y + h) * sy:.1f}h{w * sx:.1f}v{h * sy:.1f}h{-w * sx:.1f}z"
-            for x, y, w, h in boxes
-        )
-
-    def text(x, y, words, *, anchor="start", size=11, weight=400, opacity=0.8) -> str:
-        return (
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
-            f'fill="currentColor" opacity="{opacity}">{escape(words)}</text>'
-        )
-
     words = describe_schedule(record)
     if curve:
         points = ", ".join(f"{k}: {curve[k].peak / BOUNDARY:.0f}" for k in sorted(curve))
         words += f" Peak in boundaries by segment length: {points}."
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" viewBox="0 0 {width} {height}" '
-        f'style="width:100%;max-width:{width}px;height:auto;display:block;color:inherit;'
-        f'font:11px var(--jp-ui-font-family,system-ui,sans-serif)">',
-        f'<title id="{key}t">{escape(summary(record))}</title><desc id="{key}d">{escape(words)}</desc>',
-        f"<defs>{''.join(_svg_hatch(key, look) for look in HATCHES)}</defs>",
-    ]
-    # The grid.
-    turn = left + turning_point(record) * sx
-    end = left + grid_w
-    out += [
-        f'<rect x="{left}" y="{top}" width="{grid_w}" height="{grid_h}" fill="currentColor" opacity=".06"/>',
-        f'<path d="M{left} {top - 7}H{turn - 2:.1f}" stroke="currentColor" stroke-width="2" opacity=".3"/>',
-        f'<path d="M{turn:.1f} {top - 7}H{end}" stroke="currentColor" stroke-width="2" opacity=".75"/>',
-        text((left + turn) / 2, top - 13, "forward", anchor="middle"),
-        text((turn + end) / 2, top - 13, "backward", anchor="middle"),
-    ]
-    if n <= 32:
-        lines = "".join(f"M{left} {top + i * sy:.1f}h{grid_w}" for i in range(1, n))
-        out.append(f'<path d="{lines}" stroke="currentColor" opacity=".1" stroke-width=".8"/>')
-    for look, boxes in boxes_of(record).items():
-        if boxes:
-            out.append(f'<path class="gm-{look}" d="{path(boxes)}" {_svg_paint(key, look)}/>')
-    for layer in sorted({1, n, *([n // 2] if n > 3 else [])}):
-        out.append(text(left - 5, top + grid_h - (layer - 0.5) * sy + 4, str(layer), anchor="end"))
-    out.append(
-        f'<text transform="translate(9 {top + grid_h * 0.27:.0f}) rotate(-90)" text-anchor="middle" fill="currentColor" '
-        f'opacity=".8">layer</text>'
-    )
-    # The bytes.
-    x, live = samples(record)
-    most = max(record.peak, 1) * 1.2
+    hatches = "".join(_svg_hatch(key, look) for look in HATCHES)
+    sheet = _Sheet(key, record)
+    shapes = [*sheet.grid(), *sheet.bytes()]
+    shapes += _svg_curve(record, settings, curve, RIGHT, TOP, VIEW_WIDTH - 10 - RIGHT, 150)
+    shapes += sheet.legend()
+    start = frame(key, VIEW_WIDTH, VIEW_HEIGHT, 11, summary(record), words, hatches)
+    return f"{start}{''.join(shapes)}</svg>"
 
-    def bytes_y(value: float) -> float:
-        return low_top + low_h - value / most * low_h
 
-    step = nice_step(most / BOUNDARY, 3)
-    ticks = [step * i for i in range(int(most / BOUNDARY / step) + 1)]
-    for tick in ticks:
-        y = bytes_y(tick * BOUNDARY)
-        out.append(f'<path d="M{left} {y:.1f}H{end}" stroke="currentColor" opacity=".14"/>')
-        out.append(text(left - 5, y + 4, f"{tick:g}", anchor="end"))
-    base = np.zeros(len(x))
-    for name in PARTS:
-        if live[name].any():
-            shape = _svg_steps(left + x * sx, bytes_y(base), bytes_y(base + live[name]), end)
-            out.append(f'<path class="gm-{name}" d="{shape}" {_svg_paint(key, name)}/>')
-            base = base + live[name]
-    peak_x, peak_y = left + peak_column(record) * sx, bytes_y(record.peak)
-    side = -1 if peak_column(record) > 0.7 * columns else 1
-    out += [
-        f'<path d="M{peak_x:.1f} {top}V{peak_y:.1f}" stroke="currentColor" stroke-dasharray="3 3"/>',
-        f'<circle cx="{peak_x:.1f}" cy="{peak_y:.1f}" r="4" fill="currentColor"/>',
-        f'<text x="{peak_x + 8 * side:.1f}" y="{peak_y - 4:.1f}" font-size="12" font-weight="700" fill="currentColor" '
-        f'text-anchor="{"end" if side < 0 else "start"}" {_HALO}>peak {record.peak / BOUNDARY:.0f}</text>',
-        text(left, low_top - 9, "live bytes, in boundaries"),
-        text(end, low_top + low_h + 15, "time: one column each time a layer runs", anchor="end"),
-    ]
-    out += _svg_curve(record, settings, curve, right, top, width - 10 - right, 150, text)
-    # The legend.
-    looks, y = record.looks, top + 190
+# Where things stand, in CSS pixels: the grid from LEFT and TOP, the live bytes under it, curve and legend from RIGHT on.
+VIEW_WIDTH, VIEW_HEIGHT = 800, 424
+LEFT, GRID_WIDTH, RIGHT = 34, 496, 574
+TOP, GRID_HEIGHT, LOW_TOP, LOW_HEIGHT = 30, 250, 304, 96
+END = LEFT + GRID_WIDTH
 
-    def row(y: float, look: str, label: str, value: str) -> str:
-        return (
-            f'<rect x="{right}" y="{y - 6:.1f}" width="18" height="12" {_svg_paint(key, look)}/>'
-            + text(right + 26, y + 4, label, size=12, opacity=1)
-            + text(width - 10, y + 4, value, size=12, anchor="end", opacity=1)
+
+@dataclass(frozen=True)
+class _Sheet:
+    """The parts of a ``schedule_svg`` that show one record."""
+
+    key: str
+    record: ScheduleRecord
+
+    def x(self, column):
+        return LEFT + column * GRID_WIDTH / len(self.record.events)
+
+    def boxes(self, boxes) -> str:
+        sx, sy = GRID_WIDTH / len(self.record.events), GRID_HEIGHT / self.record.layers
+        return "".join(
+            f"M{LEFT + x * sx:.1f} {TOP + GRID_HEIGHT - (y + h) * sy:.1f}h{w * sx:.1f}v{h * sy:.1f}h{-w * sx:.1f}z"
+            for x, y, w, h in boxes
         )
 
-    out.append(text(width - 10, y + 3, "times", anchor="end"))
-    for look, label in LABELS.items():
-        if look in looks:
+    def grid(self) -> Iterator[str]:
+        """Layers against time."""
+        n, turn = self.record.layers, self.x(turning_point(self.record))
+        sy = GRID_HEIGHT / n
+        yield f'<rect x="{LEFT}" y="{TOP}" width="{GRID_WIDTH}" height="{GRID_HEIGHT}" fill="currentColor" opacity=".06"/>'
+        yield f'<path d="M{LEFT} {TOP - 7}H{turn - 2:.1f}" stroke="currentColor" stroke-width="2" opacity=".3"/>'
+        yield f'<path d="M{turn:.1f} {TOP - 7}H{END}" stroke="currentColor" stroke-width="2" opacity=".75"/>'
+        yield svg_text((LEFT + turn) / 2, TOP - 13, "forward", anchor="middle")
+        yield svg_text((turn + END) / 2, TOP - 13, "backward", anchor="middle")
+        if n <= 32:
+            lines = "".join(f"M{LEFT} {TOP + i * sy:.1f}h{GRID_WIDTH}" for i in range(1, n))
+            yield f'<path d="{lines}" stroke="currentColor" opacity=".1" stroke-width=".8"/>'
+        for look, boxes in boxes_of(self.record).items():
+            if boxes:
+                yield f'<path class="gm-{look}" d="{self.boxes(boxes)}" {_svg_paint(self.key, look)}/>'
+        for layer in sorted({1, n, *([n // 2] if n > 3 else [])}):
+            yield svg_text(LEFT - 5, TOP + GRID_HEIGHT - (layer - 0.5) * sy + 4, str(layer), anchor="end")
+        yield (
+            f'<text transform="translate(9 {TOP + GRID_HEIGHT * 0.27:.0f}) rotate(-90)" text-anchor="middle" '
+            f'fill="currentColor" opacity=".8">layer</text>'
+        )
+
+    def bytes(self) -> Iterator[str]:
+        """Live bytes over the same columns, and their peak."""
+        record, (x, live) = self.record, samples(self.record)
+        most = max(record.peak, 1) * 1.2
+
+        def bytes_y(value):
+            return LOW_TOP + LOW_HEIGHT - value / most * LOW_HEIGHT
+
+        step = nice_step(most / BOUNDARY, 3)
+        for i in range(int(most / BOUNDARY / step) + 1):
+            y = bytes_y(step * i * BOUNDARY)
+            yield f'<path d="M{LEFT} {y:.1f}H{END}" stroke="currentColor" opacity=".14"/>'
+            yield svg_text(LEFT - 5, y + 4, f"{step * i:g}", anchor="end")
+        base = np.zeros(len(x))
+        for name in PARTS:
+            if live[name].any():
+                shape = _svg_steps(self.x(x), bytes_y(base), bytes_y(base + live[name]), END)
+                yield f'<path class="gm-{name}" d="{shape}" {_svg_paint(self.key, name)}/>'
+                base = base + live[name]
+        at = peak_column(record)
+        peak_x, peak_y, side = self.x(at), bytes_y(record.peak), -1 if at > 0.7 * len(record.events) else 1
+        yield f'<path d="M{peak_x:.1f} {TOP}V{peak_y:.1f}" stroke="currentColor" stroke-dasharray="3 3"/>'
+        yield f'<circle cx="{peak_x:.1f}" cy="{peak_y:.1f}" r="4" fill="currentColor"/>'
+        yield (
+            f'<text x="{peak_x + 8 * side:.1f}" y="{peak_y - 4:.1f}" font-size="12" font-weight="700" fill="currentColor" '
+            f'text-anchor="{"end" if side < 0 else "start"}" {svg_halo(5)}>peak {record.peak / BOUNDARY:.0f}</text>'
+        )
+        yield svg_text(LEFT, LOW_TOP - 9, "live bytes, in boundaries")
+        yield svg_text(
+            END, LOW_TOP + LOW_HEIGHT + 15, "time: one column each time a layer runs", anchor="end"
+        )
+
+    def legend(self) -> Iterator[str]:
+        """How often each look occurs, and the boundaries alive at the peak."""
+        record, y = self.record, TOP + 190
+        yield svg_text(VIEW_WIDTH - 10, y + 3, "times", anchor="end")
+        for look, label in LABELS.items():
+            if look in record.looks:
+                y += 19
+                yield self._row(y, look, label, str(record.looks.count(look)))
+        y += 26
+        yield svg_text(VIEW_WIDTH - 10, y + 3, "boundaries at the peak", anchor="end")
+        for name in ("passing", "internals", "inputs"):
             y += 19
-            out.append(row(y, look, label, str(looks.count(look))))
-    y += 26
-    out.append(text(width - 10, y + 3, "boundaries at the peak", anchor="end"))
-    for name in ("passing", "internals", "inputs"):
-        y += 19
-        at_peak = record.live[name][record.peak_operation] / BOUNDARY
-        out.append(row(y, name, PART_LABELS[name], f"{at_peak:.0f}"))
-    return "".join(out) + "</svg>"
+            at_peak = record.live[name][record.peak_operation] / BOUNDARY
+            yield self._row(y, name, PART_LABELS[name], f"{at_peak:.0f}")
+
+    def _row(self, y: float, look: str, label: str, value: str) -> str:
+        return (
+            f'<rect x="{RIGHT}" y="{y - 6:.1f}" width="18" height="12" {_svg_paint(self.key, look)}/>'
+            + svg_text(RIGHT + 26, y + 4, label, size=12, opacity=1)
+            + svg_text(VIEW_WIDTH - 10, y + 4, value, size=12, anchor="end", opacity=1)
+        )
 
 
 def _svg_curve(
-    record, settings: dict, curve: dict, left: float, top: float, width: float, height: float, text
+    record, settings: dict, curve: dict, left: float, top: float, width: float, height: float
 ) -> list[str]:
     """Peak against segment length, as far as it is measured, and where the present settings stand."""
     depth = settings["depth"]
@@ -152,18 +163,18 @@ def _svg_curve(
         return top + height - nbytes / highest * height
 
     out = [
-        text(left, top - 13, "peak by length of equal segments"),
+        svg_text(left, top - 13, "peak by length of equal segments"),
         f'<path d="M{left + 20} {top}V{top + height}H{left + width}" fill="none" stroke="currentColor" opacity=".35"/>',
     ]
     step = nice_step(highest / BOUNDARY, 4)
     for i in range(int(highest / BOUNDARY / step) + 1):
         y = py(i * step * BOUNDARY)
-        out.append(text(left + 16, y + 4, f"{i * step:g}", anchor="end"))
+        out.append(svg_text(left + 16, y + 4, f"{i * step:g}", anchor="end"))
         out.append(f'<path d="M{left + 20} {y:.1f}H{left + width}" stroke="currentColor" opacity=".12"/>')
     last = -100.0
     for k in (1, 2, 4, 8, 16, 32, 64):
         if k <= depth and px(k) - last > 20:
-            out.append(text(px(k), top + height + 14, str(k), anchor="middle"))
+            out.append(svg_text(px(k), top + height + 14, str(k), anchor="middle"))
             last = px(k)
     points = [(px(k), py(curve[k].peak)) for k in sorted(curve)]
     if points:
@@ -186,7 +197,7 @@ def _svg_curve(
         best = settings["schedule"] == "best segments"
         out.append(
             f'<text x="{left + (width if best else 26)}" y="{y + 13 if best and y + 16 < top + height else y - 5:.1f}" '
-            f'text-anchor="{"end" if best else "start"}" font-weight="700" fill="currentColor" {_HALO}>'
+            f'text-anchor="{"end" if best else "start"}" font-weight="700" fill="currentColor" {svg_halo(5)}>'
             f"{settings['schedule']}</text>"
         )
     return out

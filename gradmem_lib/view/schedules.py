@@ -112,10 +112,7 @@ def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
     """Draw layers against time, and under it, on the same axis, the live bytes with their peak. See ``show_schedule``."""
-    from matplotlib.patches import Rectangle
-
-    n = record.layers
-    grid_height = min(max(0.135 * n, 1.62), 3.9)
+    grid_height = min(max(0.135 * record.layers, 1.62), 3.9)
     top, gap, low, foot = 0.72, 0.13, 1.1, 0.46
     height = top + grid_height + gap + low + foot
     with style():
@@ -141,36 +138,39 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
             ha="right",
         )
 
-        def row(y: float, look: str, label: str, value: str) -> None:
-            """``y``: inches from the top."""
-            tall = 0.05 if look == "inputs" and label == LABELS["inputs"] else 0.13
-            figure.add_artist(
-                Rectangle(
-                    (legend, 1 - (y + tall / 2) / height),
-                    0.024,
-                    tall / height,
-                    transform=figure.transFigure,
-                    **_paint(look, small=True),
-                )
-            )
-            figure.text(legend + 0.034, 1 - y / height, label, va="center_baseline", fontsize=8)
-            figure.text(0.985, 1 - y / height, value, va="center_baseline", ha="right", fontsize=8)
-
-        looks = record.looks
-        shown = [name for name in LABELS if name in looks or name in ("internals", "inputs", "free")]
-        step = min(0.2, (grid_height + 0.1) / len(shown))
-        for i, look in enumerate(shown):
-            row(top + i * step, look, LABELS[look], str(looks.count(look) or ""))
-        at, y = record.peak_operation, top + grid_height + gap + 0.07
-        figure.text(
-            0.985, 1 - y / height, "at the peak", color=MUTED, fontsize=7.5, ha="right", va="center_baseline"
-        )
-        for name in reversed(PARTS):
-            if record.live[name].any():
-                y += 0.2
-                row(y, name, PART_LABELS[name], format_bytes(int(record.live[name][at])))
+        _draw_legend(figure, record, (legend, height), top, grid_height + gap)
         below.set_ylabel(unit, color=MUTED, fontsize=8.5)
     return figure
+
+
+def _draw_legend(
+    figure: Figure, record: ScheduleRecord, at: tuple[float, float], top: float, low: float
+) -> None:
+    """``at``: the left edge as a part of the width, and the figure's height; ``top`` and ``low``: inches."""
+    from matplotlib.patches import Rectangle
+
+    left, height = at
+
+    def row(y: float, look: str, label: str, value: str) -> None:
+        """``y``: inches from the top."""
+        tall = 0.05 if look == "inputs" and label == LABELS["inputs"] else 0.13
+        corner, size = (left, 1 - (y + tall / 2) / height), (0.024, tall / height)
+        figure.add_artist(Rectangle(corner, *size, transform=figure.transFigure, **_paint(look, small=True)))
+        figure.text(left + 0.034, 1 - y / height, label, va="center_baseline", fontsize=8)
+        figure.text(0.985, 1 - y / height, value, va="center_baseline", ha="right", fontsize=8)
+
+    looks = record.looks
+    shown = [name for name in LABELS if name in looks or name in ("internals", "inputs", "free")]
+    step = min(0.2, (low - 0.03) / len(shown))
+    for i, look in enumerate(shown):
+        row(top + i * step, look, LABELS[look], str(looks.count(look) or ""))
+    y = top + low + 0.07
+    look = {"color": MUTED, "fontsize": 7.5, "ha": "right", "va": "center_baseline"}
+    figure.text(0.985, 1 - y / height, "at the peak", **look)
+    for name in reversed(PARTS):
+        if record.live[name].any():
+            y += 0.2
+            row(y, name, PART_LABELS[name], format_bytes(int(record.live[name][record.peak_operation])))
 
 
 def _paint(look: str, small: bool = False) -> dict:
