@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 
@@ -70,6 +71,7 @@ def test_the_file_may_be_a_link(file, tmp_path, monkeypatch):
         b'{"version": 1, "checks": {"0.1": {"outcome": "passed", "tries": "3"}}, "guesses": {}}',
         b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": null, "unit": "bytes"}}}',
         b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": 1, "unit": "bytes", "measured": "2"}}}',
+        b"[" * 100_000 + b"]" * 100_000,
     ],
 )
 @pytest.mark.parametrize("first", ["reading", "writing"])
@@ -86,6 +88,98 @@ def test_a_corrupt_file_is_moved_aside_and_not_lost(file, capsys, content, first
     assert taken.read_text() == "from an earlier accident"
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "corrupt-2" in err
+
+
+PASSED = {"outcome": "passed", "tries": 1}
+
+
+def test_a_damaged_entry_costs_no_other(file, capsys):
+    progress.record_check("0.1", "passed")
+    progress.record_guess("1.a", 42)
+    damaged = json.loads(file.read_text())
+    damaged["checks"]["0.2"] = "passed"
+    damaged["guesses"]["1.b"] = {"guess": "much", "unit": "bytes"}
+    file.write_text(json.dumps(damaged))
+    assert progress.load()["checks"] == {"0.1": PASSED} and list(progress.load()["guesses"]) == ["1.a"]
+    progress.record_check("0.2", "passed")
+    assert progress.load()["checks"] == {"0.1": PASSED, "0.2": PASSED}
+    assert json.loads(file.with_name("progress.json.corrupt-1").read_text()) == damaged
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "with all the rest" in err
+
+
+def test_a_mark_of_an_editor_at_the_beginning_is_read_over(file, capsys):
+    progress.record_check("0.1", "passed")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert progress.load()["checks"] == {"0.1": PASSED} and capsys.readouterr().err == ""
+
+
+def test_what_is_not_a_file_is_neither_read_nor_replaced(file, tmp_path, monkeypatch, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    for place in (pipe, one):
+        monkeypatch.setattr(progress, "_warned", set())
+        monkeypatch.setenv("GRADMEM_PROGRESS", str(place))
+        assert progress.load()["checks"] == {}
+        progress.record_check("0.1", "passed")
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "not being saved" in err and str(place) in err
+        with pytest.raises(progress.ProgressError):
+            progress.reset()
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and one.readlink() == other and other.readlink() == one
+
+
+def test_a_pipe_in_the_place_of_the_lock_or_of_the_backup_stays(file, monkeypatch, capsys):
+    progress.record_check("0.1", "passed")
+    os.mkfifo(file.with_name("progress.json.bak"))
+    with pytest.raises(progress.ProgressError):
+        progress.reset()
+    lock = file.with_name("progress.json.lock")
+    lock.unlink(missing_ok=True)
+    os.mkfifo(lock)
+    progress.record_check("0.2", "passed")
+    assert "not being saved" in capsys.readouterr().err and list(progress.load()["checks"]) == ["0.1"]
+    assert all(
+        stat.S_ISFIFO(file.with_name(f"progress.json.{end}").stat().st_mode) for end in ("bak", "lock")
+    )
+
+
+def test_a_path_that_no_file_can_have_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_warned", set())
+    monkeypatch.setenv("GRADMEM_PROGRESS", "~nobody_of_this_name/progress.json")
+    progress.record_check("0.1", "passed")
+    progress.load()
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_what_killed_runs_left_is_swept(file):
+    progress.record_check("0.1", "passed")
+    (file.parent / ".progress.json-killed").write_text("half of")
+    (file.parent / ".progress.jsonl").write_text("somebody else's")
+    progress.record_check("0.2", "passed")
+    assert {path.name for path in file.parent.glob(".progress*")} == {".progress.jsonl"}
+
+
+def test_a_lock_that_is_held_is_waited_for_once(file, monkeypatch):
+    import filelock
+
+    monkeypatch.setattr(progress, "LOCK_SECONDS", 0.1)
+    waited = []
+    lock = filelock.FileLock
+    monkeypatch.setattr(
+        filelock, "FileLock", lambda path, timeout: waited.append(timeout) or lock(path, timeout)
+    )
+    file.parent.mkdir()
+    with lock(str(file) + ".lock"):
+        for _ in range(3):
+            progress.record_check("0.1", "passed")
+    progress.record_check("0.1", "passed")
+    progress.record_check("0.2", "passed")
+    assert waited == [0.1, 0, 0, 0, 0.1]
+    assert sorted(progress.load()["checks"]) == ["0.1", "0.2"]
 
 
 def unwritable_places(tmp_path):

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..units import GiB, format_bytes
+from . import settings
 
 # Float32 parameters, gradients and Adam's two moments of SmolLM2-135M (134,515,008 parameters), activations not counted.
 SMOLLM2_RESIDENT = 134_515_008 * 4 * 4
@@ -180,7 +181,7 @@ def progress_file(path: str, *, writable: bool) -> Finding:
 
 def shown(path: Path, variable: str) -> str:
     """``path`` for people, without the name of this computer's user: a saved notebook may hold it."""
-    if os.environ.get(variable):
+    if settings.is_set(variable):
         return f"the place that {variable} names"
     try:
         return f"~{os.sep}{path.relative_to(Path.home())}"

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import settings
+
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -160,8 +162,8 @@ def cache_folder() -> Path:
     """Where the course keeps unpacked models: ``GRADMEM_CACHE`` if set, else the user's cache folder."""
     from platformdirs import user_cache_path
 
-    named = os.environ.get("GRADMEM_CACHE")
-    return Path(named).expanduser() if named else user_cache_path("gradmem", appauthor=False)
+    named = settings.cache_folder()
+    return named.expanduser() if named else user_cache_path("gradmem", appauthor=False)
 
 
 def _gguf_folder() -> Path | None:
@@ -226,7 +228,7 @@ def _run_conversion(source: Path, folder: Path) -> None:
     The conversion's memory goes back to the system at its end, and its own progress bars, which have no switch, stay out of
     the notebook: ``_show_progress`` shows one instead.
     """
-    here = str(Path(__file__).parent.parent)
+    here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     code = "import sys; from gradmem_lib.course.models import _write_float32; _write_float32(*sys.argv[1:])"
     with subprocess.Popen(
@@ -256,7 +258,7 @@ def _show_progress(lines: Iterable[str]) -> str:
     from tqdm.auto import tqdm
 
     last = what = ""
-    with tqdm(disable=os.environ.get("GRADMEM_LIVE") == "0") as bar:
+    with tqdm(disable=settings.quiet()) as bar:
         for line in lines:
             if shown := re.match(r"(.+?)[.: ]+\d+%\|.*\| (\d+)/(\d+) \[", line):
                 if shown[1] != what:
@@ -307,7 +309,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _say(line: str) -> None:
     # With GRADMEM_LIVE=0 outputs are compared word for word, and this line appears on some machines only.
-    if os.environ.get("GRADMEM_LIVE") != "0":
+    if not settings.quiet():
         print(line, flush=True)
 
 

@@ -6,17 +6,22 @@ be understood is moved aside, not overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import settings
+
 VERSION = 1
 LOCK_SECONDS = 10
+MOST_BYTES = 2**24  # a course's progress is a few KB
 _warned: set[str] = set()
 
 
@@ -28,23 +33,29 @@ def location() -> Path:
     """Where progress is kept: ``GRADMEM_PROGRESS`` if set, else ``progress.json`` in the user's data folder."""
     import platformdirs
 
-    chosen = os.environ.get("GRADMEM_PROGRESS")
-    path = Path(chosen).expanduser() if chosen else platformdirs.user_data_path("gradmem") / "progress.json"
-    return path.resolve()  # so that replacing the file keeps a link to it
+    chosen = settings.progress_file()
+    path = chosen or platformdirs.user_data_path("gradmem") / "progress.json"
+    try:
+        return path.expanduser().resolve()  # so that replacing the file keeps a link to it
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # a loop of links, no such home: what is done with it will say so
+        return path.absolute()
 
 
 def load() -> dict[str, Any]:
     """All progress: ``{"version", "checks": {id: {"outcome", "tries"}}, "guesses": {id: {"guess", "unit", "measured"}}}``."""
     path = location()
     try:
-        return _read(path)
+        progress, whole = _read(path)
     except FileNotFoundError:
         return _empty()
-    except ValueError:
-        return _locked(path, lambda: _read_or_move_aside(path)) or _empty()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _warn_unusable(path, error)
         return _empty()
+    return progress if whole else _locked(path, lambda: _read_or_move_aside(path)) or progress
 
 
 def record_check(id: str, outcome: str) -> None:
@@ -75,8 +86,9 @@ def reset() -> str:
     backup = path.with_name(path.name + ".bak")
     try:
         with _lock(path):
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            _check_regular(path)
+            if backup.is_symlink() or backup.exists():
+                _check_regular(backup)
             os.replace(path, backup)
     except FileNotFoundError:
         return f"there is no progress to clear at {path}"
@@ -92,45 +104,68 @@ def _empty() -> dict[str, Any]:
     return {"version": VERSION, "checks": {}, "guesses": {}}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file's content. Raises ``ValueError`` when it is not what this module writes."""
-    progress = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(progress, dict) or progress.get("version") != VERSION:
-        raise ValueError("not a progress file of this version")
-    for section, number in (("checks", "tries"), ("guesses", "guess")):
-        entries = progress.get(section)
-        if not isinstance(entries, dict) or not all(map(_is_entry(number), entries.values())):
-            raise ValueError(f"{section} is damaged")
-    return progress
+def _check_regular(path: Path) -> None:
+    """``OSError`` for what is no regular file. Reading a pipe waits for ever, and replacing a device takes it from everybody."""
+    kind = os.lstat(path).st_mode
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if stat.S_ISLNK(kind):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not stat.S_ISREG(kind):
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
-def _is_entry(number: str) -> Callable[[Any], bool]:
-    texts = {"tries": "outcome", "guess": "unit"}[number]
+def _read(path: Path) -> tuple[dict[str, Any], bool]:
+    """What of the file can be understood, and whether that is all of it."""
+    _check_regular(path)
+    # Were it replaced by a pipe just now, opening it would not wait.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    try:
+        found = json.loads(content.decode("utf-8-sig")) if len(content) <= MOST_BYTES else None
+    except (ValueError, RecursionError):  # RecursionError: brackets without end
+        found = None
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        return _empty(), False
+    progress, whole = _empty(), True
+    for section in ("checks", "guesses"):
+        entries = found.get(section)
+        entries, whole = (entries, whole) if isinstance(entries, dict) else ({}, False)
+        progress[section] = {id: entry for id, entry in entries.items() if _is_entry(section, entry)}
+        whole = whole and len(progress[section]) == len(entries)
+    return progress, whole
 
-    def valid(entry: Any) -> bool:
-        return (
-            isinstance(entry, dict)
-            and isinstance(entry.get(number), (int, float))
-            and isinstance(entry.get(texts), str)
-            and isinstance(entry.get("measured"), (int, float, type(None)))
-        )
 
-    return valid
+def _is_entry(section: str, entry: Any) -> bool:
+    number, text = {"checks": ("tries", "outcome"), "guesses": ("guess", "unit")}[section]
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get(number), (int, float))
+        and isinstance(entry.get(text), str)
+        and isinstance(entry.get("measured"), (int, float, type(None)))
+    )
 
 
 def _read_or_move_aside(path: Path) -> dict[str, Any]:
-    """The content of the file, or of a fresh one after a file that cannot be understood was moved aside. Needs the lock."""
+    """What the file holds. One that is understood in part, or not at all, is kept beside a fresh one. Needs the lock."""
     try:
-        return _read(path)
+        progress, whole = _read(path)
     except FileNotFoundError:
         return _empty()
-    except ValueError:
+    if not whole:
         number = 1
-        while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
+        while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
             number += 1
         os.replace(path, aside)
-        _say(f"The progress file could not be understood, so it was moved to {aside} and a fresh one begun.")
-        return _empty()
+        kept = progress != _empty()
+        _say(
+            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it was moved to {aside} and a "
+            f"fresh one begun{' with all the rest' if kept else ''}."
+        )
+        if kept:
+            _write(path, progress)
+    return progress
 
 
 def _update(change: Callable[[dict], None]) -> None:
@@ -145,8 +180,15 @@ def _update(change: Callable[[dict], None]) -> None:
 
 
 def _write(path: Path, progress: dict[str, Any]) -> None:
-    """Write beside the file and rename over it: a reader, or a crash, finds the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    """Write beside the file and rename over it: a reader, or a crash, finds the old file or the new one. Needs the lock."""
+    if os.path.lexists(path):
+        _check_regular(path)
+    prefix = f".{path.name}-"
+    for name in os.listdir(path.parent):
+        if name.startswith(prefix):  # of a run that was killed: nobody else writes while the lock is held
+            with contextlib.suppress(OSError):
+                os.unlink(path.parent / name)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             json.dump(progress, file, indent=1, sort_keys=True)
@@ -162,20 +204,27 @@ def _lock(path: Path):
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(path.with_name(path.name + ".lock"), timeout=LOCK_SECONDS)
+    lock = path.with_name(path.name + ".lock")
+    if os.path.lexists(lock):
+        _check_regular(lock)
+    # Who has waited once in vain need not wait again at every check.
+    return FileLock(lock, timeout=0 if "locked" in _warned else LOCK_SECONDS)
 
 
 def _locked(path: Path, work: Callable[[], Any]) -> Any:
     """``work()`` under the file's lock; ``None`` and one warning per process when the place does not allow it."""
+    from filelock import Timeout
+
     try:
         with _lock(path):
+            _warned.discard("locked")
             return work()
-    except (
-        OSError,
-        NotImplementedError,
-    ) as error:  # filelock raises the latter on file systems without locks
+    except Timeout as error:
+        _warned.add("locked")
         _warn_unusable(path, error)
-        return None
+    except (OSError, ValueError, RuntimeError) as error:  # NotImplementedError: a file system without locks
+        _warn_unusable(path, error)
+    return None
 
 
 def _warn_unusable(path: Path, error: BaseException) -> None:

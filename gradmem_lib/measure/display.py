@@ -34,5 +34,10 @@ def in_kernel() -> bool:
 
 
 def live_enabled() -> bool:
-    """Whether plots may move: in a Jupyter kernel, unless the environment says ``GRADMEM_LIVE=0``."""
-    return in_kernel() and os.environ.get("GRADMEM_LIVE", "1") != "0"
+    """Whether plots may move: in a Jupyter kernel, unless the environment forbids it."""
+    return in_kernel() and live_wanted()
+
+
+def live_wanted() -> bool:
+    """Whether the environment allows what moves: it does, but for ``GRADMEM_LIVE=0`` (see ``course.settings``)."""
+    return os.environ.get("GRADMEM_LIVE", "1") != "0"
