@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from .names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS
+
 
 def _doctor(options: argparse.Namespace) -> int:
     from .course import doctor
@@ -133,11 +135,19 @@ def _asked(options: argparse.Namespace) -> int:
         return options.command(options)
     except (ValueError, TypeError, CannotTrace) as error:
         print(error, file=sys.stderr)
-        return 2
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        what = f"{options.model}: {type(error).__name__}: {error}"
+        print(
+            f"{what}\nNo check has foreseen this. `python -X dev -m gradmem_lib` shows where it happens",
+            file=sys.stderr,
+        )
+    return 2
 
 
 _MODEL = (
-    "a well-known model (Llama-2-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id (needs a network)"
+    "a well-known model (Qwen2.5-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id (needs a network)"
 )
 
 
@@ -161,23 +171,23 @@ def parser() -> argparse.ArgumentParser:
         "--precision",
         default="float32",
         metavar="P",
-        help="float32, bf16, autocast-bf16, autocast-fp16, float32-master",
+        help=", ".join(PRECISIONS),
     )
     predict.add_argument(
         "--optimizer",
         default="adamw",
         metavar="O",
-        help="adamw, adamw-foreach, adamw-fused, adamw-8bit, adafactor, adafactor-torch, sgd",
+        help=", ".join(OPTIMIZERS),
     )
     predict.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
     predict.add_argument(
         "--in-backward", action="store_true", help="step each parameter in backward and free its gradient"
     )
-    predict.add_argument("--attention", default="fused", metavar="A", help="fused (the default) or eager")
+    predict.add_argument("--attention", default="fused", metavar="A", help=" or ".join(ATTENTION))
     predict.add_argument(
         "--checkpointing",
         metavar="C",
-        help="per-layer, sqrt, best, layers in a segment (4), or segments (4,3,2)",
+        help=", ".join(CHECKPOINTING) + ", layers in a segment (4), or segments (4,3,2)",
     )
     predict.add_argument("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
     predict.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,10 +20,11 @@ from gradmem_lib.planning.cards import CARDS, Card, find_card, room
 from gradmem_lib.planning.code import code
 from gradmem_lib.planning.cost import beyond, count, resident_bytes, seconds_per_token
 from gradmem_lib.planning.models import find_model, known_model
-from gradmem_lib.planning.options import EQUAL_TIME, METHODS, Option
+from gradmem_lib.planning.options import EQUAL_TIME, METHODS, Option, describe
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques import quantized
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
@@ -616,6 +618,67 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
     empty.mkdir()
     code, _, err = command(capsys, "predict", str(empty), "--batch-size", "1", "--seq-len", "8")
     assert code == 2 and "has no config.json" in err
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        ({"model_type": "llama", "hidden_size": "x"}, "the config of .* is not valid .*hidden_size"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "the config of .* is not valid .*zero"),
+        ({"model_type": "llama", "hidden_size": 65}, "the config of .* is not valid .*not a multiple"),
+        ({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, "patches of one size"),
+        ({"model_type": "swin", "architectures": ["SwinForImageClassification"]}, "patches of one size"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "takes input_features",
+        ),
+        ({"size": 1}, "no model is known as"),
+    ],
+)
+def test_command_plan_refuses_models_in_a_sentence(capsys, tmp_path, fields, says):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    words = ["plan", str(tmp_path), "--card", "4090", "--seq-len", "8", "--global-batch", "1"]
+    code, out, err = command(capsys, *words)
+    assert code == 2 and re.search(says, err) and not out and "Traceback" not in err
+
+
+def test_command_turns_what_no_check_has_foreseen_into_a_sentence(capsys, monkeypatch):
+    from gradmem_lib.planning import plan as module
+
+    def fails(*args, **kwargs):
+        raise AttributeError("no attribute 'weight'")
+
+    monkeypatch.setattr(module, "plan", fails)
+    code, out, err = command(
+        capsys, "plan", "tiny-llama", "--card", "T4", "--seq-len", "8", "--global-batch", "1"
+    )
+    assert code == 2 and not out
+    assert "tiny-llama: AttributeError: no attribute 'weight'" in err and "python -X dev" in err
+
+
+def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(config, monkeypatch):
+    def only_bf16(*args, recipe, **kwargs):
+        if recipe.precision != "bf16":
+            raise CannotTrace("some operation reads values")
+        return predict(*args, recipe=recipe, **kwargs)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", only_bf16)
+    made = plan(config, card="1 GiB", seq_len=8, global_batch=1, method="lora", target="cpu")
+    assert made.best.recipe.precision == "bf16"
+    assert [(out.recipe.precision, out.why) for out in made.ruled_out] == [
+        (precision, "some operation reads values") for precision in ("float32", "autocast-bf16")
+    ]
+
+
+def test_options_in_a_line_are_spelled_as_in_a_recipe():
+    assert describe(Recipe(), "full", None) == "full, float32, adamw"
+    recipe = Recipe(precision="bf16", in_backward=True, checkpointing="per-layer", chunked_loss=True)
+    assert describe(recipe, "full", 4) == (
+        "full, bf16, adamw, in_backward, checkpointing=per-layer, chunked_loss, micro-batch 4 x 1"
+    )
+    assert describe(Recipe(every_n_layers=2, accumulation=3), "lora", 1) == (
+        "lora, float32, adamw, every_n_layers=2, micro-batch 1 x 3"
+    )
 
 
 def test_missing_options_leave_with_2(capsys):

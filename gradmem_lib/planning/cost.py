@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from .. import compat
 from ..prediction import allocator
-from ..prediction.configs import model_class
+from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
 from ..techniques.losses import predicts_next_token
 from ..training.recipe import Recipe
@@ -26,8 +25,9 @@ OPERATIONS_KEPT = (
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``biggest``: entries
-    of the largest parameter; ``scores``: heads x head size, summed over layers, of which attention makes its products."""
+    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``experts``: those of
+    experts that a token goes through; ``scores``: heads x head size, summed over layers, of which attention makes its products;
+    ``patches``: of an image, with the class token, and ``None`` for text."""
 
     config: Any
     parameters: int
@@ -41,24 +41,24 @@ class Work:
     chunked: bool
     vocabulary: int
     fused: bool
-    images: bool
-
-    @property
-    def biggest(self) -> int:
-        return max(map(math.prod, self.sizes))
+    patches: int | None
+    experts: float
 
 
 def count(config) -> Work:
-    """Count the parameters and matrices of ``config``'s model, without memory for it."""
+    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` where rows are neither tokens
+    nor images cut into patches of one size, of which the time is estimated."""
     from ..techniques.lora import linear_sizes
 
-    with torch.device("meta"):
-        model = model_class(config)(copy.deepcopy(config))
+    model = skeleton(config)
+    patches = _patches(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [linear_sizes(m) for m in model.modules() if m is not head and linear_sizes(m)]
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
+    # An encoder with a decoder has as many layers in each, and the decoder's attend twice.
+    attentions = 3 * layers if config.is_encoder_decoder else layers
     plain_head = (
         head is not None
         and predicts_next_token(model)
@@ -73,13 +73,41 @@ def count(config) -> Work:
         head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
         adapters=sum(LORA_RANK * (i + o) for i, o in linear),
         layers=layers,
-        scores=layers * heads * (getattr(text, "head_dim", None) or hidden // heads),
+        scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
         chunked=plain_head,
         vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
-        fused=bool(getattr(model, "_supports_sdpa", True)),
-        images=getattr(model, "main_input_name", "") == "pixel_values",
+        fused=compat.takes_fused_attention(model),
+        patches=patches,
+        experts=_experts(model),
     )
+
+
+def _patches(model: nn.Module) -> int | None:
+    """Tokens that an image becomes, with the class token; ``None`` for text."""
+    taken, config = getattr(model, "main_input_name", "input_ids"), model.config
+    if taken == "input_ids":
+        return None
+    sizes = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    if taken != "pixel_values" or None in sizes or getattr(config, "depths", None) is not None:
+        raise ValueError(
+            f"plan estimates times for rows of tokens, or images cut into patches of one size, and {type(model).__name__} takes "
+            f"{taken}: predict the recipes that you think of, with predict(model, batch_size=..., recipe=Recipe(...))"
+        )
+    (height, width), (tall, wide) = (
+        size if isinstance(size, (list, tuple)) else (size, size) for size in sizes
+    )
+    return (height // tall) * (width // wide) + 1
+
+
+def _experts(model: nn.Module) -> float:
+    """Entries of the experts' matrices (experts, out, in) that one token goes through."""
+    text = model.config.get_text_config()
+    most = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    if not most:
+        return 0.0
+    entries = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == most)
+    return entries * (getattr(text, "num_experts_per_tok", None) or most) / most
 
 
 def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
@@ -112,7 +140,7 @@ def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, 
     """
     tokens = micro_batch * seq_len
     attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
-    layers = 2 * work.matrices + attention
+    layers = 2 * (work.matrices + work.experts) + attention
     forward = layers + 2 * work.head
     again = run_again(work, recipe)
     if recipe.lora_rank:

@@ -220,4 +220,11 @@ def find_model(given) -> tuple[Any, str]:
         if not like:
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
+    except TypeError:
+        raise
+    except Exception as error:  # transformers checks a config's fields in ways of its own
+        said = str(error).strip().splitlines() or [""]
+        raise ValueError(
+            f"the config of {given} is not valid ({type(error).__name__}: {said[-1].strip()})"
+        ) from error
     return config, title_of(given, config)

@@ -85,16 +85,12 @@ class RuledOut:
 
 
 def describe(recipe: Recipe, method: str, micro_batch: int | None) -> str:
-    """A recipe in a line."""
-    words = [method, recipe.precision, recipe.optimizer + (" in backward" if recipe.in_backward else "")]
-    if recipe.every_n_layers:
-        words.append(f"checkpoint 1 layer in {recipe.every_n_layers}")
-    elif recipe.checkpointing is not None:
-        words.append(
-            "checkpoint every layer" if recipe.checkpointing == "per-layer" else "checkpoint segments"
-        )
-    if recipe.chunked_loss:
-        words.append("loss in chunks")
+    """A recipe in a line, its options spelled as ``Recipe`` does."""
+    words = [method, recipe.precision, recipe.optimizer]
+    words += ["in_backward"] if recipe.in_backward else []
+    words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []
+    words += [f"checkpointing={recipe.checkpointing}"] if recipe.checkpointing is not None else []
+    words += ["chunked_loss"] if recipe.chunked_loss else []
     if micro_batch is not None:
         words.append(f"micro-batch {micro_batch} x {recipe.accumulation}")
     return ", ".join(words)

@@ -48,9 +48,9 @@ def plan(
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = count(config)
-    if not work.images and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):
+    if not work.patches and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1):
         raise ValueError(f"seq_len={seq_len!r}: give the number of tokens in a row, at least 1, such as 2048")
-    search = Search(work, found, None if work.images else seq_len, global_batch, target)
+    search = Search(work, found, None if work.patches else seq_len, global_batch, target)
     methods = list(METHODS) if method == "any" else [method]
     ruled = [out for name in methods for out in search.run(name)]
     fits, refused = search.ordered(), search.options(fits=False)
@@ -100,7 +100,7 @@ def _advice(search: Search, methods: list[str], closest: Option) -> list[str]:
                     "steps in backward cannot accumulate, so its batch goes through in one piece."
                 )
                 break
-    for seq_len in [] if search.work.images else (search.seq_len // 2, search.seq_len // 4):
+    for seq_len in [] if search.work.patches else (search.seq_len // 2, search.seq_len // 4):
         if seq_len < 1:
             break
         shorter = Search(search.work, search.card, seq_len, search.global_batch, search.target)

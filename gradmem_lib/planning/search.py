@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..prediction.predict import Prediction, predict
+from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from .cards import Card
@@ -80,12 +81,7 @@ class Search:
     @property
     def tokens(self) -> int:
         """Tokens in a row: for images, patches and the class token."""
-        if not self.work.images:
-            return self.seq_len
-        side, patch = self.work.config.image_size, self.work.config.patch_size
-        return (side // patch) ** 2 + 1
-
-    # Which recipes there are -----------------------------------------------------------------------------
+        return self.work.patches or self.seq_len
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, those first that change training least. Each is then tried with less and less memory."""
@@ -122,8 +118,6 @@ class Search:
     def smallest(self, recipe: Recipe) -> int:
         """The smallest micro-batch that the recipe can be run with."""
         return self.global_batch if recipe.in_backward else 1
-
-    # Which of them fit -----------------------------------------------------------------------------------
 
     def rule_out(self, family: Recipe, method: str) -> RuledOut | None:
         """Whether weights, gradients and states alone are too many bytes."""
@@ -251,7 +245,13 @@ class Search:
             rungs = [
                 r for r in self.ladder(family) if best is None or self._ideal(r) * EQUAL_TIME < best.seconds
             ]
-            index = self.first_fit(rungs, method)
+            try:
+                index = self.first_fit(rungs, method)
+            except CannotTrace as error:
+                ruled.append(
+                    RuledOut(family, method, sum(resident_bytes(self.work, family).values()), str(error))
+                )
+                continue
             found: Option | None = None
             for rung in rungs[len(rungs) if index is None else index :]:
                 if found is None or self._ideal(rung) * EQUAL_TIME < found.seconds:
