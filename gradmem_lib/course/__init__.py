@@ -6,6 +6,7 @@ _HOMES = {
     "check": "UnknownExercise all_exercises audit get",
     "exercise": "Exercise Mistake calls measure",
     "judging": "judge",
+    "guesses": "Guess",
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_02": "step_budget three_steps",

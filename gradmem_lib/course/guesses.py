@@ -11,18 +11,18 @@ from ..units import format_bytes, parse_bytes
 from . import progress
 
 
-def predict_first(id: str, question: str, *, unit: str = "bytes") -> Prediction:
+def predict_first(id: str, question: str, *, unit: str = "bytes") -> Guess:
     """Ask for a guess and return at once. In a notebook this shows a small input; elsewhere, how to guess in code.
 
     ``unit`` is "bytes", which accepts "1.5 GiB", "600e6" or 42, or any other word, which accepts plain numbers.
     A guess made earlier under the same ``id`` is remembered.
     """
-    prediction = Prediction(id, question, unit=unit)
-    _display(prediction)
-    return prediction
+    asked = Guess(id, question, unit=unit)
+    _display(asked)
+    return asked
 
 
-class Prediction:
+class Guess:
     """A question with a number for an answer. ``value`` is the guess, in ``unit``, or ``None`` while there is none."""
 
     def __init__(self, id: str, question: str, *, unit: str = "bytes"):
@@ -132,10 +132,10 @@ def _plain_number(value: Any, unit: str) -> float | None:
     return number if math.isfinite(number) and not isinstance(value, bool) else None
 
 
-def _display(prediction: Prediction) -> None:
+def _display(asked: Guess) -> None:
     """The input where widgets work, over the same line of text everywhere: that is what a saved notebook compares."""
-    example = "1.5 GiB" if prediction.unit == "bytes" else "42"
-    line = f'{prediction!r}: {prediction.question} (commit to a number with .guess("{example}"))'
+    example = "1.5 GiB" if asked.unit == "bytes" else "42"
+    line = f'{asked!r}: {asked.question} (commit to a number with .guess("{example}"))'
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if not hasattr(shell, "kernel"):
         print(line)
@@ -144,11 +144,11 @@ def _display(prediction: Prediction) -> None:
 
     from ..measure.display import live_enabled
 
-    widget = _view(_widget(prediction, example)) if live_enabled() else {}
+    widget = _view(_widget(asked, example)) if live_enabled() else {}
     display({"text/plain": line, **widget}, raw=True)
 
 
-def _widget(prediction: Prediction, example: str):
+def _widget(asked: Guess, example: str):
     import ipywidgets as widgets
 
     def say(sentence: str) -> None:
@@ -156,22 +156,22 @@ def _widget(prediction: Prediction, example: str):
 
     def commit(_=None) -> None:
         try:
-            say(prediction._commit(field.value))
+            say(asked._commit(field.value))
         except ValueError as error:
             say(str(error))
 
-    question = widgets.HTML(html.escape(f"{prediction!r}: {prediction.question}"))
+    question = widgets.HTML(html.escape(f"{asked!r}: {asked.question}"))
     field = widgets.Text(
         placeholder=f"for example {example}",
         description="Your guess",
         continuous_update=False,
-        tooltip=prediction.question,
+        tooltip=asked.question,
     )
     button = widgets.Button(description="Commit", tooltip="Record this guess")
     status = widgets.HTML()
-    if prediction.value is not None:
+    if asked.value is not None:
         say(
-            f"your guess so far: {show(prediction.value, prediction.unit)}; run the next cell, or guess again"
+            f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again"
         )
     field.observe(commit, names="value")  # Enter, or leaving the field
     button.on_click(commit)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gradmem_lib.course import progress
-from gradmem_lib.course.guesses import Prediction, _widget, how_far, predict_first
+from gradmem_lib.course.guesses import Guess, _widget, how_far, predict_first
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def file(tmp_path, monkeypatch):
     ],
 )
 def test_a_guess_in_bytes(capsys, guess, nbytes):
-    prediction = Prediction("1.a", "How many bytes?")
-    prediction.guess(guess)
-    assert prediction.value == nbytes and type(prediction.value) is int
+    asked = Guess("1.a", "How many bytes?")
+    asked.guess(guess)
+    assert asked.value == nbytes and type(asked.value) is int
     said = capsys.readouterr().out
     assert said.startswith("recorded: ") and f"{nbytes:,} bytes; run the next cell\n" in said
     assert progress.load()["guesses"]["1.a"]["guess"] == nbytes
@@ -42,32 +42,32 @@ def test_a_guess_in_bytes(capsys, guess, nbytes):
     ("guess", "number"), [("1.5", 1.5), ("3 layers", 3), ("1e3", 1000), (-2, -2), (0, 0)]
 )
 def test_a_guess_in_another_unit(guess, number):
-    prediction = Prediction("1.b", "How many layers?", unit="layers")
-    prediction.guess(guess)
-    assert prediction.value == number
+    asked = Guess("1.b", "How many layers?", unit="layers")
+    asked.guess(guess)
+    assert asked.value == number
 
 
 @pytest.mark.parametrize("unit", ["bytes", "layers"])
 @pytest.mark.parametrize("guess", ["", "a lot", "2 gigs", None, float("nan"), float("inf"), "nan", True, [3]])
 def test_a_bad_guess_is_one_sentence_and_is_not_kept(unit, guess):
-    prediction = Prediction("1.a", "How many?", unit=unit)
+    asked = Guess("1.a", "How many?", unit=unit)
     with pytest.raises(ValueError, match=r"cannot read .*: give"):
-        prediction.guess(guess)
-    assert prediction.value is None and progress.load()["guesses"] == {}
+        asked.guess(guess)
+    assert asked.value is None and progress.load()["guesses"] == {}
 
 
 def test_a_guess_is_remembered_under_its_id_and_unit():
-    Prediction("1.a", "How many bytes?").guess("2 KiB")
-    assert Prediction("1.a", "How many bytes, again?").value == 2048
-    assert Prediction("1.a", "How many layers?", unit="layers").value is None
-    assert Prediction("1.b", "How many bytes?").value is None
+    Guess("1.a", "How many bytes?").guess("2 KiB")
+    assert Guess("1.a", "How many bytes, again?").value == 2048
+    assert Guess("1.a", "How many layers?", unit="layers").value is None
+    assert Guess("1.b", "How many bytes?").value is None
 
 
 def test_the_reveal_lines_up_guess_formula_and_measured(capsys):
-    prediction = Prediction("1.a", "How many bytes?")
-    prediction.guess("1.5 GiB")
+    asked = Guess("1.a", "How many bytes?")
+    asked.guess("1.5 GiB")
     capsys.readouterr()
-    prediction.reveal(formula=768_000_000, measured=torch.tensor(768_000_512))
+    asked.reveal(formula=768_000_000, measured=torch.tensor(768_000_512))
     assert capsys.readouterr().out == (
         "Prediction 1.a\n"
         "  guess     1,610,612,736 bytes    1.50 GiB  2.1 times too high\n"
@@ -82,7 +82,7 @@ def test_the_reveal_lines_up_guess_formula_and_measured(capsys):
 
 
 def test_the_reveal_without_a_guess_says_so_and_records_nothing(capsys, file):
-    Prediction("1.b", "How many layers?", unit="layers").reveal(measured=12)
+    Guess("1.b", "How many layers?", unit="layers").reveal(measured=12)
     first, guess, measured, advice = capsys.readouterr().out.splitlines()
     assert (first, guess.split(), measured.split()) == (
         "Prediction 1.b",
@@ -117,31 +117,31 @@ def test_how_far_off_is_said_in_words(guess, measured, words):
 
 
 def test_without_a_kernel_one_line_says_how_to_guess(capsys):
-    prediction = predict_first("1.a", "How many bytes?")
+    asked = predict_first("1.a", "How many bytes?")
     line = 'Prediction 1.a: How many bytes? (commit to a number with .guess("1.5 GiB"))\n'
     assert capsys.readouterr().out == line
-    prediction.guess(3)
+    asked.guess(3)
     capsys.readouterr()
     predict_first("1.a", "How many bytes?")
     assert capsys.readouterr().out == line  # the same on every run, whatever was guessed
 
 
 def test_the_input_records_and_advises():
-    prediction = Prediction("1.a", "Is 1 < 2 GiB?")
-    question, row, status = _widget(prediction, "1.5 GiB").children
+    asked = Guess("1.a", "Is 1 < 2 GiB?")
+    question, row, status = _widget(asked, "1.5 GiB").children
     field, button = row.children
     assert "1 &lt; 2 GiB" in question.value and status.value == ""
     field.value = "2 gigs"  # what Enter does
-    assert status.value.startswith("cannot read") and prediction.value is None
+    assert status.value.startswith("cannot read") and asked.value is None
     field.value = "<b>"
     assert "&lt;b&gt;" in status.value
     field.value = "1.5 GiB"
     assert status.value == "recorded: 1.50 GiB = 1,610,612,736 bytes; run the next cell"
-    prediction.value = None
+    asked.value = None
     button.click()
-    assert prediction.value == 1_610_612_736
+    assert asked.value == 1_610_612_736
 
-    *_, status = _widget(Prediction("1.a", "Again?"), "1.5 GiB").children
+    *_, status = _widget(Guess("1.a", "Again?"), "1.5 GiB").children
     assert status.value.startswith("your guess so far: 1.50 GiB = 1,610,612,736 bytes")
 
 
@@ -152,9 +152,9 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
 
     monkeypatch.setenv("GRADMEM_LIVE", live)
     cells = [
-        "from gradmem_lib import check, predict_first\nprediction = predict_first('1.a', 'How many bytes?')",
-        "prediction.reveal(measured=2048)",
-        "prediction.guess('2 KiB')\nprediction.reveal(measured=2048)",
+        "from gradmem_lib import check, predict_first\nasked = predict_first('1.a', 'How many bytes?')",
+        "asked.reveal(measured=2048)",
+        "asked.guess('2 KiB')\nasked.reveal(measured=2048)",
         "from IPython.display import display\n"
         "def tensor_bytes(shape, bytes_per_element):\n"
         "    print('not shown')\n"
