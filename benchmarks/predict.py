@@ -47,20 +47,20 @@ MASTER = Recipe(precision="float32-master")
 SETTINGS = {
     "bf16": BF16,
     "bf16, eager attention": replace(BF16, attention="eager"),
-    "bf16, every layer checkpointed": replace(BF16, checkpointing="per-layer"),
-    "float32 master": MASTER,
-    "float32 master, every layer checkpointed": replace(MASTER, checkpointing="per-layer"),
-    "autocast": Recipe(precision="autocast-bf16", optimizer="adamw-fused"),
+    "bf16, per-layer": replace(BF16, checkpointing="per-layer"),
+    "float32-master": MASTER,
+    "float32-master, per-layer": replace(MASTER, checkpointing="per-layer"),
+    "autocast-bf16": Recipe(precision="autocast-bf16", optimizer="adamw-fused"),
 }
 LATER = {  # changes that a slider makes, each a question not asked before
     "half the sequence": (BF16, 2),
-    "every layer checkpointed": (replace(BF16, checkpointing="per-layer"), 1),
+    "per-layer": (replace(BF16, checkpointing="per-layer"), 1),
     "segments of four": (replace(BF16, checkpointing=4), 1),
     "plain AdamW": (replace(BF16, optimizer="adamw"), 1),
     "8-bit AdamW": (replace(BF16, optimizer="adamw-8bit"), 1),
     "LoRA of rank 16": (replace(BF16, lora_rank=16), 1),
     "chunked loss": (replace(BF16, chunked_loss=True), 1),
-    "autocast": (SETTINGS["autocast"], 1),
+    "autocast-bf16": (SETTINGS["autocast-bf16"], 1),
     "eager attention": (SETTINGS["bf16, eager attention"], 1),
 }
 MEM_TRACKER_MODEL = "Llama-2-7B"
@@ -127,8 +127,9 @@ def mem_tracker(name: str, without_mask: bool) -> dict:
     """PyTorch's MemTracker on the same step under fake tensors, the way its documentation shows: two steps, the second with
     the optimizer's states there. ``without_mask``: with the attention that ``predict`` gives a fake model, since
     transformers' own builds a mask under fake tensors that no real run has."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
+
+    from gradmem_lib.compat import FakeTensorMode
 
     found = {}
 

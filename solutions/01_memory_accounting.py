@@ -518,14 +518,14 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152))
 # |---|---|---|---|---|
 # | **float32** | float32 | float32 | float32 | float32 |
 # | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
-# | **autocast** (`bf16=True` in the HF Trainer, over float32 weights) | float32 | float32 | float32 | bf16 |
-# | **float32 master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
+# | **autocast-bf16** (`bf16=True` in the HF Trainer, over float32 weights) | float32 | float32 | float32 | bf16 |
+# | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
 #
 # ### Exercise 1.5 · bytes per parameter
 #
 # ●○○ · 5 minutes · trains: telling precision recipes apart by what they keep
 #
-# Write `bytes_per_parameter(recipe)` for the four names `"float32"`, `"bf16"`, `"autocast"` and `"float32 master"`:
+# Write `bytes_per_parameter(recipe)` for the four names `"float32"`, `"bf16"`, `"autocast-bf16"` and `"float32-master"`:
 # weight, gradient, both of AdamW's moments, and the master copy where there is one.
 #
 # <details><summary>Hint 1: autocast</summary>
@@ -545,8 +545,8 @@ def bytes_per_parameter(recipe):
     weights_gradients_moments = {
         "float32": (4, 4, 8),
         "bf16": (2, 2, 4),
-        "autocast": (4, 4, 8),
-        "float32 master": (2 + 4, 2, 8),
+        "autocast-bf16": (4, 4, 8),
+        "float32-master": (2 + 4, 2, 8),
     }
     return sum(weights_gradients_moments[recipe])
     ### END SOLUTION
@@ -576,15 +576,15 @@ def residents_of(dtype, autocast):
 
 
 # %%
-print("recipe      parameters   gradients   optimizer activations  per parameter")
+print("recipe          parameters   gradients   optimizer activations  per parameter")
 for recipe, dtype, autocast in [
     ("float32", torch.float32, False),
     ("bf16", torch.bfloat16, False),
-    ("autocast", torch.float32, True),
+    ("autocast-bf16", torch.float32, True),
 ]:
     row = residents_of(dtype, autocast)
     cells = "".join(f"{nbytes:>12,}" for nbytes in row)
-    print(f"{recipe:<10}{cells}{sum(row[:3]) / n:>14.3f}")
+    print(f"{recipe:<14}{cells}{sum(row[:3]) / n:>14.3f}")
 
 # %% [markdown]
 # Two surprises. Pure bf16 halves the residents and barely touches the activations: most of them here are the logits of
@@ -598,7 +598,7 @@ for recipe, dtype, autocast in [
 seven = accounting.SHAPES["Llama-2-7B"]
 print(f"{seven.name}, {seven.parameters:,} parameters, 1 × 2048 tokens; GiB")
 print("recipe          parameters gradients optimizer     saved      peak")
-for recipe in accounting.PRECISIONS:
+for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
     kept = accounting.resident_bytes(seven, precision=recipe)
     saved = accounting.model_activations(seven, 1, 2048, precision=recipe)
     peak = accounting.estimate(seven, batch_size=1, seq_len=2048, precision=recipe).total

@@ -10,16 +10,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
-from gradmem_lib import MemoryTracker
+from gradmem_lib import MemoryTracker, names
 from gradmem_lib.course import models
+from gradmem_lib.course.check import get
 from gradmem_lib.course.claims.saved import saved_tensors
+from gradmem_lib.course.judging import judge
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.techniques import accounting
 from gradmem_lib.techniques.accounting import PRECISIONS
 from gradmem_lib.techniques.shapes import SHAPES, Shape
-from gradmem_lib.units import GiB
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+DTYPES = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "autocast-bf16": torch.float32,
+    "autocast-fp16": torch.float32,
+}
 IMPLEMENTATION = {"fused": "sdpa", "eager": "eager"}
 
 
@@ -48,7 +54,8 @@ CONFIGS = {
 
 
 def compute(precision: str):
-    return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+    dtype = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(precision)
+    return torch.autocast("cpu", dtype) if dtype else nullcontext()
 
 
 def checkpoint_every_layer(model):
@@ -106,23 +113,24 @@ def test_a_config_that_the_forms_do_not_cover_is_refused(config):
 
 
 def test_bytes_per_parameter_of_each_recipe():
-    total = {name: sum(accounting.bytes_per_parameter(name, "AdamW").values()) for name in PRECISIONS}
-    assert total == {"float32": 16, "bf16": 8, "autocast": 16, "float32 master": 16}
-    assert accounting.bytes_per_parameter("bf16", "SGD momentum")["optimizer"] == 2
-    assert accounting.bytes_per_parameter("float32 master", "none")["optimizer"] == 0
+    total = {name: sum(accounting.bytes_per_parameter(name, "adamw").values()) for name in PRECISIONS}
+    assert total == {"float32": 16, "bf16": 8, "autocast-bf16": 16, "autocast-fp16": 16, "float32-master": 16}
+    assert accounting.bytes_per_parameter("bf16", "sgd", 0.9)["optimizer"] == 2
+    assert accounting.bytes_per_parameter("float32-master", None)["optimizer"] == 0
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("choice", "make"),
     [
-        ("AdamW", lambda p: torch.optim.AdamW(p)),
-        ("AdamW foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
-        ("SGD", lambda p: torch.optim.SGD(p)),
-        ("SGD momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        (("adamw",), lambda p: torch.optim.AdamW(p)),
+        (("adamw-foreach",), lambda p: torch.optim.AdamW(p, foreach=True)),
+        (("adamw-fused",), lambda p: torch.optim.AdamW(p, fused=True)),
+        (("sgd",), lambda p: torch.optim.SGD(p)),
+        (("sgd", 0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
     ],
 )
-def test_residents_are_what_pytorch_really_keeps(precision, name, make):
+def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
     model = models.tiny_llama(
         layers=2, hidden=32, heads=4, intermediate=48, vocab=64, dtype=DTYPES[precision]
     )
@@ -130,7 +138,7 @@ def test_residents_are_what_pytorch_really_keeps(precision, name, make):
     model(input_ids=(ids := torch.zeros(1, 4, dtype=torch.long)), labels=ids).loss.backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    assert accounting.resident_bytes(Shape.from_config(model.config), precision, name) == {
+    assert accounting.resident_bytes(Shape.from_config(model.config), precision, *choice) == {
         "parameters": sum(p.nbytes for p in model.parameters()),
         "gradients": sum(p.grad.nbytes for p in model.parameters()),
         "optimizer": sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
@@ -262,7 +270,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "every layer"])
+@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
 @pytest.mark.parametrize("attention", ["fused", "eager"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
@@ -270,7 +278,7 @@ STEPS = {
 def test_estimate_within_one_percent_of_the_measured_peak(make, step, precision, attention, checkpointing):
     size = STEPS[step]
     model = make(vocab=size["vocab"], attention=IMPLEMENTATION[attention], dtype=DTYPES[precision])
-    if checkpointing == "every layer":
+    if checkpointing == "per-layer":
         checkpoint_every_layer(model)
     ids = torch.randint(0, size["vocab"], (size["batch"], size["seq"]))
     peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision)
@@ -283,11 +291,11 @@ def test_estimate_within_one_percent_of_the_measured_peak(make, step, precision,
     assert tuple(estimate.by_category) == CATEGORIES
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "every layer"])
+@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, checkpointing):
     model = models.tiny_llama(layers=2, vocab=512, attention="eager", dtype=DTYPES[precision])
-    if checkpointing == "every layer":
+    if checkpointing == "per-layer":
         checkpoint_every_layer(model)
     ids = torch.randint(0, 512, (1, 640))
     peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
@@ -300,21 +308,22 @@ def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, ch
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("choice", "make"),
     [
-        ("SGD", lambda p: torch.optim.SGD(p, foreach=False)),
-        ("SGD momentum", lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False)),
-        ("AdamW foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
+        ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, foreach=False)),
+        ({"optimizer": "sgd", "momentum": 0.9}, lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False)),
+        ({"optimizer": "adamw-foreach"}, lambda p: torch.optim.AdamW(p, foreach=True)),
+        ({"optimizer": "adamw-fused"}, lambda p: torch.optim.AdamW(p, fused=True)),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seq_len", [8, 128])
-def test_estimate_for_other_optimizers_and_tied_weights(name, make, tied, seq_len):
+def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_len):
     model = models.tiny_llama(layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied)
     ids = torch.randint(0, 2048, (1, seq_len))
     peak = measured_peak(model, make(model.parameters()), ids)
     estimate = accounting.estimate(
-        Shape.from_config(model.config), batch_size=1, seq_len=seq_len, precision="float32", optimizer=name
+        Shape.from_config(model.config), batch_size=1, seq_len=seq_len, precision="float32", **choice
     )
     assert estimate.total == pytest.approx(peak.total, rel=0.01)
 
@@ -353,17 +362,17 @@ def test_estimate_of_segments(segment):
     ids = torch.randint(0, 256, (4, 128))
     peak = measured_peak(model, torch.optim.SGD(model.parameters(), foreach=False), ids)
     estimate = accounting.estimate(
-        shape, batch_size=4, seq_len=128, precision="float32", optimizer="SGD",
-        checkpointing="segments", segment=segment,
+        shape, batch_size=4, seq_len=128, precision="float32", optimizer="sgd",
+        checkpointing=segment,
     )  # fmt: skip
     assert estimate.total == pytest.approx(peak.total, rel=0.02)
 
 
 def test_segments_of_one_are_every_layer():
     options = dict(batch_size=2, seq_len=512)
-    one = accounting.estimate(SHAPES["GPT-2"], checkpointing="segments", segment=1, **options)
-    assert one == accounting.estimate(SHAPES["GPT-2"], checkpointing="every layer", **options)
-    assert accounting.segment_lengths(9, "segments", 4) == [4, 4, 1]
+    one = accounting.estimate(SHAPES["GPT-2"], checkpointing=1, **options)
+    assert one == accounting.estimate(SHAPES["GPT-2"], checkpointing="per-layer", **options)
+    assert accounting.segment_lengths(9, 4) == [4, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -371,12 +380,14 @@ def test_segments_of_one_are_every_layer():
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"seq_len": 1.5}, "seq_len is 1.5"),
-        ({"precision": "fp8"}, "'autocast'"),
-        ({"optimizer": "Adam"}, "'AdamW'"),
+        ({"precision": "fp8"}, "'autocast-bf16'"),
+        ({"optimizer": "Adam"}, "'adamw'"),
         ({"attention": "sdpa"}, "'fused'"),
-        ({"checkpointing": True}, "'every layer'"),
-        ({"checkpointing": "segments"}, "from 1 to 4"),
-        ({"checkpointing": "segments", "segment": 5}, "segment is 5"),
+        ({"checkpointing": True}, "'per-layer'"),
+        ({"checkpointing": "best"}, "predict\\(\\)"),
+        ({"checkpointing": 5}, "checkpointing is 5.*from 1 to 4"),
+        ({"optimizer": "adafactor"}, "has no closed form"),
+        ({"momentum": 0.9}, "belongs to 'sgd'"),
     ],
 )
 def test_a_wrong_choice_is_named_with_the_right_ones(wrong, says):
@@ -384,6 +395,17 @@ def test_a_wrong_choice_is_named_with_the_right_ones(wrong, says):
         accounting.estimate(SHAPES["tiny Llama"], **{"batch_size": 1, "seq_len": 8} | wrong)
 
 
-def test_cards_run_from_6_gib_to_the_h200():
-    assert accounting.CARDS["6 GB card"] == 6 * GiB
-    assert accounting.CARDS["H200 141 GB"] == max(accounting.CARDS.values())
+def test_the_closed_forms_are_attached_to_the_spellings_of_names():
+    assert set(accounting.PRECISIONS) == set(names.PRECISIONS)
+    assert set(accounting.OPTIMIZERS) < set(names.OPTIMIZERS)
+    assert not hasattr(accounting, "CARDS")
+
+
+@pytest.mark.parametrize("spelled", [("autocast-bf16", "float32-master"), ("autocast", "float32 master")])
+def test_exercise_1_5_takes_the_names_of_today_and_those_of_before(spelled):
+    right = {"float32": 16, "bf16": 8} | dict.fromkeys(spelled, 16)
+    assert judge(get("1.5"), lambda recipe: right[recipe]).outcome == "passed"
+    wrong = right | {spelled[0]: 8}
+    assert "autocast-bf16 comes out at 8" in judge(get("1.5"), lambda recipe: wrong[recipe]).line
+    del wrong[spelled[1]]
+    assert judge(get("1.5"), lambda recipe: wrong[recipe]).line.endswith(": 'float32-master'.")

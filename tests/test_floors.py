@@ -108,7 +108,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "gradmem_lib/__main__.py",
     "gradmem_lib/planning/plan.py",
-    "gradmem_lib/techniques/accounting.py",
     "gradmem_lib/techniques/quantized.py",
     "gradmem_lib/training/trainer.py",
 }

@@ -17,8 +17,11 @@ import pytest
 
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
 from gradmem_lib.names import CATEGORIES, PHASES
+from gradmem_lib.planning.cards import CARDS
+from gradmem_lib.planning.cost import beyond
+from gradmem_lib.prediction import allocator
 from gradmem_lib.techniques import accounting
-from gradmem_lib.units import GiB, MiB
+from gradmem_lib.units import GiB, MiB, format_bytes
 from gradmem_lib.view import bars, explorer, live, style
 from gradmem_lib.view import timeline as stills
 
@@ -231,15 +234,32 @@ def test_bars_refuse_a_category_without_a_colour():
 
 
 def test_verdict_changes_at_the_last_byte():
-    room = accounting.CARDS["8 GB card"]
-    assert explorer.verdict(room, "8 GB card").startswith("Fits with 0 B to spare")
-    assert explorer.verdict(room + 1, "8 GB card").startswith("Exceeds by 1 B")
+    card = CARDS["RTX 3070 8GB"]
+    room = card.nbytes - allocator.CONTEXT - allocator.workspace(card.capability)
+    last, over = (explorer.Answer({"parameters": n}, "", reserved=n) for n in (room, room + 1))
+    assert explorer.verdict(last, card.name).startswith("Fits with 0 B to spare") and explorer.fits(
+        last, card.name
+    )
+    assert explorer.verdict(over, card.name).startswith("Exceeds by 1 B") and not explorer.fits(
+        over, card.name
+    )
+
+
+def test_verdict_is_that_of_plan_where_the_tensors_alone_would_fit():
+    settings = explorer.DEFAULTS | {"batch_size": 1, "seq_len": 4096, "card": "RTX 2060 6GB"}
+    card, found = CARDS["RTX 2060 6GB"], explorer.answer(settings)
+    prediction = explorer.trace(settings)
+    needs = prediction.peak.total + sum(beyond(prediction, card.capability).values())
+    assert found.total < card.nbytes < needs
+    assert explorer.verdict(found, card.name).startswith(f"Exceeds by {format_bytes(needs - card.nbytes)}: ")
+    assert "CUDA context" in explorer.detail(found, settings)
+    assert explorer.verdict(explorer.preview(settings), card.name).startswith("Exceeds by")
 
 
 @pytest.mark.parametrize("model", accounting.SHAPES)
-@pytest.mark.parametrize("checkpointing", accounting.CHECKPOINTING)
+@pytest.mark.parametrize("checkpointing", explorer.CHECKPOINTING.values())
 def test_every_model_has_a_picture(model, checkpointing):
-    settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing, "segment": 16}
+    settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing}
     found = explorer.preview(settings)
     root = ET.fromstring(explorer.picture(settings, found))
     shown = sum(int(e.get("data-bytes")) for e in root.iter(f"{SVG}rect") if e.get("data-bytes"))
@@ -259,11 +279,11 @@ TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
     "changed",
     [
         *({"precision": name} for name in accounting.PRECISIONS),
-        *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in accounting.OPTIMIZERS),
+        *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in explorer.OPTIMIZERS.values()),
         {"attention": "eager"},
-        {"checkpointing": "every layer"},
-        {"checkpointing": "segments", "segment": 2},
-        {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": "segments", "segment": 16},
+        {"checkpointing": "per-layer"},
+        {"checkpointing": 2},
+        {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": 16},
     ],
     ids=str,
 )
@@ -275,7 +295,7 @@ def test_the_trace_is_of_what_the_closed_form_describes(changed):
 
 
 def test_what_no_recipe_can_train_keeps_the_closed_form_and_says_why():
-    settings = explorer.DEFAULTS | TINY | {"precision": "float32 master", "optimizer": "SGD"}
+    settings = explorer.DEFAULTS | TINY | {"precision": "float32-master", "optimizer": "sgd"}
     found = explorer.answer(settings)
     assert found.by_category == explorer.estimate(settings).by_category
     assert "no exact figure: float32-master is written for AdamW" in found.words
@@ -283,15 +303,13 @@ def test_what_no_recipe_can_train_keeps_the_closed_form_and_says_why():
 
 def test_controls_change_picture_and_words(monkeypatch):
     monkeypatch.setattr(explorer, "answer", explorer.preview)
-    shown = explorer.Explorer(model="Llama-2-7B", card="A100 80 GB", batch_size=3)
+    shown = explorer.Explorer(model="Llama-2-7B", card="A100 80GB", batch_size=3)
     shown.widget()
     picture, before = shown._picture, shown._picture.svg
-    assert picture.fits and shown.controls["segment"].layout.display == "none"
+    assert picture.fits
     shown.controls["precision"].value = "float32"
     assert picture.svg != before and not picture.fits and picture.verdict.startswith("Exceeds by")
-    shown.controls["checkpointing"].value = "segments"
-    assert not shown.controls["segment"].layout.display
-    for name in ("model", "card", "batch_size", "seq_len", "optimizer", "attention"):
+    for name in ("model", "card", "batch_size", "seq_len", "optimizer", "attention", "checkpointing"):
         before = picture.svg
         options = [o[1] if isinstance(o, tuple) else o for o in shown.controls[name].options]
         shown.controls[name].value = next(o for o in options if o != shown.controls[name].value)
@@ -330,8 +348,8 @@ def test_only_where_a_slider_comes_to_rest_is_traced(monkeypatch):
     assert [timer.cancelled for timer in timers] == [True, True, True, False] and not asked
     timers[-1].act()
     assert asked == [32] and not picture.pending
-    assert "Traced." in picture.detail and picture.verdict.endswith("32 B on the 8 GB card.")
-    controls["card"].value = "6 GB card"
+    assert "Traced." in picture.detail and "of 32 bytes" in picture.detail
+    controls["card"].value = "RTX 2060 6GB"
     assert not picture.pending, "another card needs no new trace"
     controls["batch_size"].value = 64
     assert picture.pending
@@ -352,13 +370,13 @@ def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
 
         monkeypatch.setattr(explorer, "answer", slow)
         drawn = []
-        shown._picture.observe(lambda change: drawn.append(change.new), "verdict")
+        shown._picture.observe(lambda change: drawn.append(change.new), "detail")
         shown.controls["batch_size"].value = 8
         while shown._picture.pending:
             await asyncio.sleep(0.01)
-        assert ": 16 B on" in drawn[-1] and not any(": 8 B on" in words for words in drawn)
+        assert "of 16 bytes" in drawn[-1] and not any("of 8 bytes" in words for words in drawn)
         shown.controls["batch_size"].value = 8
-        assert not shown._picture.pending and ": 8 B on" in drawn[-1]
+        assert not shown._picture.pending and "of 8 bytes" in drawn[-1]
 
     asyncio.run(asyncio.wait_for(drag(), 60))
 
@@ -367,7 +385,7 @@ def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
     "wrong, error, says",
     [
         ({"model": "GPT-9"}, ValueError, "model is 'GPT-9': choose one of 'tiny Llama'"),
-        ({"card": "abacus"}, ValueError, "card is 'abacus'"),
+        ({"card": "abacus"}, ValueError, "no card is known as 'abacus'"),
         ({"precision": "fp3"}, ValueError, "precision is 'fp3'"),
         ({"colour": 1}, TypeError, "no setting named colour: choose from model"),
     ],

@@ -170,9 +170,7 @@ def _widget(asked: Guess, example: str):
     button = widgets.Button(description="Commit", tooltip="Record this guess")
     status = widgets.HTML()
     if asked.value is not None:
-        say(
-            f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again"
-        )
+        say(f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again")
     field.observe(commit, names="value")  # Enter, or leaving the field
     button.on_click(commit)
     return widgets.VBox([question, widgets.HBox([field, button]), status])

@@ -188,11 +188,16 @@ def beyond(
     """
     if prediction.target == "cpu":
         return {}
-    total = prediction.peak.total
-    if replay:
-        held = {"allocator, reserved and free": max(prediction.replay_allocator() - total, 0)}
+    return beside(prediction.peak.total, capability, prediction.replay_allocator() if replay else None)
+
+
+def beside(live: int, capability: tuple[int, int], reserved: int | None = None) -> dict[str, int]:
+    """What a card of ``capability`` must hold beside ``live`` bytes, of which its allocator has ``reserved`` (``None``: roughly
+    so many)."""
+    if reserved is None:
+        held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
-        held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * total)}
+        held = {"allocator, reserved and free": max(reserved - live, 0)}
     return {
         **held,
         "cuBLAS workspace": allocator.workspace(capability),

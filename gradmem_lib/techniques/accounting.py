@@ -9,88 +9,74 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..units import GiB
+from ..names import ATTENTION, CATEGORIES
+from ..names import OPTIMIZERS as SPELLED
+from .schedules import segments_for
 from .shapes import SHAPES as SHAPES
 from .shapes import Shape as Shape
 
-FLOAT32, BF16, INT64 = 4, 2, 8  # bytes of one number
+FLOAT32, INT64 = 4, 8  # bytes of one number
 
 
 @dataclass(frozen=True)
 class Precision:
     """Bytes of one number in each role. ``residual`` and ``compute`` are the widths of activations:
     between the blocks' linear layers, and inside them. ``master`` is the extra float32 copy of the weights
-    that some recipes keep."""
+    that some recipes keep; ``narrow`` names the dtype of 2 bytes, where there is one."""
 
-    name: str
-    says: str
     weight: int
     gradient: int
     state: int
     residual: int
     compute: int
     master: int = 0
+    narrow: str = "bf16"
 
     @property
     def autocast(self) -> bool:
         return self.residual != self.compute
 
 
+# In closed form: the precisions of names.py, and those of its optimizers that need no look at single tensors.
 PRECISIONS: dict[str, Precision] = {
-    recipe.name: recipe
-    for recipe in (
-        Precision("float32", "everything in float32", 4, 4, 4, 4, 4),
-        Precision("bf16", "weights, gradients, Adam's states and activations all in bf16", 2, 2, 2, 2, 2),
-        Precision("autocast", "float32 weights, gradients and states; matrices in bf16", 4, 4, 4, 4, 2),
-        Precision("float32 master", "bf16 weights and gradients, float32 copy of the weights, float32 states",
-                  2, 2, 4, 2, 2, master=4),
-    )
-}  # fmt: skip
+    "float32": Precision(4, 4, 4, 4, 4),
+    "bf16": Precision(2, 2, 2, 2, 2),
+    "autocast-bf16": Precision(4, 4, 4, 4, 2),
+    "autocast-fp16": Precision(4, 4, 4, 4, 2, narrow="float16"),
+    "float32-master": Precision(2, 2, 4, 2, 2, master=4),
+}
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``states``: numbers kept per parameter. ``whole_model_copy``: the step makes a temporary as large as
-    the model."""
+    """``states``: numbers kept per parameter. ``whole_model``, ``tensors``: what the step makes, as copies of the
+    model or of its largest tensor."""
 
-    name: str
     states: int
     counters: bool = False
-    whole_model_copy: bool = False
+    whole_model: int = 0
+    tensors: int = 0
 
 
+# Adam's denominator: "foreach", which is torch.optim.AdamW's choice on CUDA, makes it for all parameters at once, the
+# plain loop twice for one tensor at a time.
 OPTIMIZERS: dict[str, Optimizer] = {
-    optimizer.name: optimizer
-    for optimizer in (
-        Optimizer("AdamW", 2, counters=True),
-        # What torch.optim.AdamW picks by itself for parameters on CUDA.
-        Optimizer("AdamW foreach", 2, counters=True, whole_model_copy=True),
-        Optimizer("SGD", 0),
-        Optimizer("SGD momentum", 1),
-        Optimizer("none", 0),
-    )
+    "adamw": Optimizer(2, counters=True, tensors=2),
+    "adamw-foreach": Optimizer(2, counters=True, whole_model=1),
+    "adamw-fused": Optimizer(2, counters=True),
+    "sgd": Optimizer(0),
 }
 
-ATTENTION: dict[str, str] = {
-    "fused": "one kernel that never stores the score matrix (SDPA, FlashAttention)",
-    "eager": "scores, softmax and product as separate operations",
-}
 
-CHECKPOINTING: dict[str, str] = {
-    "none": "keep every activation",
-    "every layer": "keep each block's input, recompute one block at a time",
-    "segments": "keep the input of each segment of blocks, recompute one segment at a time",
-}
-
-CARDS: dict[str, int] = {f"{size} GB card": size * GiB for size in (6, 8, 10, 12, 16, 24, 32)} | {
-    f"{name} {size} GB": size * GiB
-    for name, size in (("A100", 40), ("A100", 80), ("H100", 80), ("H200", 141))
-}  # as marketed; the driver and the CUDA context keep a part of it
-
-
-def _pick(table: dict, name: str, what: str):
+def _pick(table: dict, name: str | None, what: str):
     if name not in table:
-        raise ValueError(f"{what} is {name!r}: choose one of {', '.join(map(repr, table))}")
+        choices = ", ".join(map(repr, table))
+        if name in SPELLED:
+            raise ValueError(
+                f"{what}={name!r} has no closed form, since its states go by single tensors: predict() counts it, or "
+                f"choose one of {choices}"
+            )
+        raise ValueError(f"{what} is {name!r}: choose one of {choices}")
     return table[name]
 
 
@@ -98,24 +84,40 @@ def _precision(name: str) -> Precision:
     return _pick(PRECISIONS, name, "precision")
 
 
-def bytes_per_parameter(precision: str = "bf16", optimizer: str = "AdamW") -> dict[str, int]:
+def _optimizer(name: str | None, momentum: float = 0.0) -> Optimizer:
+    """``None`` is a step without an optimizer; ``momentum`` is SGD's, as in a recipe."""
+    if name is None:
+        return Optimizer(0)
+    found = _pick(OPTIMIZERS, name, "optimizer")
+    if momentum and name != "sgd":
+        raise ValueError(
+            f"momentum={momentum!r} with optimizer={name!r}: it belongs to 'sgd', so leave it out"
+        )
+    return Optimizer(1) if momentum else found
+
+
+def bytes_per_parameter(
+    precision: str = "bf16", optimizer: str | None = "adamw", momentum: float = 0.0
+) -> dict[str, int]:
     """Bytes that one parameter keeps through training, as ``parameters``, ``gradients`` and ``optimizer``.
 
     The float32 master copy counts as optimizer: AdamW then makes 2 + 2 + (4 + 4 + 4) = 16 bytes, as in ZeRO
     (Rajbhandari et al. 2020, section 3.1). Implementations that also turn the gradients into float32 need up
-    to 4 more during the step.
+    to 4 more during the step. ``optimizer=None`` keeps nothing.
     """
-    p, o = _precision(precision), _pick(OPTIMIZERS, optimizer, "optimizer")
-    master = p.master if optimizer != "none" else 0
+    p, o = _precision(precision), _optimizer(optimizer, momentum)
+    master = 0 if optimizer is None else p.master
     return {"parameters": p.weight, "gradients": p.gradient, "optimizer": master + o.states * p.state}
 
 
-def resident_bytes(shape: Shape, precision: str = "bf16", optimizer: str = "AdamW") -> dict[str, int]:
+def resident_bytes(
+    shape: Shape, precision: str = "bf16", optimizer: str | None = "adamw", momentum: float = 0.0
+) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states of a model (AdamW's step counters included):
     exact."""
-    per = bytes_per_parameter(precision, optimizer)
+    per = bytes_per_parameter(precision, optimizer, momentum)
     resident = {category: n * shape.parameters for category, n in per.items()}
-    resident["optimizer"] += FLOAT32 * shape.tensors * OPTIMIZERS[optimizer].counters
+    resident["optimizer"] += FLOAT32 * shape.tensors * _optimizer(optimizer, momentum).counters
     return resident
 
 
@@ -164,7 +166,7 @@ def attention_activations(
         float32_softmax = shape.norm == "rms" or p.autocast or w == FLOAT32
         items["attention: softmax"] = (FLOAT32 if float32_softmax else w) * scores
         if float32_softmax and w != FLOAT32:
-            items["attention: softmax in bf16"] = w * scores
+            items[f"attention: softmax in {p.narrow}"] = w * scores
     return items | {"attention: result, input of the output layer": w * tokens * shape.hidden}
 
 
@@ -187,6 +189,11 @@ def mlp_activations(
     return items | {f"mlp: {name}": wide for name in names}
 
 
+def _copies(p: Precision, of: str, entries: int) -> dict[str, int]:
+    """The 16-bit copies of weights that autocast makes, and keeps for backward."""
+    return {f"{p.narrow} {of}": p.compute * entries} if p.autocast else {}
+
+
 def block_activations(
     shape: Shape, batch_size: int, seq_len: int, *, precision: str = "bf16", attention: str = "fused"
 ) -> dict[str, int]:
@@ -194,13 +201,13 @@ def block_activations(
 
     Exact for transformers' ``LlamaDecoderLayer`` and ``GPT2Block`` (dropout 0, no padding mask) on the CPU,
     eager and fused (SDPA) attention. The rotary tables are shared by all blocks: see ``model_activations``.
-    Under ``"autocast"`` the last entry is the bf16 copies of the weights that backward reads. On CUDA,
+    Under autocast the last entry is the 16-bit copies of the weights that backward reads. On CUDA,
     LayerNorm keeps its statistics in float32, and autocast runs ``pow`` in float32: GPT-2 differs there.
     """
     p = _precision(precision)
     items = attention_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
     items |= mlp_activations(shape, batch_size, seq_len, precision=precision)
-    return items | ({"bf16 copies of the weights": BF16 * sum(shape.matrices.values())} if p.autocast else {})
+    return items | _copies(p, "copies of the weights", sum(shape.matrices.values()))
 
 
 def logits_bytes(shape: Shape, batch_size: int, seq_len: int, *, precision: str = "bf16") -> dict[str, int]:
@@ -229,8 +236,7 @@ def head_activations(
     """Bytes saved between the last block and the loss: final norm, output layer, log-softmax, labels."""
     p, tokens = _precision(precision), batch_size * seq_len
     items = _norm_items(shape, "final", tokens, p, readers=1)
-    if p.autocast:
-        items["bf16 copy of the output layer"] = BF16 * shape.embedding_parameters
+    items |= _copies(p, "copy of the output layer", shape.embedding_parameters)
     saved = logits_bytes(shape, batch_size, seq_len, precision=precision)["saved"]
     return items | {
         "loss: log-softmax in float32": saved,
@@ -239,20 +245,24 @@ def head_activations(
     }
 
 
-def segment_lengths(layers: int, checkpointing: str, segment: int | None) -> list[int]:
+def segment_lengths(layers: int, checkpointing: str | int | None) -> list[int]:
     """Blocks in each recomputed segment, first to last; empty without checkpointing.
 
-    ``"segments"`` needs ``segment``, the blocks in each (the last one may be shorter).
+    ``checkpointing`` as in a recipe: ``None``, ``"per-layer"``, ``"sqrt"`` or the blocks in a segment (the last one may
+    be shorter).
     """
-    _pick(CHECKPOINTING, checkpointing, "checkpointing")
-    if checkpointing == "none":
+    if checkpointing is None:
         return []
-    size = 1 if checkpointing == "every layer" else segment
-    if not isinstance(size, int) or not 1 <= size <= layers:
+    if checkpointing not in ("per-layer", "sqrt") and (
+        not isinstance(checkpointing, int)
+        or isinstance(checkpointing, bool)
+        or not 1 <= checkpointing <= layers
+    ):
         raise ValueError(
-            f"segment is {segment!r}: checkpointing by segments needs a number of blocks from 1 to {layers}"
+            f"checkpointing is {checkpointing!r}: choose None, 'per-layer', 'sqrt' or a number of blocks from 1 to {layers}"
+            + (", or let predict() measure which segments are best" if checkpointing == "best" else "")
         )
-    return [min(size, layers - start) for start in range(0, layers, size)]
+    return segments_for(1 if checkpointing == "per-layer" else checkpointing, layers)
 
 
 def model_activations(
@@ -262,8 +272,7 @@ def model_activations(
     *,
     precision: str = "bf16",
     attention: str = "fused",
-    checkpointing: str = "none",
-    segment: int | None = None,
+    checkpointing: str | int | None = None,
 ) -> dict[str, int]:
     """Bytes that autograd holds when the loss has been computed, by part of the model; parameters are not
     counted.
@@ -273,7 +282,7 @@ def model_activations(
     once for all of them.
     """
     p, tokens = _precision(precision), batch_size * seq_len
-    lengths = segment_lengths(shape.layers, checkpointing, segment)
+    lengths = segment_lengths(shape.layers, checkpointing)
     mask = {}
     if lengths:
         blocks = len(lengths) * p.residual * tokens * shape.hidden
@@ -316,13 +325,12 @@ def _half_block_backward(
     """At the largest moment of half a block's backward: saved bytes already freed, temporaries, finished
     gradients."""
     p, tokens = PRECISIONS[precision], batch_size * seq_len
-    if (
-        half == "mlp"
-    ):  # the product before the last matrix: it is gone itself, three gradients as wide are alive
+    if half == "mlp":  # the product before the last matrix is gone itself, three gradients as wide are alive
         wide = p.compute * tokens * shape.intermediate
         return wide, 3 * wide, p.gradient * shape.matrices["down"]
     items = attention_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
-    gone = ("attention: softmax in bf16", "attention: value", "attention: result, input of the output layer")
+    narrow = f"attention: softmax in {p.narrow}"
+    gone = (narrow, "attention: value", "attention: result, input of the output layer")
     mlp = mlp_activations(shape, batch_size, seq_len, precision=precision)
     freed = sum(mlp.values()) + sum(items.get(name, 0) for name in gone)
     # Backward of softmax: one gradient as wide as the softmax comes in, another goes out.
@@ -331,23 +339,16 @@ def _half_block_backward(
     return freed, temporaries, p.gradient * done
 
 
-def _step_temporaries(shape: Shape, p: Precision, optimizer: Optimizer) -> int:
-    """Adam's denominator: ``foreach`` makes it for all parameters at once, the plain loop twice for one
-    tensor at a time."""
-    entries = shape.parameters if optimizer.whole_model_copy else 2 * shape.largest_tensor
-    return p.state * entries if optimizer.states == 2 else 0
-
-
 def estimate(
     shape: Shape,
     *,
     batch_size: int,
     seq_len: int,
     precision: str = "bf16",
-    optimizer: str = "AdamW",
+    optimizer: str | None = "adamw",
+    momentum: float = 0.0,
     attention: str = "fused",
-    checkpointing: str = "none",
-    segment: int | None = None,
+    checkpointing: str | int | None = None,
 ) -> Estimate:
     """The peak of one ordinary training step: forward, backward, optimizer step,
     ``zero_grad(set_to_none=True)``.
@@ -363,55 +364,55 @@ def estimate(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
     options = {"precision": precision, "attention": attention}
-    lengths = segment_lengths(shape.layers, checkpointing, segment)
-    resident = resident_bytes(shape, precision, optimizer)
-    saved = model_activations(
-        shape, batch_size, seq_len, checkpointing=checkpointing, segment=segment, **options
-    )
+    p, o = _precision(precision), _optimizer(optimizer, momentum)
+    resident = resident_bytes(shape, precision, optimizer, momentum)
+    saved = model_activations(shape, batch_size, seq_len, checkpointing=checkpointing, **options)
     spike = logits_bytes(shape, batch_size, seq_len, precision=precision)
     block = block_activations(shape, batch_size, seq_len, **options)
-    p, one = PRECISIONS[precision], sum(block.values())
     stored = sum(saved.values()) - saved["token ids"]
-    shared = saved["positions"] + saved.get("causal mask", 0)
     residual = p.residual * batch_size * seq_len * shape.hidden
-    table = p.gradient * shape.embedding_parameters
-
-    def moment(activations: int, gradients: int = 0, temporaries: int = 0) -> dict[str, int]:
-        return resident | {
-            "gradients": gradients,
-            "activations": activations,
-            "temporaries": temporaries,
-            "other": saved["token ids"],
-        }
-
+    lengths = segment_lengths(shape.layers, checkpointing)
     # Autocast casts every weight once on the way forward; checkpointing drops the copies when autocast ends.
-    copies = shape.layers * block.get("bf16 copies of the weights", 0) if lengths else 0
+    copies = shape.layers * block.get(f"{p.narrow} copies of the weights", 0) if lengths else 0
+    # (activations, gradients, temporaries)
     moments = {
-        "loss, forward": moment(stored + copies + spike["forward peak"] - spike["saved"]),
-        "loss, backward": moment(stored, temporaries=spike["backward peak"] - spike["saved"]),
+        "loss, forward": (stored + copies + spike["forward peak"] - spike["saved"], 0, 0),
+        "loss, backward": (stored, 0, spike["backward peak"] - spike["saved"]),
     }
-    # Activations alive, and blocks whose gradients are finished, when backward enters a block. The input that
-    # checkpointing keeps is the block's first saved tensor, unless the block saves a float32 copy of it.
+    for where, alive, blocks in _entering(shape, saved, block, lengths, residual):
+        for half in ("mlp", "attention"):
+            freed, temporaries, done = _half_block_backward(half, shape, batch_size, seq_len, **options)
+            # An untied output layer's gradient is final at once; a tied table's waits for the embedding's.
+            table = p.gradient * shape.embedding_parameters
+            final, waiting = (0, table) if shape.tied else (table, 0)
+            finished = final + blocks * p.gradient * shape.block_parameters + done
+            moments[f"{where}, {half} backward"] = (alive - freed, finished, temporaries + waiting + residual)
+    # The two gradients of a tied table are both alive while their sum is made.
+    summed = 2 * p.gradient * shape.embedding_parameters if shape.tied else residual
+    moments["embedding, backward"] = (0, resident["gradients"], summed)
+    if optimizer is not None:
+        made = o.whole_model * shape.parameters + o.tensors * shape.largest_tensor
+        moments["optimizer step"] = (0, resident["gradients"], p.state * made)
+    fixed = resident | {"other": saved["token ids"]}
+    return Estimate(shape, {name: _by_category(fixed, *parts) for name, parts in moments.items()})
+
+
+def _by_category(fixed: dict[str, int], activations: int, gradients: int, temporaries: int) -> dict[str, int]:
+    now = {"gradients": gradients, "activations": activations, "temporaries": temporaries}
+    return {name: (fixed | now)[name] for name in CATEGORIES}
+
+
+def _entering(
+    shape: Shape, saved: dict[str, int], block: dict[str, int], lengths: list[int], residual: int
+) -> list[tuple[str, int, int]]:
+    """When backward enters a block: which, the activations alive, and blocks whose gradients are finished."""
+    one, shared = sum(block.values()), saved["positions"] + saved.get("causal mask", 0)
+    # The input that checkpointing keeps is the block's first saved tensor, unless it saves a float32 copy of it.
     copied = block.get("attention norm: input in float32", 0) > residual
     last, first = (lengths[-1], lengths[0]) if lengths else (0, 1)
     kept = residual * bool(lengths and copied)
-    entering = {
-        "last block": (shared + saved["blocks"] - residual * bool(lengths) + kept + last * one, 0),
-        "first segment": (shared + kept + first * one, shape.layers - first),
-        "first block": (shared + kept + one, shape.layers - 1),
-    }
-    # An untied output layer's gradient is final at once; a tied table's waits for the embedding's.
-    final, waiting = (0, table) if shape.tied else (table, 0)
-    for where, (alive, blocks) in entering.items():
-        for half in ("mlp", "attention"):
-            freed, temporaries, done = _half_block_backward(half, shape, batch_size, seq_len, **options)
-            finished = final + blocks * p.gradient * shape.block_parameters + done
-            moments[f"{where}, {half} backward"] = moment(
-                alive - freed, finished, temporaries + waiting + residual
-            )
-    # The two gradients of a tied table are both alive while their sum is made.
-    moments["embedding, backward"] = moment(0, resident["gradients"], 2 * table if shape.tied else residual)
-    if optimizer != "none":
-        step = _step_temporaries(shape, p, OPTIMIZERS[optimizer])
-        moments["optimizer step"] = moment(0, resident["gradients"], step)
-    return Estimate(shape, moments)
+    return [
+        ("last block", shared + saved["blocks"] - residual * bool(lengths) + kept + last * one, 0),
+        ("first segment", shared + kept + first * one, shape.layers - first),
+        ("first block", shared + kept + one, shape.layers - 1),
+    ]

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from ..names import ATTENTION
+from ..planning.cards import CARDS, find_card
+from ..planning.cost import beside
 from ..techniques import accounting
-from ..units import MiB, format_bytes
+from ..units import format_bytes
 from .bars import bar_svg, plot_bars
 from .live import show_explorer
 from .style import display_size, png
@@ -24,35 +27,31 @@ PLAIN_TEXT = "Memory explorer"
 REST = 0.15  # seconds without a change, before a trace begins
 BATCH_SIZES = tuple(2**k for k in range(9))
 SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
+# What a menu says, and the value as a recipe has it: a number is the layers in a segment.
+CHECKPOINTING = {"none": None, "per-layer": "per-layer", "sqrt": "sqrt"} | {
+    f"{k} layers a segment": k for k in (2, 4, 8, 16)
+}
+OPTIMIZERS = {name: name for name in accounting.OPTIMIZERS} | {"none: no step": None}
 DEFAULTS = {
     "model": "SmolLM2-135M",
     "batch_size": 4,
     "seq_len": 512,
     "precision": "bf16",
-    "optimizer": "AdamW",
+    "optimizer": "adamw",
     "attention": "fused",
-    "checkpointing": "none",
-    "segment": 4,
-    "card": "8 GB card",
-}
-
-# The names of the closed forms, as a recipe has them. Without a step nothing is kept or made; plain SGD does as little.
-PRECISIONS = {"autocast": "autocast-bf16", "float32 master": "float32-master"}
-OPTIMIZERS = {
-    "AdamW": {"optimizer": "adamw"},
-    "AdamW foreach": {"optimizer": "adamw-foreach"},
-    "SGD": {"optimizer": "sgd"},
-    "SGD momentum": {"optimizer": "sgd", "momentum": 0.9},
-    "none": {"optimizer": "sgd"},
+    "checkpointing": None,
+    "card": "RTX 3070 8GB",
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes at the peak by category, and in words where the peak is and how it was found."""
+    """The bytes at the peak by category, and in words where the peak is and how it was found. ``reserved``: what a card's
+    allocator holds for them, where that was replayed."""
 
     by_category: dict[str, int]
     words: str
+    reserved: int | None = None
 
     @property
     def total(self) -> int:
@@ -65,27 +64,28 @@ def shape_of(settings: dict) -> accounting.Shape:
     return replace(shape, positions=max(shape.positions, settings["seq_len"])) if shape.positions else shape
 
 
+def _options(settings: dict) -> dict:
+    """What closed forms and recipes are told alike; a segment is at most the whole model."""
+    options = {name: settings[name] for name in ("precision", "optimizer", "attention", "checkpointing")}
+    if type(options["checkpointing"]) is int:
+        options["checkpointing"] = min(options["checkpointing"], shape_of(settings).layers)
+    return options
+
+
 def recipe_of(settings: dict):
     """The settings as a ``Recipe``. ``ValueError`` for what the closed forms can add up and no recipe can train."""
     from ..training.recipe import Recipe
 
-    segment = min(settings["segment"], shape_of(settings).layers)
+    options = _options(settings)
     return Recipe(
-        precision=PRECISIONS.get(settings["precision"], settings["precision"]),
-        attention=settings["attention"],
-        checkpointing={"none": None, "every layer": "per-layer", "segments": segment}[
-            settings["checkpointing"]
-        ],
-        **OPTIMIZERS[settings["optimizer"]],
-    )
+        **options | {"optimizer": options["optimizer"] or "sgd"}
+    )  # which keeps and makes as little as no step
 
 
 def estimate(settings: dict) -> accounting.Estimate:
     """The closed form's peak of a step under ``settings`` (keys as in ``DEFAULTS``)."""
-    shape = shape_of(settings)
-    options = {k: v for k, v in settings.items() if k not in ("model", "card", "segment")}
-    segment = min(settings["segment"], shape.layers) if settings["checkpointing"] == "segments" else None
-    return accounting.estimate(shape, **options, segment=segment)
+    sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
+    return accounting.estimate(shape_of(settings), **sizes, **_options(settings))
 
 
 def trace(settings: dict):
@@ -114,20 +114,34 @@ def answer(settings: dict) -> Answer:
         return replace(closed, words=f"{closed.words} There is no exact figure: {error}.")
     off = formula.total - found.peak.total
     compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}" if off else "equal"
-    beside = round((found.context + found.workspace) / MiB)
     return Answer(
         found.peak.by_category,
-        f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed form is {compared}. "
-        f"A card needs about {beside} MiB more for its driver and libraries.",
+        f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed form is {compared}.",
+        found.replay_allocator(),
     )
 
 
-def verdict(total: int, card: str) -> str:
-    """Whether ``total`` bytes go into ``card``, in words."""
-    room = _known(accounting.CARDS, card, "card") - total
-    if room >= 0:
-        return f"Fits with {format_bytes(room)} to spare: {format_bytes(total)} on the {card}."
-    return f"Exceeds by {format_bytes(-room)}: {format_bytes(total)} on the {card}."
+def room(found: Answer, card: str) -> int:
+    """Bytes that ``card`` has for the tensors of ``found``: by ``plan``'s rule, without allocator, workspace and context."""
+    known = find_card(card)
+    return known.nbytes - sum(beside(found.total, known.capability, found.reserved).values())
+
+
+def fits(found: Answer, card: str) -> bool:
+    return found.total <= room(found, card)
+
+
+def verdict(found: Answer, card: str) -> str:
+    """Whether the tensors and what lies beside them go into ``card``, in words."""
+    known, spare = find_card(card), room(found, card) - found.total
+    needs = (
+        f"{format_bytes(known.nbytes - spare)} needed, and the {known.name} has {format_bytes(known.nbytes)}"
+    )
+    return (
+        f"Fits with {format_bytes(spare)} to spare: {needs}."
+        if spare >= 0
+        else f"Exceeds by {format_bytes(-spare)}: {needs}."
+    )
 
 
 def detail(found: Answer, settings: dict) -> str:
@@ -138,29 +152,36 @@ def detail(found: Answer, settings: dict) -> str:
         f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / found.total:.0%} of {found.total:,} bytes). "
         f"{found.words}"
     )
+    known = find_card(settings["card"])
+    extra = beside(found.total, known.capability, found.reserved)
+    words += f" Beside the tensors: {', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."
     positions = accounting.SHAPES[settings["model"]].positions
     if positions and settings["seq_len"] > positions:
         words += f" {settings['model']} knows only {positions:,} positions: a longer table is counted."
     return words
 
 
+def _bars(settings: dict, found: Answer) -> dict:
+    """The bar, and the line up to which the card has room for tensors."""
+    card = settings["card"]
+    line = {f"{find_card(card).name}: room for tensors": max(room(found, card), 0)}
+    return {"bars": {_label(settings): found.by_category}, "cards": line}
+
+
 def picture(settings: dict, found: Answer) -> str:
     """The stacked bar as an inline SVG."""
-    card = settings["card"]
+    words = verdict(found, settings["card"])
     return bar_svg(
-        {_label(settings): found.by_category},
-        cards={card: accounting.CARDS[card]},
-        title=f"{settings['model']} at the peak of a training step. {verdict(found.total, card)}",
+        **_bars(settings, found), title=f"{settings['model']} at the peak of a training step. {words}"
     )
 
 
 def _label(settings: dict) -> str:
-    kept = settings["checkpointing"]
-    if kept == "segments":
-        kept = f"segments of {settings['segment']}"
+    labels = {value: label for label, value in CHECKPOINTING.items()}
+    kept = labels.get(settings["checkpointing"], f"{settings['checkpointing']} layers a segment")
     return (
         f"{settings['model']} · {settings['batch_size']} × {settings['seq_len']:,} tokens · {settings['precision']} · "
-        f"{settings['optimizer']} · {settings['attention']} attention · checkpointing: {kept}"
+        f"{settings['optimizer'] or 'no step'} · {settings['attention']} attention · checkpointing: {kept}"
     )
 
 
@@ -191,7 +212,7 @@ class Explorer:
     """The explorer's settings, and its widgets once they are shown.
 
     Arguments are the starting settings; their names and values are those of ``accounting.estimate``, with ``model`` a key
-    of ``accounting.SHAPES`` and ``card`` a key of ``accounting.CARDS``. Raises ``ValueError`` for a value that is unknown,
+    of ``accounting.SHAPES`` and ``card`` what ``find_card`` takes. Raises ``ValueError`` for a value that is unknown,
     ``TypeError`` for a setting that is.
     """
 
@@ -202,9 +223,7 @@ class Explorer:
                 f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}"
             )
         self.settings = DEFAULTS | settings
-        verdict(
-            estimate(self.settings).total, self.settings["card"]
-        )  # a mistake shows here, not in a callback
+        verdict(preview(self.settings), self.settings["card"])  # a mistake shows here, not in a callback
         self.controls: dict = {}
         self._picture = None
         self._answers: dict[tuple, Answer] = {}
@@ -218,12 +237,8 @@ class Explorer:
     def still_bundle(self) -> tuple[dict, dict]:
         """The picture of the starting settings as a mimebundle: (data, metadata)."""
         settings, found = self.settings, self._answer(self.settings)
-        card, words = settings["card"], verdict(found.total, settings["card"])
-        figure = plot_bars(
-            {_label(settings): found.by_category},
-            cards={card: accounting.CARDS[card]},
-            title=words.split(":")[0],
-        )
+        words = verdict(found, settings["card"])
+        figure = plot_bars(**_bars(settings, found), title=words.split(":")[0])
         data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": PLAIN_TEXT}
         alt = f"{_label(settings)}. {words} {detail(found, settings)}"
         return data, {"image/png": {**display_size(figure), "alt": alt}}
@@ -234,7 +249,7 @@ class Explorer:
 
         start, made = self.settings, self.controls
 
-        def looks() -> dict:  # a layout of its own for each control: they are hidden one by one
+        def looks() -> dict:
             layout = ipywidgets.Layout(width="auto", margin="2px 14px 2px 0")
             return {"style": {"description_width": "96px"}, "layout": layout}
 
@@ -245,19 +260,19 @@ class Explorer:
             )
 
         def menu(name: str, label: str, options) -> None:
-            made[name] = ipywidgets.Dropdown(
-                options=list(options), value=start[name], description=label, **looks()
-            )
+            pairs = list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
+            if start[name] not in dict(pairs).values():
+                pairs.append((str(start[name]), start[name]))
+            made[name] = ipywidgets.Dropdown(options=pairs, value=start[name], description=label, **looks())
 
-        menu("model", "model", accounting.SHAPES)
-        menu("card", "card", accounting.CARDS)
+        menu("model", "model", tuple(accounting.SHAPES))
+        menu("card", "card", tuple(CARDS))
         slider("batch_size", "micro-batch", BATCH_SIZES)
         slider("seq_len", "sequence", SEQUENCE_LENGTHS)
-        menu("precision", "precision", accounting.PRECISIONS)
-        menu("optimizer", "optimizer", accounting.OPTIMIZERS)
-        menu("attention", "attention", accounting.ATTENTION)
-        menu("checkpointing", "checkpointing", accounting.CHECKPOINTING)
-        slider("segment", "segment", (2, 4, 8, 16))
+        menu("precision", "precision", tuple(accounting.PRECISIONS))
+        menu("optimizer", "optimizer", OPTIMIZERS)
+        menu("attention", "attention", tuple(ATTENTION))
+        menu("checkpointing", "checkpointing", CHECKPOINTING)
         self._picture = _picture_class()()
         for control in made.values():
             control.observe(self._changed, "value")
@@ -272,7 +287,6 @@ class Explorer:
 
     def _changed(self, _=None) -> None:
         now = self._now()
-        self.controls["segment"].layout.display = "" if now["checkpointing"] == "segments" else "none"
         known = self._answers.get(_key(now))
         self._draw(now, known or preview(now), pending=known is None)
         if known is not None:
@@ -304,16 +318,15 @@ class Explorer:
     def _draw(self, now: dict, found: Answer, *, pending: bool) -> None:
         with self._drawing, self._picture.hold_sync():
             self._picture.svg = picture(now, found)
-            self._picture.verdict = verdict(found.total, now["card"])
+            self._picture.verdict = verdict(found, now["card"])
             self._picture.detail = detail(found, now)
-            self._picture.fits = found.total <= accounting.CARDS[now["card"]]
+            self._picture.fits = fits(found, now["card"])
             self._picture.pending = pending
 
 
 def _key(settings: dict) -> tuple:
-    """What an answer depends on: all but the card, and the segment only where there are segments."""
-    unread = {"card"} if settings["checkpointing"] == "segments" else {"card", "segment"}
-    return tuple((name, settings[name]) for name in DEFAULTS if name not in unread)
+    """What an answer depends on: all but the card."""
+    return tuple(settings[name] for name in DEFAULTS if name != "card")
 
 
 def explore(**settings) -> None:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...compat import FakeTensorMode, softmax_backward
 from ...prediction import allocator, cuda_kernels
 from ...prediction.copies import fake_copy
 from ...prediction.extrapolation import TOTAL
@@ -134,7 +135,7 @@ class _SoftmaxOf2022(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         out, x = ctx.saved_tensors
-        return torch._softmax_backward_data(grad, out, -1, x.dtype)
+        return softmax_backward(grad, out, -1, x.dtype)
 
 
 class _AdamWOf2022(Optimizer):
@@ -163,7 +164,6 @@ def replay(
     GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it off the list); ``softmax`` and ``adamw``: those of 2022.
     All off is today's software. Two micro-batches stand for four: the second has all that the third and fourth have.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     recipe, rows = run.recipe, BATCH_SIZE
     if recipe.accumulation > 1:

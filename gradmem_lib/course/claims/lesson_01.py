@@ -12,14 +12,16 @@ from math import log
 import torch
 from torch import nn
 
+from ...compat import storage_key
 from ...techniques import accounting
-from ...techniques.accounting import PRECISIONS
 from ...techniques.shapes import SHAPES, Shape
 from ...units import GiB
 from . import Finding, answers
 from .saved import block_saves, saved_tensors
 
 GB = 10**9
+# What autocast-bf16 keeps, autocast-fp16 keeps too.
+PRECISIONS = ("float32", "bf16", "autocast-bf16", "float32-master")
 SEVEN = SHAPES["Llama-2-7B"]
 # The sizes of a GPT of 1.3 billion parameters, with the width (2048) and context (2048) of the document that claims.
 GPT_1_3B = Shape(
@@ -52,14 +54,14 @@ def _moments_of(optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
 def seven_billion() -> Finding:
     figures: dict[str, int | float | str] = {"parameters of Llama-2-7B, count": SEVEN.parameters}
     totals = {}
-    for name in ("bf16", "autocast", "float32 master"):
+    for name in ("bf16", "autocast-bf16", "float32-master"):
         kept = accounting.resident_bytes(SEVEN, name)
         saved = sum(accounting.model_activations(SEVEN, 1, 2048, precision=name).values())
         peak = accounting.estimate(SEVEN, batch_size=1, seq_len=2048, precision=name)
         totals[name] = sum(kept.values())
         figures[f"{name}: parameters + gradients + Adam"] = " + ".join(f"{n:,}" for n in kept.values())
         figures[f"{name}: activations of 1 x 2048 tokens"] = saved
-        if PRECISIONS[name].autocast:
+        if accounting.PRECISIONS[name].autocast:
             copies = accounting.block_activations(SEVEN, 1, 2048, precision=name)[
                 "bf16 copies of the weights"
             ]
@@ -118,17 +120,17 @@ def adam_over_gradients() -> Finding:
         )
     times = {}
     for name in PRECISIONS:
-        per = accounting.bytes_per_parameter(name, "AdamW")
+        per = accounting.bytes_per_parameter(name, "adamw")
         times[name] = per["optimizer"] / per["gradients"]
         figures[f"{name}: optimizer / gradients, bytes per parameter"] = (
             f"{per['optimizer']} / {per['gradients']}"
         )
-    master = PRECISIONS["float32 master"]
+    master = accounting.PRECISIONS["float32-master"]
     return Finding(
         "holds only if",
         f"the states are float32 beside gradients of 2 bytes ({2 * master.state} / {master.gradient} = "
         f"{2 * master.state / master.gradient:.0f}). With one dtype for both it is {times['bf16']:.0f} times, in pure bf16 and in "
-        f"float32 alike, and with the float32 master copy counted {times['float32 master']:.0f} times.",
+        f"float32 alike, and with the float32 master copy counted {times['float32-master']:.0f} times.",
         figures,
     )
 
@@ -169,9 +171,9 @@ def five_modules() -> Finding:
     net, x = _five_modules()
     output: list[torch.Tensor] = []
     saved, _ = saved_tensors(lambda: output.append(net(x)))
-    storages = {tensor.untyped_storage()._cdata for tensor in saved}
-    parameters = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
-    given, made = x.untyped_storage()._cdata, output[0].untyped_storage()._cdata
+    storages = {storage_key(tensor.untyped_storage()) for tensor in saved}
+    parameters = {storage_key(parameter.untyped_storage()) for parameter in net.parameters()}
+    given, made = storage_key(x.untyped_storage()), storage_key(output[0].untyped_storage())
     intermediate = storages - parameters - {given}
     _, nbytes = saved_tensors(lambda: net(x), but_not=(x, *net.parameters()))
     return Finding(
@@ -247,19 +249,18 @@ def gradients_and_batch() -> Finding:
 def states_over_parameters() -> Finding:
     figures: dict[str, int | float | str] = {}
     times = {}
-    for optimizer in ("AdamW", "SGD momentum", "SGD"):
+    for optimizer, momentum in (("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)):
+        key = f"{optimizer}, momentum {momentum}" if momentum else optimizer
         for name in PRECISIONS:
-            per = accounting.bytes_per_parameter(name, optimizer)
-            times[optimizer, name] = per["optimizer"] / per["parameters"]
-        figures[f"{optimizer}: optimizer / parameters"] = ", ".join(
-            f"{times[optimizer, n]:g} ({n})" for n in PRECISIONS
-        )
-    adam = sorted({n for (optimizer, _), n in times.items() if optimizer == "AdamW"})
+            per = accounting.bytes_per_parameter(name, optimizer, momentum)
+            times[key, name] = per["optimizer"] / per["parameters"]
+        figures[f"{key}: optimizer / parameters"] = ", ".join(f"{times[key, n]:g} ({n})" for n in PRECISIONS)
+    adam = sorted({n for (optimizer, _), n in times.items() if optimizer == "adamw"})
     return Finding(
         "holds only if",
         f"the optimizer is Adam: its states are {adam[0]:g} times the parameters when both have one dtype and {adam[-1]:g} times "
-        f"with a float32 master copy beside bf16 weights; none of these recipes reaches 8. SGD keeps {times['SGD', 'bf16']:g}, "
-        f"SGD with momentum {times['SGD momentum', 'bf16']:g} times in one dtype.",
+        f"with a float32 master copy beside bf16 weights; none of these recipes reaches 8. SGD keeps {times['sgd', 'bf16']:g}, "
+        f"SGD with momentum {times['sgd, momentum 0.9', 'bf16']:g} times in one dtype.",
         figures,
     )
 
@@ -268,13 +269,13 @@ def states_over_parameters() -> Finding:
 def one_point_three_billion() -> Finding:
     nominal = 13 * GB // 10
     totals = {
-        name: sum(accounting.bytes_per_parameter(name, "AdamW").values()) * nominal for name in PRECISIONS
+        name: sum(accounting.bytes_per_parameter(name, "adamw").values()) * nominal for name in PRECISIONS
     }
     real = {name: sum(accounting.resident_bytes(GPT_1_3B, name).values()) for name in PRECISIONS}
     return Finding(
         "holds only if",
         f"everything is in 2 bytes, Adam's states too (pure bf16): {gb(totals['bf16'])}. The same document's training loop uses "
-        f"autocast, and that keeps {gb(totals['autocast'])}, as does a float32 master copy ({gb(totals['float32 master'])}).",
+        f"autocast, and that keeps {gb(totals['autocast-bf16'])}, as does a float32 master copy ({gb(totals['float32-master'])}).",
         {f"1.3e9 parameters, {name}": total for name, total in totals.items()}
         | {"parameters of a GPT of 24 x 2048, count": GPT_1_3B.parameters}
         | {f"that GPT, {name}": total for name, total in real.items()},
@@ -299,7 +300,7 @@ def activations_rule() -> Finding:
     figures: dict[str, int | float | str] = {"parameters + optimizer, pure bf16": limit}
     first, times = {}, {}
     for attention in ("fused", "eager"):
-        for checkpointing in ("none", "every layer"):
+        for checkpointing in (None, "per-layer"):
             key, options = (
                 (attention, checkpointing),
                 {"attention": attention, "checkpointing": checkpointing},
@@ -307,16 +308,16 @@ def activations_rule() -> Finding:
             first[key] = batch_to_exceed(GPT_1_3B, **options)
             own = sum(accounting.model_activations(GPT_1_3B, 4, 2048, **options).values())
             times[key] = own / limit
-            label = f"{attention}, checkpointing {checkpointing}"
+            label = f"{attention}, checkpointing {checkpointing or 'off'}"
             figures[f"{label}: activations of 4 x 2048"] = own
             figures[f"{label}: first batch of 2048 that exceeds, sequences"] = first[key]
     return Finding(
         "holds only if",
         "nothing is checkpointed. For a GPT of 1.3B at the document's own 4 x 2048 tokens in bf16, activations are "
-        f"{times['fused', 'none']:.1f} times parameters and optimizer states with fused attention, {times['eager', 'none']:.1f} with "
-        f"eager, and they exceed them from batch {first['fused', 'none']} ({first['eager', 'none']}) on; with every layer "
-        f"checkpointed they are {times['fused', 'every layer']:.2f} times, and exceed them from batch "
-        f"{first['fused', 'every layer']} on.",
+        f"{times['fused', None]:.1f} times parameters and optimizer states with fused attention, {times['eager', None]:.1f} with "
+        f"eager, and they exceed them from batch {first['fused', None]} ({first['eager', None]}) on; with every layer "
+        f"checkpointed they are {times['fused', 'per-layer']:.2f} times, and exceed them from batch "
+        f"{first['fused', 'per-layer']} on.",
         figures,
     )
 

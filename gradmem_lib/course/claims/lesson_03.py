@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...compat import TorchDispatchMode
 from ...measure.tracker import MemoryTracker
 from ...techniques.accumulation import accumulate_gradients, split
 from ...techniques.losses import next_token_loss
@@ -141,7 +142,7 @@ def dividing_by_k() -> Finding:
     )
 
 
-class _Count(torch.utils._python_dispatch.TorchDispatchMode):
+class _Count(TorchDispatchMode):
     """How many operations are dispatched: each is at least one kernel to launch."""
 
     operations = 0

@@ -300,8 +300,8 @@ def _longest(card: int, **checkpointing) -> int:
 def twice_the_sequence() -> Finding:
     card = 80 * 10**9
     plain = _longest(card)
-    root = _longest(card, checkpointing="segments", segment=6)
-    each = _longest(card, checkpointing="every layer")
+    root = _longest(card, checkpointing=6)
+    each = _longest(card, checkpointing="per-layer")
     return Finding(
         "does not hold" if root > 3 * plain else "holds only if",
         f"By the closed forms of lesson 01, a 7B in bf16 with AdamW on 80 GB takes sequences {root / plain:.1f} times as long with "

@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from ...compat import checkpoint_hook
 from .. import models
 from . import Finding, answers
 from .lesson_04 import WIDTH, inputs, on
@@ -110,7 +111,7 @@ def which_kind() -> Finding:
         "torch.autograd.grad": _allows_grad,
     }
     found = {(name, kind): test(kind) for name, test in tests.items() for kind in (False, True)}
-    hooks = issubclass(torch_checkpoint._checkpoint_hook, saved_tensors_hooks)
+    hooks = issubclass(checkpoint_hook, saved_tensors_hooks)
     compiled = _compiles(False)
     figures = {
         f"use_reentrant={kind}: {name}": "yes" if worked else "no" for (name, kind), worked in found.items()

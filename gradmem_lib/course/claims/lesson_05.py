@@ -42,7 +42,7 @@ def gpt2_xl() -> Finding:
     whole = predicted("GPT-2 XL", 32, 1024, recipe(**mixed))
     checkpointed = predicted("GPT-2 XL", 32, 1024, recipe(**mixed, checkpointing="per-layer"))
     both = predicted("GPT-2 XL", 16, 1024, recipe(**mixed, checkpointing="per-layer", accumulation=2))
-    resident = accounting.resident_bytes(SHAPES["GPT-2 XL"], "autocast", "AdamW")
+    resident = accounting.resident_bytes(SHAPES["GPT-2 XL"], "autocast-bf16", "adamw")
     figures: dict[str, int | float | str] = {
         "weights, gradients and Adam states (float32)": sum(resident.values()),
     }
@@ -69,13 +69,13 @@ def _llama(layers: int) -> Shape:
     return Shape(f"{layers} layers", 32000, hidden, layers, layers, layers, -(-hidden * 8 // 3 // 128) * 128)
 
 
-def _largest(rows: int, checkpointing: str, budget: int) -> Shape:
+def _largest(rows: int, checkpointing: str | None, budget: int) -> Shape:
     """The largest of the family whose step of ``rows`` x 2048 tokens in one piece fits, by the closed forms."""
     fits = None
     for layers in range(1, 64):
         shape = _llama(layers)
         need = accounting.estimate(
-            shape, batch_size=rows, seq_len=2048, precision="autocast", checkpointing=checkpointing
+            shape, batch_size=rows, seq_len=2048, precision="autocast-bf16", checkpointing=checkpointing
         )
         if need.total > budget:
             break
@@ -88,9 +88,9 @@ def larger_models() -> Finding:
     figures: dict[str, int | float | str] = {}
     ratios = []
     for card in (CARD_24, 80 * GiB):
-        together = _largest(1, "every layer", card)
+        together = _largest(1, "per-layer", card)
         for rows in (1, 8, 16):
-            alone = _largest(rows, "none", card)
+            alone = _largest(rows, None, card)
             ratios.append(together.parameters / alone.parameters)
             figures[
                 f"{card // GiB} GiB, global batch {rows} x 2048: millions of parameters, neither / both"
@@ -109,7 +109,7 @@ def larger_models() -> Finding:
 def thirteen_billion() -> Finding:
     shape = SHAPES["Llama-2-13B"]
     weights = 2 * shape.parameters
-    per = accounting.resident_bytes(shape, "bf16", "AdamW")
+    per = accounting.resident_bytes(shape, "bf16", "adamw")
     qlora = {"lora_rank": LORA_RANK, "quantized_base": True}
     plain = predicted("Llama-2-13B", 1, 2048, recipe(**qlora))
     checkpointed = predicted("Llama-2-13B", 1, 2048, recipe(**qlora, checkpointing="per-layer"))
@@ -155,7 +155,7 @@ def seven_billion_on_24() -> Finding:
     shape = SHAPES["Llama-2-7B"]
     both = 2 * 2 * shape.parameters
     trio = {"checkpointing": "per-layer", "accumulation": 2}
-    resident = sum(accounting.resident_bytes(shape, "bf16", "AdamW").values())
+    resident = sum(accounting.resident_bytes(shape, "bf16", "adamw").values())
     lora = predicted("Llama-2-7B", 2, 2048, recipe(**trio, lora_rank=LORA_RANK))
     backward = predicted(
         "Llama-2-7B",
@@ -184,7 +184,7 @@ def seven_billion_on_24() -> Finding:
 def seven_billion_on_80() -> Finding:
     trio = {"checkpointing": "per-layer", "accumulation": 2}
     bf16 = predicted("Llama-2-7B", 2, 4096, recipe(**trio))
-    mixed = accounting.resident_bytes(SHAPES["Llama-2-7B"], "autocast", "AdamW")
+    mixed = accounting.resident_bytes(SHAPES["Llama-2-7B"], "autocast-bf16", "adamw")
     card = CARDS["A100 80GB"].nbytes
     return Finding(
         "holds only if" if bf16.peak.total < card < sum(mixed.values()) else "does not hold",
@@ -223,11 +223,13 @@ def which_first() -> Finding:
                 f"{found[way]:.2f}"
             )
     shape = SHAPES["Llama-3.2-1B"]
-    for rows, checkpointing in ((16, "none"), (1, "none"), (16, "every layer"), (1, "every layer")):
+    for rows, checkpointing in ((16, None), (1, None), (16, "per-layer"), (1, "per-layer")):
         need = accounting.estimate(
-            shape, batch_size=rows, seq_len=2048, precision="autocast", checkpointing=checkpointing
+            shape, batch_size=rows, seq_len=2048, precision="autocast-bf16", checkpointing=checkpointing
         )
-        figures[f"Llama-3.2-1B, {rows} x 2048, checkpointing {checkpointing}: closed-form peak"] = need.total
+        figures[f"Llama-3.2-1B, {rows} x 2048, checkpointing {checkpointing or 'off'}: closed-form peak"] = (
+            need.total
+        )
     return Finding(
         "holds only if"
         if long["accumulated"] < long["checkpointed"] and short["accumulated"] > short["checkpointed"]
@@ -261,26 +263,27 @@ def fit_table() -> Finding:
         ("1 x 8192", base, 1, 8192),
         ("1 x 2048, four times as deep", deep, 1, 2048),
     ):
-        for how in ("none", "every layer"):
+        for how in (None, "per-layer"):
             items = accounting.model_activations(shape, rows, seq_len, checkpointing=how)
             saved[name, how] = items["blocks"]
-            figures[f"{name}: saved in blocks, checkpointing {how}"] = items["blocks"]
+            figures[f"{name}: saved in blocks, checkpointing {how or 'off'}"] = items["blocks"]
     states = {
-        p: sum(accounting.resident_bytes(base, p, "AdamW").values()) for p in ("float32", "autocast", "bf16")
+        p: sum(accounting.resident_bytes(base, p, "adamw").values())
+        for p in ("float32", "autocast-bf16", "bf16")
     }
     for precision, nbytes in states.items():
         figures[f"weights, gradients and Adam states, {precision}"] = nbytes
     for rows in (1, 16):
-        for precision in ("float32", "autocast"):
+        for precision in ("float32", "autocast-bf16"):
             items = accounting.model_activations(base, rows, 128, precision=precision)
             figures[f"{rows} x 128: saved for backward, {precision}"] = sum(items.values())
-    batch = saved["16 x 2048", "none"] == 16 * saved["1 x 2048", "none"]
+    batch = saved["16 x 2048", None] == 16 * saved["1 x 2048", None]
     return Finding(
-        "holds only if" if batch and states["float32"] == states["autocast"] else "does not hold",
+        "holds only if" if batch and states["float32"] == states["autocast-bf16"] else "does not hold",
         "mixed precision is not expected to shrink the states: weights, gradients and Adam's states stay as they are, "
-        f"{gb(states['autocast'])} for a 1.2B Llama, and bf16 copies of the weights join them. The other two are right: cutting 16 rows into 1 "
+        f"{gb(states['autocast-bf16'])} for a 1.2B Llama, and bf16 copies of the weights join them. The other two are right: cutting 16 rows into 1 "
         "divides what is saved by 16, but no cut helps where one row is too long or the model too deep; there, checkpointing takes "
-        f"{gb(saved['1 x 8192', 'none'])} to {gb(saved['1 x 8192', 'every layer'])} at 8,192 tokens.",
+        f"{gb(saved['1 x 8192', None])} to {gb(saved['1 x 8192', 'per-layer'])} at 8,192 tokens.",
         figures,
     )
 

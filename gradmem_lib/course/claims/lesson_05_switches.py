@@ -151,7 +151,7 @@ def one_row_32_times() -> Finding:
     found = predicted(
         "Llama-2-7B", 2, 2048, recipe(precision="autocast-fp16", checkpointing="per-layer", accumulation=2)
     )
-    resident = sum(accounting.resident_bytes(shape, "autocast", "AdamW").values())
+    resident = sum(accounting.resident_bytes(shape, "autocast-bf16", "adamw").values())
     copies = 2 * (shape.parameters - shape.embedding_parameters)  # the embedding is looked up, not multiplied
     cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
     return Finding(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ...compat import FakeTensorMode, model_from_config, storage_key
 from ...techniques.shapes import Shape
 
 
@@ -17,17 +18,17 @@ def saved_tensors(
 
     Storages that belong to a tensor in ``but_not`` (parameters, say) are left out of both.
     """
-    ignored = {tensor.untyped_storage()._cdata for tensor in but_not}
+    ignored = {storage_key(tensor.untyped_storage()) for tensor in but_not}
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in ignored:
+        if storage_key(tensor.untyped_storage()) not in ignored:
             kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()  # alive until the count is done, or a storage's address could be used twice
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
+    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in kept}
     del result
     return kept, sum(storages.values())
 
@@ -35,7 +36,6 @@ def saved_tensors(
 def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> int:
     """Bytes that a real Llama block of transformers in bf16 saves for backward, run at full size under
     fake tensors."""
-    from torch._subclasses import FakeTensorMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -49,8 +49,8 @@ def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> 
     )
     implementation = {"fused": "sdpa", "eager": "eager"}[attention]
     with FakeTensorMode():
-        model = LlamaForCausalLM._from_config(
-            config, attn_implementation=implementation, dtype=torch.bfloat16
+        model = model_from_config(
+            LlamaForCausalLM, config, attn_implementation=implementation, dtype=torch.bfloat16
         )
         block = model.train().model.layers[0]
         x = torch.empty(batch_size, seq_len, shape.hidden, dtype=torch.bfloat16, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -132,16 +133,29 @@ def bytes_per_parameter(recipe: str) -> int:
     return {
         "float32": 4 + 4 + 8,
         "bf16": 2 + 2 + 4,
-        "autocast": 4 + 4 + 8,
-        "float32 master": 2 + 2 + 4 + 8,
+        "autocast-bf16": 4 + 4 + 8,
+        "float32-master": 2 + 2 + 4 + 8,
     }[recipe]
 
 
+_RECIPES = ("float32", "bf16", "autocast-bf16", "float32-master")
+# As the exercise called them at first.
+_BEFORE = {"autocast-bf16": "autocast", "float32-master": "float32 master"}
+
+
+def _asked(answer, recipe: str):
+    """What ``answer`` says of ``recipe``. One that was written for the names of before is asked by those."""
+    try:
+        return answer(recipe)
+    except KeyError as error:
+        with suppress(KeyError):
+            return answer(_BEFORE[recipe])
+        raise error
+
+
 def _recipe(**wrong):
-    right = {
-        recipe: bytes_per_parameter(recipe) for recipe in ("float32", "bf16", "autocast", "float32 master")
-    }
-    return lambda recipe: {**right, **{name.replace("_", " "): n for name, n in wrong.items()}}[recipe]
+    right = {recipe: bytes_per_parameter(recipe) for recipe in _RECIPES}
+    return lambda recipe: {**right, **{name.replace("_", "-"): n for name, n in wrong.items()}}[recipe]
 
 
 def train(model, optimizer, batches) -> list[float]:
@@ -290,19 +304,19 @@ EXERCISES = (
         minutes=5,
         trains="telling precision recipes apart by what they keep",
         reference=bytes_per_parameter,
-        observe=calls(("float32",), ("bf16",), ("autocast",), ("float32 master",)),
+        observe=lambda answer: {f"({recipe!r})": _asked(answer, recipe) for recipe in _RECIPES},
         mistakes=(
             Mistake("float32 moments in bf16", _recipe(bf16=12),
                     "the bf16 recipe comes out at 12: PyTorch's moments follow the parameters' dtype, so they are bf16 too."),
-            Mistake("autocast halves", _recipe(autocast=8),
-                    "autocast comes out at 8: it casts on the way, and keeps weights, gradients and moments in float32."),
-            Mistake("autocast keeps both", _recipe(autocast=18),
-                    "autocast comes out at 18: its bf16 copies live only while the forward and backward pass run."),
+            Mistake("autocast halves", _recipe(autocast_bf16=8),
+                    "autocast-bf16 comes out at 8: it casts on the way, and keeps weights, gradients and moments in float32."),
+            Mistake("autocast keeps both", _recipe(autocast_bf16=18),
+                    "autocast-bf16 comes out at 18: its bf16 copies live only while the forward and backward pass run."),
             Mistake("twelve beside a master", _recipe(float32_master=12),
                     "the master recipe comes out at 12: it keeps a float32 copy of the weights (4) and both moments in float32 (8)."),
-            Mistake("one moment", _recipe(float32=12, bf16=6, autocast=12, float32_master=12),
+            Mistake("one moment", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=12),
                     "this counts one moment: Adam keeps two."),
-            Mistake("no gradients", _recipe(float32=12, bf16=6, autocast=12, float32_master=14),
+            Mistake("no gradients", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=14),
                     "the gradient is missing: it is as large as the weight."),
         ),
     ),
