@@ -35,6 +35,7 @@ import transformers
 from gpu_predict import TINY, WARM_UP, TooSlow
 from record import record
 
+from gradmem_lib.compat import model_from_config
 from gradmem_lib.course.claims import bert_large
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.models import known_model
@@ -362,10 +363,10 @@ def built(config, recipe: Recipe, device: str) -> Prepared:
     """A model with random weights and its optimizer, never larger than ``recipe`` keeps it: as if loaded from a file of that form."""
     if not recipe.quantized_base:
         with torch.device(device):
-            model = model_class(config)._from_config(copy.deepcopy(config), dtype=recipe.weight_dtype)
+            model = model_from_config(model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype)
         return prepare(model, recipe)
     with torch.device("meta"):
-        model = model_class(config)._from_config(copy.deepcopy(config), dtype=recipe.weight_dtype)
+        model = model_from_config(model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype)
     change_model(model, recipe)
     model.to_empty(device=device)
     model.tie_weights()

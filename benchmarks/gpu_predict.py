@@ -32,6 +32,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
 )  # a plain checkout: the library is not installed
 
+from gradmem_lib.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import clear_cache, predict
@@ -304,7 +305,7 @@ def with_rows(case: Case, config, place) -> Case:
 def measure(case: Case, config, place, deadline: float) -> dict:
     """Build, warm up, measure. Everything it made is gone when it returns."""
     with torch.device(place.device):  # born in its dtype: a cast would leave holes between the weights
-        model = model_class(config)._from_config(copy.deepcopy(config), dtype=case.recipe.weight_dtype)
+        model = model_from_config(model_class(config), copy.deepcopy(config), dtype=case.recipe.weight_dtype)
     run = prepare(model, case.recipe)
     try:
         batch = example_batch(run.model, case.rows, case.seq_len or None)
