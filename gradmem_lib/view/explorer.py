@@ -134,14 +134,9 @@ def fits(found: Answer, card: str) -> bool:
 def verdict(found: Answer, card: str) -> str:
     """Whether the tensors and what lies beside them go into ``card``, in words."""
     known, spare = find_card(card), room(found, card) - found.total
-    needs = (
-        f"{format_bytes(known.nbytes - spare)} needed, and the {known.name} has {format_bytes(known.nbytes)}"
-    )
-    return (
-        f"Fits with {format_bytes(spare)} to spare: {needs}."
-        if spare >= 0
-        else f"Exceeds by {format_bytes(-spare)}: {needs}."
-    )
+    fit = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Exceeds by {format_bytes(-spare)}"
+    needs, there = format_bytes(known.nbytes - spare), format_bytes(known.nbytes)
+    return f"{fit}: {needs} needed, {there} on the card ({known.name})."
 
 
 def detail(found: Answer, settings: dict) -> str:
