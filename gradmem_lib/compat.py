@@ -21,7 +21,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _checkpoint_hook as checkpoint_hook
 
@@ -32,6 +36,7 @@ __all__ = [
     "checkpoint_hook",
     "tree_leaves",
     "tree_map_only",
+    "without_modes",
 ]
 
 # A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
@@ -51,6 +56,10 @@ flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
 softmax_backward = torch._softmax_backward_data
+
+
+# Inside, no dispatch mode (a tracker, fake tensors) sees what is done.
+without_modes = _disable_current_modes
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

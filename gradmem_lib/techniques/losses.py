@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import compat
 from ..names import IGNORED
+from .tiny import VOCABULARY, tiny_model
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
@@ -37,24 +40,84 @@ def predicts_next_token(model: nn.Module) -> bool:
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in chunks.
 
-    The mean over the predicted tokens. ``ValueError`` for a model whose output layer is more than a matrix.
+    The mean over the predicted tokens. ``ValueError`` for a model whose own loss is another (``chunked_loss_refusal``).
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None or not predicts_next_token(model) or not isinstance(batch, dict) or "labels" not in batch:
+    if (
+        not isinstance(batch, Mapping)
+        or not all(isinstance(value, Tensor) for value in batch.values())
+        or "labels" not in batch
+    ):
         raise ValueError(
-            f"chunked_loss is for causal language models with labels in the batch, and this is {type(model).__name__}: leave "
+            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's loss: leave "
             "chunked_loss out"
         )
-    text = model.config.get_text_config()
-    if getattr(head, "bias", None) is not None or getattr(text, "final_logit_softcapping", None):
-        raise ValueError(
-            f"the output layer of {type(model).__name__} does more than multiply (a bias, or capped logits), and chunked_loss "
-            "would leave that out: leave chunked_loss out"
-        )
+    why = chunked_loss_refusal(type(model), getattr(model, "config", None))
+    if why is not None:
+        raise ValueError(f"{why}: leave chunked_loss out")
+    return _in_chunks(model, batch)
+
+
+def _in_chunks(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     hidden = model.base_model(**inputs).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-    return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten())
+    return chunked_cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten())
+
+
+_refusals: dict[tuple[type, str], str | None] = {}
+
+
+def chunked_loss_refusal(cls: type, config: Any) -> str | None:
+    """Why ``chunked_loss`` is not the own loss of a model of class ``cls`` made from ``config``; ``None`` where it is.
+
+    Found by running both, with their gradients, on a tiny copy of the model (``tiny.tiny_model``), once for each config: about a
+    second. A model whose output layer is more than a matrix has another loss (a bias, scaled or capped logits), and so has one
+    that adds something to it (a router's loss). A model that has no such copy is refused too.
+    """
+    if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
+        return f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
+    key = (cls, config.to_json_string(use_diff=False))
+    if key not in _refusals:
+        # Whatever watches, replaces or records what is done outside has nothing to do with this.
+        with (
+            compat.without_modes(),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng([]),
+        ):
+            _refusals[key] = _compared(cls, config)
+    return _refusals[key]
+
+
+def _compared(cls: type, config: Any) -> str | None:
+    try:
+        torch.manual_seed(0)
+        model = tiny_model(cls, config).train()
+        head = model.get_output_embeddings()
+        # Logits of a size that a cap would change, and a bias that is not 0 as at the beginning.
+        head.weight.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
+        if getattr(head, "bias", None) is not None:
+            head.bias.data.normal_()
+        ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
+        labels = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
+        found = []
+        for loss_of in (lambda model, batch: model(**batch).loss, _in_chunks):
+            torch.manual_seed(1)  # dropout
+            loss = loss_of(model, {"input_ids": ids, "labels": labels})
+            loss.backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((loss.item(), torch.stack([grad.norm() for grad in grads]).norm().item()))
+            model.zero_grad(set_to_none=True)
+    except Exception as error:  # whatever the model's own code raises
+        said = (str(error).strip().splitlines() or [""])[0]
+        return f"no tiny copy of {cls.__name__} could be trained, to see whether chunks have its loss ({type(error).__name__}: {said})"
+    (own, own_norm), (chunks, chunks_norm) = found
+    if math.isclose(own, chunks, rel_tol=1e-5) and math.isclose(own_norm, chunks_norm, rel_tol=1e-3):
+        return None
+    return (
+        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output matrix "
+        f"(on a tiny copy of it {own:.4f}, in chunks {chunks:.4f}: a bias, scaled or capped logits, or a router's loss)"
+    )
 
 
 def chunked_cross_entropy(

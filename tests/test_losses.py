@@ -1,0 +1,97 @@
+"""chunked_loss is the model's own loss, or refused: for every kind of output layer, found by running both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.techniques.losses import chunked_loss, chunked_loss_refusal
+from gradmem_lib.techniques.tiny import VOCABULARY, tiny_model
+
+
+def causal(name, **options):
+    config = getattr(transformers, f"{name}Config")(**options)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+
+
+def batch_of(ids):
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Granite", {"logits_scaling": 8.0}),
+        ("GraniteMoe", {"logits_scaling": 6.0}),
+        ("Cohere", {}),
+        ("Cohere2", {}),
+        ("FalconH1", {"lm_head_multiplier": 0.02}),
+        ("RecurrentGemma", {}),
+        ("Gemma2", {}),
+        ("Phi", {}),
+        ("Mixtral", {"output_router_logits": True}),
+        ("Qwen2Moe", {"output_router_logits": True}),
+    ],
+)
+def test_more_than_a_cross_entropy_is_refused(name, options):
+    cls, config = causal(name, **options)
+    assert "more than a cross-entropy" in chunked_loss_refusal(cls, config)
+    model = tiny_model(cls, config)
+    ids = torch.randint(3, VOCABULARY, (2, 40))
+    with pytest.raises(ValueError, match=r"more than a cross-entropy.*leave chunked_loss out"):
+        chunked_loss(model, batch_of(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Llama", {}),
+        ("GPT2", {}),
+        ("Qwen2", {}),
+        ("Gemma", {}),
+        ("Mixtral", {}),
+        ("Mamba", {}),
+        ("Granite", {"logits_scaling": 1.0}),
+    ],
+)
+def test_what_is_equal_is_taken(name, options):
+    cls, config = causal(name, **options)
+    assert chunked_loss_refusal(cls, config) is None
+    model = tiny_model(cls, config).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 150), generator=torch.Generator().manual_seed(0))
+    own = model(**batch_of(ids)).loss
+    assert chunked_loss(model, batch_of(ids)).item() == pytest.approx(own.item(), rel=1e-5)
+
+
+def test_what_is_no_language_model_and_what_has_flags_is_refused():
+    config = transformers.BertConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32
+    )
+    assert chunked_loss_refusal(transformers.BertForSequenceClassification, config) is not None
+    assert "is none" in chunked_loss_refusal(torch.nn.Linear, None)
+    model = tiny_model(*causal("Mixtral"))
+    ids = torch.randint(3, VOCABULARY, (2, 10))
+    with pytest.raises(ValueError, match="no flags"):
+        chunked_loss(model, batch_of(ids) | {"output_router_logits": True})
+
+
+def test_nobody_who_watches_sees_the_tiny_copy():
+    options = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    cls, config = causal("Llama", num_hidden_layers=2, vocab_size=200, rope_theta=12345.0, **options)
+    model, ids = cls(config), torch.randint(3, 200, (2, 40))
+    peaks = []
+    for _ in range(2):  # the first time makes it
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        with MemoryTracker(model, live=False) as tracker:
+            chunked_loss(model, batch_of(ids)).backward()
+        peaks.append((tracker.peak.total, torch.rand(()).item()))
+    assert peaks[0] == peaks[1]
+    config.rms_norm_eps = 2e-6  # and predict, whose tensors have no values
+    recipe = Recipe(chunked_loss=True)
+    assert predict(config, batch_size=2, seq_len=40, recipe=recipe, target="cpu").peak.total > 0
+    config.rms_norm_eps, config.final_logit_softcapping = 3e-6, 30.0  # a name that Llama does not look at
+    assert chunked_loss_refusal(cls, config) is None
