@@ -109,7 +109,6 @@ LONG_FUNCTIONS = {
     "gradmem_lib/__main__.py",
     "gradmem_lib/planning/plan.py",
     "gradmem_lib/techniques/quantized.py",
-    "gradmem_lib/training/trainer.py",
 }
 
 

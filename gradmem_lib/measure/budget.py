@@ -19,7 +19,8 @@ class BudgetExceeded(torch.OutOfMemoryError):
     def __init__(
         self, message: str, *, budget: int, asked: int, snapshot: MemorySnapshot, holders: list[Holder]
     ):
-        super().__init__(message)
+        # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
+        super().__init__(f"{message}\n  The budget is out of memory.")
         self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders
 
 

@@ -30,10 +30,15 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.A), self.B) * self.scale
 
     @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """A new tensor: the base's weight with the addition in it, in the base's shape and dtype."""
+        addition = self.scale * (self.B @ self.A)
+        return self.base.weight + (addition if isinstance(self.base, nn.Linear) else addition.T)
+
+    @torch.no_grad()
     def merged(self) -> nn.Module:
         """The base with the addition written into its weight, for use after training."""
-        addition = self.scale * (self.B @ self.A)
-        self.base.weight += addition if isinstance(self.base, nn.Linear) else addition.T
+        self.base.weight.copy_(self.merged_weight())
         return self.base
 
 

@@ -6,6 +6,7 @@ puts the tracker, its budget and its live plot into any ``Trainer``, with or wit
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 from contextlib import ExitStack
@@ -144,6 +145,15 @@ class RecipeTrainer(Trainer):
         self.recipe, self.memory = recipe, memory
         self._interrupt = _StopAfterStep()
         super().__init__(*given, **named)
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
+                "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
+            )
+        if recipe.chunked_loss and self.args.world_size > 1:
+            raise ValueError(
+                f"chunked_loss goes around the wrapper that averages gradients over {self.args.world_size} processes: leave it out"
+            )
         # Then labels are counted over the whole batch, and compute_loss is given their number.
         self.model_accepts_loss_kwargs = True
         self.add_callback(memory)
@@ -167,14 +177,16 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of one step, and how many labels count in all of them together."""
+        """The micro-batches of one step, and how many labels count in all of them together, in all processes."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [label_count(self.model, sample) for sample in samples]
         if not counts or counts[0] is None:
             raise ValueError(
-                "there are no labels in the batch, and without them no loss: give rows with 'labels' (texts.datasets does)"
+                "there are no labels in the batch, by which micro-batches are weighed: give rows with 'labels', a tensor "
+                "(texts.datasets does). A contrastive loss has none, and cannot be cut into micro-batches at all"
             )
-        return samples, sum(counts).to(device)
+        total = sum(counts).to(device)
+        return samples, total if self.args.world_size == 1 else self.accelerator.gather(total).sum()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
@@ -186,8 +198,26 @@ class RecipeTrainer(Trainer):
             outputs = model(**inputs)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None:
-            loss = loss * (label_count(self.model, inputs) / num_items_in_batch)
+            count = label_count(self.model, inputs)
+            if (
+                not loss.isfinite() and not count
+            ):  # a mean of nothing: a loss of 0, as accumulate_gradients has it
+                loss = loss.nan_to_num(0.0)
+            # Processes take the mean of their gradients, as in accumulate_gradients.
+            loss = loss * (count * self.args.world_size / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Write the model for ``from_pretrained``: LoRA's additions are merged into what is written, the model keeps them.
+
+        A checkpoint, which ``Trainer`` writes on its own, keeps them apart: it is for ``resume_from_checkpoint``.
+        ``ValueError`` where the frozen weights are in 4 bits.
+        """
+        adapters = adapters_of(self.model)
+        if _internal_call or not adapters:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=_merged_state(self.model, adapters))
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
@@ -258,37 +288,79 @@ class _StopAfterStep(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopped = True
 
 
+# What Trainer takes and a recipe decides, or cannot keep to.
+_NOT_TAKEN = {
+    "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
+    "optimizers": "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type",
+    "optimizer_cls_and_kwargs": "the recipe makes the optimizer: choose it there",
+    "compute_loss_func": "micro-batches are weighed by their labels: give a model that returns this loss as its own mean",
+    "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, and is no loss of chunks: give a "
+    "model that smooths its loss itself",
+}
+
+
 def make_trainer(
     model: nn.Module,
     recipe: Recipe,
     *,
     batch_size: int,
-    train_dataset,
-    eval_dataset=None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
     output_dir: str = "out",
     budget: int | str | None = None,
     live: bool | None = None,
     title: str = "",
     progress: bool | None = None,
-    callbacks=None,
-    **training_arguments,
+    **given: Any,
 ) -> RecipeTrainer:
     """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place.
 
     Args:
         model: any model of transformers, trained on the device that it is on, or on the card with ``use_cpu=False``; its weights are
             cast, get LoRA or 4 bits as ``prepare`` does it.
-        batch_size: rows of one optimizer step, which ``recipe.accumulation`` cuts into micro-batches, as in ``predict``.
+        batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts into micro-batches, as in
+            ``predict``. With ``auto_find_batch_size=True`` they become fewer until a step fits the card, or ``budget``.
         train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
         budget, live, title: of the tracker (``MemoryCallback``).
         progress: a progress bar and the losses as they come. ``None``: as ``live_enabled`` says in a notebook, else yes.
-        training_arguments: all else that ``TrainingArguments`` takes: ``max_steps``, ``learning_rate``, ... The learning rate
-            of torch's Adafactor is relative to a weight's size, and ``recipe.RELATIVE_RATE`` unless you say another.
+        given: all else that ``Trainer`` takes (``data_collator``, ``processing_class``, ``compute_metrics``, ``callbacks``, ...)
+            or ``TrainingArguments`` (``max_steps``, ``learning_rate``, ...). The learning rate of torch's Adafactor is
+            relative to a weight's size, and ``RELATIVE_RATE`` unless you say another.
 
-    Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise: both would pass
-    what the recipe was chosen for. Raises ``ValueError`` for an argument that says something else than the recipe, and for
-    an optimizer in backward, which ``Trainer`` does not have.
+    Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise (``compute_metrics``
+    is given the logits): both would pass what the recipe was chosen for. Raises ``ValueError`` for an argument that says
+    something else than the recipe, or that it cannot keep to, and for an optimizer in backward, which ``Trainer`` does not have.
     """
+    given.setdefault("use_cpu", next(model.parameters()).device.type == "cpu")
+    _check_recipe(recipe, given["use_cpu"])
+    own = inspect.signature(Trainer.__init__).parameters
+    for_trainer = {name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN}
+    if progress is None:
+        progress = live_enabled() if in_kernel() else True
+    args = _training_arguments(recipe, recipe.micro_batch(batch_size), given)
+    for name, value in {
+        "output_dir": output_dir,
+        "prediction_loss_only": predicts_next_token(model) and "compute_metrics" not in for_trainer,
+        "disable_tqdm": not progress,
+    }.items():
+        args.setdefault(name, value)
+    args = TrainingArguments(**args)
+    change_model(model, recipe)
+    trainer = RecipeTrainer(
+        model,
+        args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        recipe=recipe,
+        memory=MemoryCallback(budget=budget, live=live, title=title),
+        **for_trainer,
+    )
+    if not progress:
+        trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
     if recipe.in_backward:
@@ -296,53 +368,70 @@ def make_trainer(
             "in_backward=True steps during backward, and Trainer steps after it: use prepare(model, recipe) and step(...) of "
             "gradmem_lib, as the code that plan prints does"
         )
-    on_cpu = training_arguments.get("use_cpu", next(model.parameters()).device.type == "cpu")
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
             "on the CPU, Trainer takes fp16=True and trains in float32 all the same: choose precision='autocast-bf16', or move the "
             "model to a card"
         )
-    micro_batch = recipe.micro_batch(batch_size)
+
+
+def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` for ``TrainingArguments``, with what ``recipe`` decides. ``ValueError`` where the two do not agree."""
     chosen = arguments(recipe, micro_batch)
-    for name, given in training_arguments.items():
+    for name, value in given.items():
+        if name in _NOT_TAKEN and value:
+            raise ValueError(
+                f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or use Trainer itself"
+            )
         own = name.replace("gradient_checkpointing", checkpointing_argument())
         decided = own in chosen or own in ("bf16", "fp16", checkpointing_argument())
-        if decided and given != chosen.get(own, False):
+        if decided and value != chosen.get(own, False):
             raise ValueError(
-                f"{name}={given!r} and the recipe says {chosen.get(own, False)!r}: change the recipe, or batch_size, and leave the "
+                f"{name}={value!r} and the recipe says {chosen.get(own, False)!r}: change the recipe, or batch_size, and leave the "
                 "argument out"
             )
-    if recipe.optimizer == "adafactor-torch":
-        training_arguments = {"learning_rate": RELATIVE_RATE} | training_arguments
-    if progress is None:
-        progress = live_enabled() if in_kernel() else True
     defaults = {
-        "output_dir": output_dir,
         "per_device_eval_batch_size": micro_batch,
-        "prediction_loss_only": predicts_next_token(model),
         "report_to": "none",
         "save_strategy": "no",
-        "disable_tqdm": not progress,
-        "use_cpu": on_cpu,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    if recipe.optimizer == "adafactor-torch":
+        defaults["learning_rate"] = RELATIVE_RATE
     # The optimizer is made here (create_optimizer); bitsandbytes' name would be refused where it is not installed.
     if chosen.get("optim") == "adamw_bnb_8bit":
         chosen["optim"] = "adamw_torch"
-    args = TrainingArguments(**(defaults | chosen | training_arguments))
-    change_model(model, recipe)
-    trainer = RecipeTrainer(
-        model,
-        args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        callbacks=callbacks,
-        recipe=recipe,
-        memory=MemoryCallback(budget=budget, live=live, title=title),
-    )
-    if not progress:
-        trainer.remove_callback(PrinterCallback)
-    return trainer
+    given = {name: value for name, value in given.items() if name not in _NOT_TAKEN}
+    return defaults | chosen | given
+
+
+def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
+    """LoRA's layers in ``model`` by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def _check_mergeable(adapters: dict[str, LoRALinear]) -> None:
+    for name, module in adapters.items():
+        if isinstance(module.base, Linear4bit):
+            raise ValueError(
+                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
+                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
+            )
+
+
+@torch.no_grad()
+def _merged_state(model: nn.Module, adapters: dict[str, LoRALinear]) -> dict[str, torch.Tensor]:
+    """``model.state_dict()`` as if the additions had been merged, which they stay as they are for."""
+    _check_mergeable(adapters)
+    state = model.state_dict()
+    for name, module in adapters.items():
+        for own in [key for key in state if key.startswith(f"{name}.")]:
+            tensor = state.pop(own)
+            if own == f"{name}.base.weight":
+                state[f"{name}.weight"] = module.merged_weight()
+            elif own.startswith(f"{name}.base."):
+                state[f"{name}{own.removeprefix(f'{name}.base')}"] = tensor
+    return state
 
 
 @torch.no_grad()
@@ -351,10 +440,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
     ``ValueError`` where the frozen weights are in 4 bits: what was added would be lost in their rounding.
     """
-    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    for name, module in adapters:
-        if isinstance(module.base, Linear4bit):
-            raise ValueError(f"the base of {name} is in 4 bits: load the model in bf16 and merge there")
+    adapters = adapters_of(model)
+    _check_mergeable(adapters)
+    for name, module in adapters.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, module.merged())
     return model

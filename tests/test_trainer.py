@@ -1,0 +1,178 @@
+"""make_trainer takes what Trainer takes, or says why not; what it writes loads anywhere; two processes; a budget."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_finetune import Classified, classifier, in_order, rows, small, trainer_for  # noqa: F401
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from gradmem_lib import MemoryCallback, Recipe
+from gradmem_lib.course import models
+from gradmem_lib.course.processes import torchrun
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.lora import LoRALinear
+
+pytestmark = pytest.mark.usefixtures("interruptible")
+ROWS, SEQ = 8, 48
+
+
+@pytest.mark.parametrize(
+    "base", [small, lambda: models.tiny_gpt2(layers=2, hidden=64, heads=2, vocab=512, positions=SEQ)]
+)
+def test_what_save_model_writes_of_a_lora_run_has_the_same_logits(base, tmp_path):
+    model = base()
+    trainer = trainer_for(
+        model, Recipe(lora_rank=4), tmp_path, learning_rate=0.05, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    ids = rows(2).ids
+    assert any(isinstance(module, LoRALinear) for module in model.modules())  # it can be trained on
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        loaded = type(model).from_pretrained(tmp_path / "saved").eval()
+        assert torch.allclose(loaded(input_ids=ids).logits, expected, atol=1e-5)
+    again = trainer_for(base(), Recipe(lora_rank=4), tmp_path, learning_rate=0.05)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    for ours, theirs in zip(again.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_four_bits_are_not_saved_as_if_merged(tmp_path):
+    recipe = Recipe(lora_rank=4, quantized_base=True, precision="bf16")
+    with pytest.raises(ValueError, match="in 4 bits"):
+        trainer_for(small(), recipe, tmp_path).save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("label_smoothing_factor", 0.1, "smooths its loss itself"),
+        ("model_init", small, "make the model first"),
+        ("optimizers", (None, None), "the recipe makes the optimizer"),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "the recipe makes the optimizer"),
+        ("compute_loss_func", lambda *given: None, "returns this loss as its own mean"),
+    ],
+)
+def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
+    model = small()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"{name}=.*not taken by make_trainer.*{says}"):
+        trainer_for(model, Recipe(lora_rank=4, precision="bf16"), tmp_path, **{name: value})
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Rows of unequal length, which only a collator can put together."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"ids": torch.arange(1, 6 + 5 * index) % 512}
+
+
+def collated(rows):
+    ids = nn.utils.rnn.pad_sequence([row["ids"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": ids.clamp(min=0), "attention_mask": (ids != -100).long(), "labels": ids}
+
+
+def test_it_takes_a_collator_a_tokenizer_and_metrics(tmp_path, in_order):  # noqa: F811
+    class Words:
+        def save_pretrained(self, folder):
+            (tmp_path / "words").write_text(folder)
+
+    given = {
+        "train_dataset": Ragged(),
+        "remove_unused_columns": False,
+        "data_collator": collated,
+        "max_steps": 1,
+    }
+    losses = []
+    for accumulation in (1, 4):
+        trainer = trainer_for(
+            small(), Recipe(accumulation=accumulation), tmp_path, processing_class=Words(), **given
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    batch = collated([Ragged()[i] for i in range(8)])
+    expected = small().train()(**batch).loss.item()
+    assert losses == pytest.approx([expected, expected], rel=1e-5)
+    trainer.save_model()
+    assert (tmp_path / "words").exists()
+    held = Classified(6)
+    trainer = trainer_for(
+        classifier(), Recipe(), tmp_path, eval_dataset=held,
+        compute_metrics=lambda found: {"rows": len(found.predictions), "right": float((found.label_ids >= 0).mean())},
+    )  # fmt: skip
+    found = trainer.evaluate()
+    assert found["eval_rows"] == 6 and found["eval_right"] == 1.0
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
+    least, most = (
+        predict(small(), batch_size=n, seq_len=SEQ, recipe=Recipe(), target="cpu").peak.total for n in (2, 8)
+    )
+    budget = (least + most) // 2
+    if ours:
+        trainer = trainer_for(small(), Recipe(), tmp_path, budget=budget, auto_find_batch_size=True)
+        trainer.train()
+        memory = trainer.memory
+    else:
+        args = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+            save_strategy="no", optim="adamw_torch", auto_find_batch_size=True,
+        )  # fmt: skip
+        with MemoryCallback(live=False, budget=budget) as memory:
+            trainer = Trainer(small(), args, train_dataset=rows(), callbacks=[memory])
+            trainer.train()
+    assert trainer.state.global_step == 2 and sorted(memory.by_step) == [1, 2]
+    assert least // 2 < memory.peak.total <= budget
+    assert trainer._train_batch_size < 8
+
+
+SCRIPT = """
+import json, torch
+import torch.distributed as dist
+from gradmem_lib import Recipe, make_trainer
+from gradmem_lib.course import models
+from transformers import TrainerCallback
+
+class Ragged(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        ids = torch.arange(1, 13) * (i + 3) % 31
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= 2 + i, -100)}
+
+tiny = lambda: models.tiny_llama(layers=1, hidden=16, heads=2, intermediate=32, vocab=31)
+seen = {}
+class Look(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        seen["gradient"] = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+trainer = make_trainer(tiny(), Recipe(accumulation=2, optimizer="sgd"), batch_size=4, train_dataset=Ragged(), max_steps=1,
+    output_dir="FOLDER", live=False, progress=False, max_grad_norm=0.0, logging_steps=1,
+    callbacks=[Look()])
+trainer.train()
+rows = [Ragged()[i] for i in range(8)]
+alone = tiny().train()
+loss = alone(**{n: torch.stack([r[n] for r in rows]) for n in rows[0]}).loss
+loss.backward()
+full = torch.cat([p.grad.flatten() for p in alone.parameters()])
+if dist.get_rank() == 0:
+    print(json.dumps({"far": ((seen["gradient"] - full).norm() / full.norm()).item(),
+        "loss": trainer.state.log_history[0]["loss"], "expected": loss.item()}))
+dist.destroy_process_group()
+"""
+
+
+def test_a_trainer_in_two_processes_takes_the_full_batchs_gradient(tmp_path):
+    found = json.loads(torchrun(SCRIPT.replace("FOLDER", str(tmp_path))).splitlines()[-1])
+    assert found["far"] <= 1e-5 and found["loss"] == pytest.approx(found["expected"], rel=1e-5)
