@@ -26,14 +26,12 @@ import torch
 import transformers
 from record import record
 
-from gradmem_lib.prediction import allocator
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a plain checkout: the library is not installed
+# A plain checkout: the library is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gradmem_lib.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import clear_cache, predict
 from gradmem_lib.training.prepare import prepare

@@ -117,6 +117,11 @@ def hook_counts(module: nn.Module) -> tuple[int, ...]:
     return tuple(len(getattr(module, name)) for name in HOOKS)
 
 
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that lie in ``module`` itself, by name; one that lies there twice comes twice."""
+    return [(n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether the parameter or buffer ``name`` of ``module`` itself goes into its ``state_dict``."""
     return name not in module._non_persistent_buffers_set

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat import efficient_attention, flash_attention, flash_attention_backward, math_attention
 from .allocator import rounded
 
 
@@ -126,9 +127,7 @@ def _attention(
         if padding:
             options["scale"] = size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
+        out = flash_attention(query, key, value, dropout_p, is_causal, False, **options)[0]
         return out[..., :size] if padding else out
     if query.shape[1] == key.shape[1]:
         bias = attn_mask
@@ -137,10 +136,8 @@ def _attention(
         if bias is not None:
             bias = _aligned(bias).expand(*query.shape[:3], key.shape[2])
         keeps = any(t.requires_grad for t in (query, key, value))
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps, dropout_p, is_causal, **options
-        )[0]
-    return torch.ops.aten._scaled_dot_product_attention_math(
+        return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[0]
+    return math_attention(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **options
     )[0]
 
@@ -153,7 +150,7 @@ def _aligned(bias: Tensor) -> Tensor:
 
 def scratch(func, args) -> int:
     """Bytes that ``func`` takes inside its kernel and gives back at its end, where they are many."""
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+    if func is flash_attention_backward.default:
         # The gradient of the queries is added up in float32, with rows and head size rounded up; and when heads share
         # keys, the gradients of keys and values exist once for each head first.
         query, key = args[1], args[2]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..compat import hook_counts, own_tensors
 from ..names import CATEGORIES
 
 OP, PHASE, TOTAL = 0, 1, 2
@@ -43,14 +44,9 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
             and not (type(value) is int and value == index and "id" in key)
         )
         tensors = tuple(
-            (key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type)
-            for key, t in [*module._parameters.items(), *module._buffers.items()]
-            if t is not None
+            (key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own_tensors(module)
         )
-        hooks = tuple(
-            len(getattr(module, h)) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-        )
-        parts.append((name, type(module), settings, tensors, hooks))
+        parts.append((name, type(module), settings, tensors, hook_counts(module)))
     return tuple(parts)
 
 

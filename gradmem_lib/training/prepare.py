@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compat import is_persistent, own_tensors
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
 from ..techniques.optimizers import AdamW8bit, MasterAdamW
 from .recipe import Recipe
@@ -104,10 +105,9 @@ def set_attention(model: nn.Module, name: str | None) -> None:
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters and persistent floating-point buffers to ``dtype``, in place; ties stay ties."""
     for module in model.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not tensor.is_floating_point() or name in module._non_persistent_buffers_set:
-                continue
-            tensor.data = tensor.data.to(dtype)
+        for name, tensor in own_tensors(module):
+            if tensor.is_floating_point() and is_persistent(module, name):
+                tensor.data = tensor.data.to(dtype)
 
 
 def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None:

@@ -1,0 +1,145 @@
+"""Private names of torch and transformers stand in compat.py alone, and each does there what its comment says."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradmem_lib
+from gradmem_lib import compat
+
+HOME = Path(gradmem_lib.__file__).parent
+FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
+THEIRS = ("torch", "transformers", "accelerate", "peft")
+# What is still to be moved to compat.py. A line goes when its file names nothing private.
+WAITING = {
+    "measure/schedule_record.py",
+    "measure/tracker.py",
+    "prediction/copies.py",
+    "prediction/fakes.py",
+    "prediction/trace.py",
+    "techniques/checkpointing.py",
+    "training/prepare.py",
+}
+# Of Python and Jupyter: a named tuple's fields, a picture in every form, a widget's code and looks.
+PUBLIC = {"_asdict", "_replace", "_repr_mimebundle_", "_esm", "_css", "_"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def tree(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def defined(nodes) -> set[str]:
+    """The private names that the library gives: to functions, classes, variables, and its own objects' attributes."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in (
+            f"self.{node.attr}",
+            f"cls.{node.attr}",
+        ):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+OWN = defined(node for path in FILES.values() for node in ast.walk(tree(path)))
+
+
+def private_names(path: Path):
+    """(line, what) of every private name in a file that the library has not given itself."""
+    for node in ast.walk(tree(path)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] in THEIRS
+        ):
+            for name in [*node.module.split("."), *(alias.name for alias in node.names)]:
+                if is_private(name):
+                    yield node.lineno, f"{node.module}: {name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in THEIRS and any(map(is_private, alias.name.split("."))):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if node.attr not in OWN | PUBLIC or ast.unparse(node.value).startswith("torch."):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "getattr",
+            "setattr",
+            "hasattr",
+            "delattr",
+        ):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(name) and name not in OWN | PUBLIC:
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize("file", sorted({*FILES} - {"compat.py"} - WAITING))
+def test_a_private_name_of_another_library_is_used_in_compat_alone(file):
+    found = [f"{file}:{line} uses {what}" for line, what in private_names(FILES[file])]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "file", sorted({*FILES} - {"compat.py", "__main__.py", "course/claims/__main__.py"} - WAITING)
+)
+def test_no_class_overrides_a_private_method_of_another_library(file):
+    parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
+    module = importlib.import_module(".".join(["gradmem_lib", *parts]))
+    for name, cls in vars(module).items():
+        if isinstance(cls, type) and cls.__module__ == module.__name__:
+            bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] in THEIRS]
+            assert not OWN & vars(cls).keys() & {n for base in bases for n in vars(base)}, f"{file}: {name}"
+
+
+def test_a_storage_has_one_key_whoever_looks():
+    tensor = torch.zeros(4)
+    one, other = tensor.untyped_storage(), tensor.view(2, 2).untyped_storage()
+    assert compat.storage_key(one) == compat.storage_key(other)
+    assert compat.storage_key(torch.zeros(4).untyped_storage()) != compat.storage_key(one)
+
+
+def test_what_a_transform_wraps_is_found():
+    seen = []
+
+    def function(x):
+        seen.append(compat.under_transform(x))
+        return (x * x).sum()
+
+    rows = torch.randn(3, 4)
+    torch.func.vmap(torch.func.grad(function))(rows)
+    assert seen[0].shape == (3, 4) and seen[0].data_ptr() == rows.data_ptr()
+    assert compat.under_transform(rows) is None
+
+
+def test_a_call_is_replaced_and_given_back():
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    undo = compat.replace_call(layer, lambda x: "replaced")
+    assert layer(x) == "replaced" and torch.equal(compat.plain_call(layer)(x), layer.forward(x))
+    undo()
+    undo()
+    assert compat.stand_in(layer) is None and torch.equal(layer(x), layer.forward(x))
+
+
+def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
+    from transformers import AttentionInterface, masking_utils
+
+    own = masking_utils.find_packed_sequence_indices
+    with pytest.raises(RuntimeError), compat.registered_attention("mine", len, len):
+        assert "mine" in list(AttentionInterface())
+        raise RuntimeError
+    assert "mine" not in list(AttentionInterface())
+    with compat.packed_sequences_by(lambda own, ids: None):
+        assert masking_utils.find_packed_sequence_indices is not own
+    assert masking_utils.find_packed_sequence_indices is own
