@@ -6,8 +6,9 @@ tests/test_compat.py fails for a private name anywhere else. transformers is imp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +49,12 @@ NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsuppor
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 # An operator's arguments and results, with what each aliases.
 schema: Callable[[Any], Any] = attrgetter("_schema")
+
+
+def returns(func) -> list:
+    """What an operator's schema says of its results; nothing for a higher-order one (torch.cond), which has no schema."""
+    return getattr(getattr(func, "_schema", None), "returns", [])
+
 
 _aten = torch.ops.aten
 read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
@@ -132,6 +139,49 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     )
+
+
+@contextmanager
+def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
+    """While the block runs, a call of a compiled function raises ``refuse(its name)``.
+
+    Compiled functions ask ``torch._dynamo.eval_frame._callback_from_stance`` what to do each time that they are called. Those
+    that torch itself compiles (in ``torch.cond``, ``flex_attention``) run uncompiled, which is what it does without a compiler.
+    """
+    undo = ExitStack()
+
+    def asked(callback):
+        if callback is None or callback is False:
+            return before(callback)
+        function = sys._getframe(1).f_locals.get("fn")
+        if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
+            return None
+        raise refuse(getattr(function, "__qualname__", "a function"))
+
+    before: Callable = lambda callback: callback  # noqa: E731
+
+    def install() -> None:
+        nonlocal before
+        eval_frame = sys.modules["torch._dynamo.eval_frame"]
+        before = eval_frame._callback_from_stance
+        eval_frame._callback_from_stance = asked
+        undo.callback(setattr, eval_frame, "_callback_from_stance", before)
+
+    compiler = torch.compile
+
+    def compile_first(*args, **kwargs):
+        torch.compile = compiler
+
+        install()
+        return compiler(*args, **kwargs)
+
+    if "torch._dynamo.eval_frame" in sys.modules:
+        install()
+    else:  # it takes seconds to import, and without it nothing is compiled
+        torch.compile = compile_first
+        undo.callback(setattr, torch, "compile", compiler)
+    with undo:
+        yield
 
 
 def stand_in(module: nn.Module) -> Callable | None:

@@ -31,7 +31,8 @@ from transformers import (
 
 from gradmem_lib.measure.budget import BudgetExceeded
 from gradmem_lib.measure.timeline import Timeline
-from gradmem_lib.measure.tracker import MemoryTracker, Watch
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.measure.watch import Watch
 from gradmem_lib.names import CATEGORIES, PHASES
 
 LLAMA = dict(
@@ -792,7 +793,7 @@ def test_html_and_repr_are_exact():
     html = tracker._repr_html_()
     assert f"{tracker.peak.total:,}" in html and f"{tracker.current.total:,}" in html
     assert repr(tracker).startswith(f"MemoryTracker(peak {tracker.peak.total:,} bytes in ")
-    assert tracker.cuda is None
+    assert tracker.allocator is None
     assert set(tracker.peak.by_category) == set(CATEGORIES) and tracker.peak.phase in PHASES
 
 
@@ -801,7 +802,7 @@ def test_the_watch_sees_backward_threads_too():
     done = []
 
     def work():
-        with Watch(tracker._observe):
+        with Watch(tracker._meter.observe):
             for _ in range(500):
                 torch.zeros(64)
             done.append(torch.zeros(64))

@@ -7,7 +7,9 @@ from types import TracebackType
 
 import torch
 
-from .timeline import Holder, MemorySnapshot
+from ..names import CATEGORIES
+from ..units import format_bytes
+from .timeline import Holder, MemorySnapshot, largest_of
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
@@ -32,6 +34,32 @@ REMEDIES = {
     "temporaries": "temporaries.\n  What helps: a smaller micro-batch, or an optimizer that works in place (foreach=False)",
     "other": "tensors without an owner, such as batches.\n  What helps: keep fewer of them on the device",
 }
+
+
+def over_budget(
+    budget: int, asked: int, what: str, snapshot: MemorySnapshot, holders: list[Holder]
+) -> BudgetExceeded:
+    """The error for ``asked`` bytes too many, which ``what`` asked for; ``holders`` are all that are live."""
+    main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
+    sums: dict[tuple[str, str], int] = {}
+    for h in holders:
+        key = (h.category, ".".join(h.module.split(".")[:3]))
+        sums[key] = sums.get(key, 0) + h.nbytes
+    largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
+    lines = [
+        f"out of budget by {snapshot.total - budget:,} bytes: "
+        f"{snapshot.total:,} live ({format_bytes(snapshot.total)}), "
+        f"{budget:,} allowed ({format_bytes(budget)})",
+        f"  asked for {asked:,} bytes: {what}, in {snapshot.phase}",
+        "  live by category:",
+        *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
+        "  largest holders:",
+        *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
+        f"  Most of it is {REMEDIES[main]}.",
+    ]
+    return BudgetExceeded(
+        "\n".join(lines), budget=budget, asked=asked, snapshot=snapshot, holders=largest_of(holders, 5)
+    )
 
 
 def let_go(error: BaseException) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import current_node, graph_task, next_number, number_of, storage_key
+from ..names import OTHER
 from .display import pictures
-from .tracker import tensors_in
+from .storages import Entry, Ledger, Recorder, own_storage, storages_of, tensors_in
+from .watch import Watch
 
 KINDS = ("forward", "recompute", "backward", "outside")
 PARTS = ("inputs", "internals", "passing", "left")
@@ -130,7 +131,7 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
             f"record_schedule(layers, step) takes a list of torch.nn.Module, and was given {', '.join(wrong) or 'none'}. "
             "Give the layers themselves: for a Llama, model.model.layers"
         )
-    recorder = _Recorder(layers)
+    recorder = _Layers(layers)
     with ExitStack() as undo:
         for register, hook, options in (
             (register_module_forward_pre_hook, recorder.enter_module, {}),
@@ -138,46 +139,49 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
             (register_module_forward_hook, recorder.leave_module, {"always_call": True}),
         ):
             undo.callback(register(hook, **options).remove)
-        undo.enter_context(recorder)
+        undo.enter_context(Watch(recorder.observe))
         step()
     return recorder.record()
 
 
-class _Block(weakref.ref):
-    """A storage: who made it, who uses it, and when it came and went, counted in operations."""
+@dataclass(eq=False)
+class _Block:
+    """A storage: who made it, when it came and went, counted in operations, and which layers use it."""
 
-    __slots__ = ("birth", "death", "key", "kind", "layer", "nbytes", "users")
+    layer: int
+    kind: str
+    nbytes: int
+    birth: int
+    death: int | None = None
+    users: set[int] = field(default_factory=set)
 
 
 _OUTSIDE = -1
 
 
-class _Recorder(TorchDispatchMode):
+class _Layers(Recorder):
     """Puts every operation, and every storage, down to a layer."""
 
     def __init__(self, layers: list[nn.Module]):
-        super().__init__()
+        self.ledger = Ledger(self)
         self.n = len(layers)
         self.module_layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
         self.tops = {id(layer) for layer in layers}
         self.weight_layer: dict[int, int] = {}
         for i, layer in enumerate(layers):
             for tensor in [*layer.parameters(), *layer.buffers()]:
-                key = tensor.untyped_storage()._cdata
-                # Shared weights say nothing about the layer that uses them.
-                self.weight_layer[key] = i if self.weight_layer.get(key, i) == i else _OUTSIDE
+                for key in [storage_key(storage) for storage in storages_of(tensor)]:
+                    # Shared weights say nothing about the layer that uses them.
+                    self.weight_layer[key] = i if self.weight_layer.get(key, i) == i else _OUTSIDE
         self.now = _OUTSIDE  # the layer that runs forward
         self.back = _OUTSIDE  # the layer that runs backward
         self.depth = 0
         self.ops = 0
         self.runs: list[list] = []  # [kind, layer, first operation]
-        self.blocks: dict[int, _Block] = {}
         self.seen: list[_Block] = []
         # Nodes of the graph are numbered as they are made: from which number on they are whose.
         self.numbers, self.number_layers = [0], [_OUTSIDE]
         self.thread = threading.get_ident()
-
-    # Which layer ------------------------------------------------------------
 
     def enter_module(self, module: nn.Module, args) -> None:
         self.depth += 1
@@ -194,30 +198,26 @@ class _Recorder(TorchDispatchMode):
         self.now = layer
         # On a card, backward has threads of its own, and each numbers its nodes anew.
         if layer != self.number_layers[-1] and threading.get_ident() == self.thread:
-            self.numbers.append(torch.autograd._get_sequence_nr() - back)
+            self.numbers.append(next_number() - back)
             self.number_layers.append(layer)
 
     def _kind_and_layer(self, keys: list[int]) -> tuple[str, int]:
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task == -1 or torch.is_grad_enabled() or self.depth:
+        task = graph_task()
+        if task == -1 or torch.is_grad_enabled() or self.depth:
             for key in keys:
                 layer = self.weight_layer.get(key, _OUTSIDE)
                 if layer not in (_OUTSIDE, self.now):
                     self._go_to(layer, back=1)  # the node of this operation exists already
-            return ("forward" if graph_task == -1 else "recompute"), self.now
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else 2**64 - 1
+            return ("forward" if task == -1 else "recompute"), self.now
+        number = number_of(current_node())
         if number < 2**63:  # gradients are accumulated by nodes without a number: they follow their layer
             self.back = self.number_layers[bisect_right(self.numbers, number) - 1]
         return "backward", self.back
 
-    # What it does -----------------------------------------------------------
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        used = [*tensors_in(args), *tensors_in(kwargs.values())]
-        stores = [_storage(t) for t in used]
-        keys = [None if s is None else s._cdata for s in stores]
+    def observe(self, func, args, kwargs, out) -> None:
+        self.ledger.drain()
+        used = [s for t in tensors_in((args, kwargs or {})) if (s := own_storage(t)) is not None]
+        keys = [storage_key(storage) for storage in used]
         kind, layer = self._kind_and_layer(keys)
         # Saving a tensor detaches it: that belongs to whatever goes on.
         if func is not torch.ops.aten.detach.default or not self.runs:
@@ -226,41 +226,38 @@ class _Recorder(TorchDispatchMode):
             if not self.runs or self.runs[-1][:2] != [kind, layer]:
                 self.runs.append([kind, layer, self.ops])
         if kind != "backward":
-            for tensor, storage, key in zip(used, stores, keys, strict=True):
-                if key is not None and key not in self.weight_layer:
-                    self._use(tensor, storage, key, layer)
-        out = func(*args, **kwargs)
+            for tensor in tensors_in((args, kwargs or {})):
+                storage = own_storage(tensor)
+                if storage is not None and storage_key(storage) not in self.weight_layer:
+                    self._use(storage, layer, tensor.is_floating_point())
         for tensor in tensors_in((out,)):
-            storage = _storage(tensor)
-            if storage is not None and (key := storage._cdata) not in self.blocks and key not in keys:
-                self._meet(storage, key, layer, kind, self.ops)
+            storage = own_storage(tensor)
+            if (
+                storage is not None
+                and storage_key(storage) not in self.ledger.storages
+                and storage_key(storage) not in keys
+            ):
+                self._meet(storage, _Block(layer, kind, storage.nbytes(), self.ops))
         self.ops += 1
-        return out
 
-    def _use(self, tensor: torch.Tensor, storage, key: int, layer: int) -> None:
-        block = self.blocks.get(key)
-        if block is None:  # older than the step
-            if not tensor.is_floating_point():
-                return
-            block = self._meet(storage, key, _OUTSIDE, "outside", -1)
-        block.users.add(layer)
+    def _use(self, storage, layer: int, floating: bool) -> None:
+        entry = self.ledger.storages.get(storage_key(storage))
+        if entry is not None:
+            entry.module.users.add(layer)
+        elif floating:  # older than the step
+            block = _Block(_OUTSIDE, "outside", storage.nbytes(), -1)
+            block.users.add(layer)
+            self._meet(storage, block)
 
-    def _meet(self, storage, key: int, layer: int, kind: str, birth: int) -> _Block:
-        block = _Block(storage, self._gone)
-        block.key, block.nbytes, block.layer, block.kind = key, storage.nbytes(), layer, kind
-        block.birth, block.death, block.users = birth, None, set()
-        self.blocks[block.key] = block
+    def _meet(self, storage, block: _Block) -> None:
         self.seen.append(block)
-        return block
+        self.ledger.enter(storage, OTHER, block)
 
-    def _gone(self, block: _Block) -> None:
-        block.death = self.ops
-        if self.blocks.get(block.key) is block:
-            del self.blocks[block.key]
-
-    # What it was ------------------------------------------------------------
+    def left(self, entry: Entry) -> None:
+        entry.module.death = self.ops
 
     def record(self) -> ScheduleRecord:
+        self.ledger.drain()
         events = _columns(self.runs, self.ops)
         unseen = {
             kind: sorted(set(range(self.n)) - {e.layer for e in events if e.kind == kind})
@@ -304,13 +301,6 @@ class _Recorder(TorchDispatchMode):
         if _OUTSIDE in block.users:  # what the last layer hands to the loss
             return "passing", _OUTSIDE
         return "internals", block.layer
-
-
-def _storage(tensor: torch.Tensor):
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage of their own
-        return None
 
 
 def _columns(runs: list[list], ops: int) -> list[Event]:

@@ -32,6 +32,10 @@ class Holder(NamedTuple):
     op: str
 
 
+def largest_of(holders: list[Holder], n: int) -> list[Holder]:
+    return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))[:n]
+
+
 class Timeline:
     """Live bytes over the operations of a run; every list has one entry a sample.
 
@@ -71,8 +75,12 @@ class Timeline:
         n = len(self.rows)
         if n <= max_points:
             return self
-        window = -(-n // max_points)
-        starts = np.arange(0, n, window)
-        padded = np.full(len(starts) * window, -1, dtype=np.int64)
-        padded[:n] = self.rows[:, 2]
-        return Timeline(self.rows[starts + padded.reshape(-1, window).argmax(axis=1)])
+        return Timeline(self.rows[largest_of_windows(self.rows[:, 2], -(-n // max_points))])
+
+
+def largest_of_windows(values: np.ndarray, window: int) -> np.ndarray:
+    """For each ``window`` values in a row, the index of the first largest."""
+    starts = np.arange(0, len(values), window)
+    padded = np.full(len(starts) * window, -1, dtype=np.int64)
+    padded[: len(values)] = values
+    return starts + padded.reshape(-1, window).argmax(axis=1)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..measure.tracker import MemoryTracker, Watch
-from ..names import CATEGORIES
+from ..compat import storage_key
+from ..measure.recording import Recording
+from ..measure.tracker import checked_optimizers
+from ..measure.watch import Meter, Watch
 from ..training.prepare import Prepared, prepare, set_attention
 from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, step
@@ -28,123 +29,87 @@ from .question import CannotTrace, Question
 class _WatchFakes(Watch):
     """Asking a fake tensor for its device is an operation too, and none that a real run has."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard costs more than the work
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is fakes.DEVICE and type(args[0]) is fakes.FakeTensor:
             return args[0].fake_device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Recorder(MemoryTracker):
-    """A tracker that counts fake storages and notes every sample."""
+class CpuRecorder(Recording):
+    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every sample."""
 
-    def __init__(self, model, optimizer):
-        super().__init__(model, optimizer, live=False, device="cpu")
-        self.samples: list[tuple] = []
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer | list[Optimizer]):
+        super().__init__()
+        self.optimizers = checked_optimizers(optimizer)
+        self.meter = Meter(model, self.optimizers, self, device=torch.device("cpu"), mode=_WatchFakes)
         self.operations: list[str] = []
+        self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
         self.starts = [0]
-        self._operation = ""
-        self._born: list[int] = []  # by serial: the sample that a storage was first part of
-        self._moved: list[tuple[int, int, int, int, int]] = []
 
-    def _watch(self) -> TorchDispatchMode:
-        return _WatchFakes(self._observe)
+    def __enter__(self) -> CpuRecorder:
+        self.meter.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.meter.__exit__(*error)
+        self.meter.ledger.drain()
+        self.meter.sample()
 
     def mark(self, part: str) -> None:
-        self._drain()
-        self.starts.append(len(self.samples))
+        self.meter.ledger.drain()
+        self.starts.append(self.count)
 
-    def _is_here(self, storage) -> bool:
-        return storage.device.type == "meta"  # a fake tensor says "cpu", and its storage what is behind it
+    def size(self, storage) -> int:
+        # A fake tensor says "cpu", and its storage what is behind it.
+        return storage.nbytes() if storage.device.type == "meta" else 0
 
-    def _observe(self, func, args, out) -> None:
-        self._operation = str(func)
-        super()._observe(func, args, out)
-
-    def _enter(self, storage, category, owner, op) -> None:
-        self._born.append(len(self.samples))
-        super()._enter(storage, category, owner, op)
-
-    def _tag(self, tensor, category, owner) -> None:
-        self._drain()
-        entry = self._storages.get(tensor.untyped_storage()._cdata)
-        before = entry and entry.category
-        super()._tag(tensor, category, owner)
-        if entry is not None and before != category:
-            self._moved.append((self._born[entry.birth], len(self.samples), entry.nbytes, before, category))
-
-    def _sample(self) -> None:
-        super()._sample()
-        self.samples.append((self._op, self._phase, self._total, *self._by))
-        self.operations.append(self._operation)
+    def sampled(self, op, phase, total, by, func) -> None:
+        super().sampled(op, phase, total, by, func)
+        self.operations.append(str(func))
 
     def trace(self) -> Trace:
-        rows = np.array(self.samples, dtype=np.int64)
-        moved = np.zeros((len(rows) + 1, len(CATEGORIES)), dtype=np.int64)
-        for born, until, nbytes, before, category in self._moved:
-            moved[born, category] += nbytes
-            moved[born, before] -= nbytes
-            moved[until, category] -= nbytes
-            moved[until, before] += nbytes
-        owned = rows[:, BY] + moved.cumsum(axis=0)[:-1]
-        rows = np.concatenate([rows, owned], axis=1)
-        return Trace(rows, tuple(self.operations), tuple(self.starts), tuple(getattr(self, "requests", ())))
+        rows = np.concatenate([self.rows(as_seen=True), self.rows()[:, BY]], axis=1)
+        return Trace(rows, tuple(self.operations), tuple(self.starts), tuple(self.requests))
 
 
-class CudaRecorder(_Recorder):
+class CudaRecorder(CpuRecorder):
     """Counts as a card's allocator does: every storage in whole blocks of 512 bytes, scratch memory of kernels included."""
 
-    def __init__(self, model, optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(model, optimizer)
-        self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
+        self._on_host: set[int] = set()
+        self._numbers: dict[int, int] = {}  # of requests, by entry
+        self._asked = 0
 
-    def __enter__(self):
+    def __enter__(self) -> CudaRecorder:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
         fused = any(group.get("fused") for o in self.optimizers for group in o.param_groups)
         fused |= any(getattr(o, "fused", False) for o in self.optimizers)
-        self._on_host = set()
         for optimizer in [] if fused else self.optimizers:
             counters = [state.get("step") for state in optimizer.state.values()]
-            self._on_host |= {c.untyped_storage()._cdata for c in counters if isinstance(c, Tensor)}
-        return super().__enter__()
+            self._on_host |= {storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)}
+        super().__enter__()
+        return self
 
-    def _is_here(self, storage) -> bool:
-        return storage._cdata not in self._on_host and super()._is_here(storage)
+    def size(self, storage) -> int:
+        return 0 if storage_key(storage) in self._on_host else allocator.rounded(super().size(storage))
 
-    def _enter(self, storage, category, owner, op) -> None:
-        super()._enter(storage, category, owner, op)
-        entry = self._storages[storage._cdata]
+    def scratch(self, func, args) -> int:
+        nbytes = cuda_kernels.scratch(func, args)
+        if nbytes:
+            self.requests += [nbytes, -1 - self._asked]
+            self._asked += 1
+        return nbytes
+
+    def entered(self, entry) -> None:
+        super().entered(entry)
+        self._numbers[id(entry)] = self._asked
         self.requests.append(entry.nbytes)
-        more = allocator.rounded(entry.nbytes) - entry.nbytes
-        entry.nbytes += more
-        self._total += more
-        self._by[category] += more
+        self._asked += 1
 
-    def _drain(self) -> None:
-        before = len(self._freed)
-        self.requests += [-1 - entry.birth for entry in list(self._freed)[:before]]
-        super()._drain()
-
-    def _resize(self, entry, nbytes: int) -> int:
-        nbytes = allocator.rounded(nbytes)
-        return 0 if nbytes == entry.nbytes else super()._resize(entry, nbytes)
-
-    def _observe(self, func, args, out) -> None:
-        super()._observe(func, args, out)
-        scratch = cuda_kernels.scratch(func, args)
-        if scratch:
-            self._born.append(len(self.samples))
-            self.requests += [scratch, -1 - self._serial]
-            self._serial += 1
-            temporaries = CATEGORIES.index("temporaries")
-            self._total += scratch
-            self._by[temporaries] += scratch
-            self._sample()
-            self._total -= scratch
-            self._by[temporaries] -= scratch
+    def left(self, entry) -> None:
+        super().left(entry)
+        self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None) -> Trace:
@@ -170,7 +135,7 @@ def traced(question: Question, layers: int | None, micro_batches: int | None) ->
                 batch = example_batch(model, question.batch_size, question.seq_len)
             else:
                 batch = fake_batch(question.batch)
-            recorder = _Recorder(model, prepared.optimizer)
+            recorder = CpuRecorder(model, prepared.optimizer)
             if question.target == "cuda":
                 stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
                 recorder = CudaRecorder(model, prepared.optimizer)
