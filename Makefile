@@ -14,7 +14,7 @@ PY := .venv/bin/python
 LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 
-.PHONY: help lab start check test nightly lowest notebooks benchmarks gpu browser
+.PHONY: help lab start check test nightly lowest mutants notebooks benchmarks gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
@@ -23,6 +23,7 @@ help:
 	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
 	@echo "make nightly     all cases of every table, and the lessons at full size: hours"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
+	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, and LEDGER.md from the claims"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
@@ -134,6 +135,18 @@ nightly: $(TEST) browser
 	step "library, solutions, widgets: every case" env GRADMEM_ALL=1 $(EVERYTHING); \
 	step "lessons at full size" env GRADMEM_SIZE=full GRADMEM_LIVE=0 $(PYTEST) --nbval-lax --nbval-current-env lessons; \
 	$(SUM_UP)
+
+# What no test notices, see CONTRIBUTING.md. mutmut reads setup.cfg, works in mutants/, and finds the library there.
+MODULE ?= gradmem_lib/units.py
+TESTS ?= tests/test_units.py
+mutants: $(TEST)
+	@$(PY) -c 'import mutmut' 2>/dev/null || $(PY) -m pip install -e '.[dev]'
+	@rm -rf mutants
+	@{ echo "[mutmut]"; echo "source_paths=gradmem_lib"; echo "only_mutate=$(MODULE)"; \
+	  printf 'pytest_add_cli_args_test_selection='; printf ' %s\n' $(TESTS); \
+	  printf 'also_copy=conftest.py\n tools\n solutions\n lessons\n benchmarks\n'; } > setup.cfg
+	@export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; unset PYTHONPATH; \
+	  $(PY) -m mutmut run --max-children $(WORKERS) && $(PY) -m mutmut results
 
 # In an environment of its own. Stored outputs are those of the pinned versions, so notebooks are not compared.
 LOWEST := .venv-lowest/bin/python
