@@ -1,0 +1,162 @@
+"""prepare, make_optimizer and step against plain torch loops and numbers worked out by hand: nothing here is asked twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.optimization import Adafactor
+
+from gradmem_lib import MemoryTracker, Recipe
+from gradmem_lib.course import models
+from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit, MasterAdamW
+from gradmem_lib.training.prepare import ADAFACTOR_EPS, RATE, RELATIVE_RATE, make_optimizer, prepare
+from gradmem_lib.training.step import step
+
+VOCAB, SEQ = 97, 16
+
+
+def llama():
+    return models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=48, vocab=VOCAB)
+
+
+def ragged(rows: int = 4):
+    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(rows))
+    kept = torch.arange(SEQ) < torch.tensor([SEQ, 3, 9, 5][:rows])[:, None]
+    return {"input_ids": ids, "labels": ids.masked_fill(~kept, -100)}
+
+
+OWN = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=False, fused=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True),
+    "adafactor-torch": lambda p: torch.optim.Adafactor(p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False),
+    "adafactor": lambda p: Adafactor(p, lr=RATE, scale_parameter=False, relative_step=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9, foreach=False),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", OWN)
+def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
+    recipe = Recipe(optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=accumulation)
+    plain, ours = llama().train(), llama()
+    optimizer, made = OWN[name](plain.parameters()), prepare(ours, recipe)
+    for batch in (ragged(), ragged()):
+        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(loss.item(), rel=1e-5)
+    for (where, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        # An update is divided by its own size, which makes much of a gradient's last digits.
+        assert (
+            (p - q).abs().max() <= 0.02 * RATE
+            if name != "adafactor-torch"
+            else torch.allclose(p, q, atol=1e-5)
+        ), where
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_the_three_adamws_are_told_apart_by_what_a_step_allocates():
+    def most(name):
+        weights = [nn.Parameter(torch.ones(1_000)) for _ in range(10)]  # of 4,000 bytes
+        optimizer = make_optimizer(weights, Recipe(optimizer=name), RATE)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+                optimizer.step()
+        return max(tracker.timeline.by_category["temporaries"])
+
+    assert most("adamw-fused") == 0
+    assert 4_000 <= most("adamw") <= 12_000  # of one weight at a time, with what the last one left
+    assert most("adamw-foreach") >= 40_000  # of all at once
+
+
+def test_states_take_the_bytes_that_they_are_said_to_take():
+    """1,000 numbers in bf16 are too few for 8 bits, 10,000 have 40 blocks of 256."""
+    few, many = 1_000, 10_000
+    assert (BLOCK, SMALLEST_8BIT) == (256, 4096)
+
+    def held(name, precision="bf16", momentum=0.0):
+        dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        weights = [nn.Parameter(torch.ones(n // 10, 10, dtype=dtype)) for n in (few, many)]
+        optimizer = make_optimizer(
+            weights, Recipe(optimizer=name, precision=precision, momentum=momentum), RATE
+        )
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        tensors = {
+            id(v): v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+        }
+        return sum(v.untyped_storage().nbytes() for v in tensors.values() if v.numel() > 1)
+
+    both = few + many
+    assert held("adamw", "float32") == held("adamw-fused", "float32") == 8 * both
+    assert held("adamw") == held("adamw-foreach") == 4 * both
+    assert held("adamw", "float32-master") == 12 * both
+    assert held("adamw-8bit") == 8 * few + 2 * many + 2 * 40 * 4 + 2 * 256 * 4
+    assert held("sgd") == 0 and held("sgd", momentum=0.9) == 2 * both
+    assert held("adafactor-torch") == 2 * (few // 10 + 10 + many // 10 + 10)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
+    """The first and last of a block, of the tensor and of one that is not a whole number of blocks."""
+    for n in (5, SMALLEST_8BIT, SMALLEST_8BIT + 3):
+        start = torch.linspace(-1, 1, n)
+        ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        eight = AdamW8bit([ours], lr=1e-2, weight_decay=decay)
+        plain = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=decay, foreach=False)
+        numbers = torch.Generator().manual_seed(n)
+        for _ in range(3):
+            # Of one size, so that 8 bits hold them well. Element 0 has its own sign each time.
+            ours.grad = torch.randn(n, generator=numbers).sign() * (1 + torch.rand(n, generator=numbers))
+            theirs.grad = ours.grad.clone()
+            eight.step()
+            plain.step()
+        moved, expected = ours.detach() - start, theirs.detach() - start
+        assert (moved - expected).abs().max() < 2e-3 and expected.abs().max() > 0.01
+        assert abs(moved[0] - expected[0]) < 2e-3 and abs(moved[-1] - expected[-1]) < 2e-3
+
+
+def test_float32_masters_are_adamw_in_float32_rounded():
+    start = torch.linspace(-1, 1, 300).bfloat16()
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    master, plain = MasterAdamW([ours], lr=1e-4), torch.optim.AdamW([theirs], lr=1e-4, foreach=False)
+    for i in range(20):  # each update is far below the last bit of a weight near 1
+        ours.grad = torch.full_like(ours, 0.5 + i)
+        theirs.grad = ours.grad.float()
+        master.step()
+        plain.step()
+    assert torch.equal(ours.detach(), theirs.detach().bfloat16()) and not torch.equal(ours.detach(), start)
+
+
+def test_float16_gradients_are_unscaled_before_the_step():
+    """SGD shows what reaches it: with the scale left on, a step is 4,096 times as long."""
+    plain, ours = llama().train(), llama()
+    batch, recipe = ragged(), Recipe(precision="autocast-fp16", optimizer="sgd", accumulation=2)
+    before = [p.detach().clone() for p in ours.parameters()]
+    made = prepare(ours, recipe, lr=1.0)
+    plain(**batch).loss.backward()
+    step(made.model, made.optimizer, batch, recipe)
+    for old, new, p in zip(before, ours.parameters(), plain.parameters(), strict=True):
+        assert (old - new.detach() - p.grad).norm() <= 0.02 * p.grad.norm()
+
+
+def test_a_micro_batch_without_labels_does_not_make_the_loss_a_not_a_number():
+    batch, recipe = ragged(), Recipe(accumulation=4, optimizer="sgd")
+    batch["labels"][2] = -100
+    expected = llama().train()(**batch).loss.item()
+    made = prepare(llama(), recipe)
+    assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_that_are_compared_with_each_other_are_not_cut():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="contrastive loss compares each row"):
+        step(model, [], {"pixel_values": torch.ones(4, 2), "return_loss": True}, Recipe(accumulation=2))
