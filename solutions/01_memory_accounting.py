@@ -819,7 +819,8 @@ print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 #
 # Predictions under your fingers. While you move a control, the closed forms of this lesson answer; as soon as you rest,
 # the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a CUDA card,
-# going by PyTorch's sources; nothing here was measured on one. Try to answer before you move a control:
+# going by PyTorch's sources; nothing here was measured on one. The dashed line is the card's room for tensors: the driver,
+# cuBLAS and the allocator take the rest. The verdict above the bar counts them too. Try to answer before you move a control:
 #
 # - Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
 # - With SmolLM2 and eager attention: at which sequence length do the activations overtake everything else?
