@@ -16,8 +16,6 @@ FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("
 THEIRS = ("torch", "transformers", "accelerate", "peft")
 # What is still to be moved to compat.py. A line goes when its file names nothing private.
 WAITING = {
-    "measure/schedule_record.py",
-    "measure/tracker.py",
     "prediction/copies.py",
     "prediction/fakes.py",
     "prediction/trace.py",
