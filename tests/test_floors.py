@@ -107,7 +107,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "gradmem_lib/__main__.py",
     "gradmem_lib/planning/plan.py",
-    "gradmem_lib/techniques/quantized.py",
 }
 
 

@@ -67,6 +67,20 @@ def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("matrices", [True, False])
+def test_norms_and_biases_do_not_decay(matrices, tmp_path):
+    model = models.tiny_gpt2(layers=1, hidden=64, heads=2, vocab=512, positions=SEQ)
+    if not matrices:
+        for p in model.parameters():
+            p.requires_grad_(p.dim() == 1)
+    optimizer = trainer_for(model, Recipe(), tmp_path, weight_decay=0.1).create_optimizer()
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(decay) == len(trained) and all(decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained)
+    optimizer = trainer_for(small(), Recipe(), tmp_path).create_optimizer()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
 class Ragged(torch.utils.data.Dataset):
     """Rows of unequal length, which only a collator can put together."""
 

@@ -9,6 +9,7 @@ and once more in backward, and thrown away again: 4 bits is how it is kept, not 
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -106,11 +107,8 @@ def _written_out(packed, magnitudes, scales, offset, shape, dtype) -> Tensor:
 
 
 @cache
-def _operators():
+def _operators() -> SimpleNamespace:
     """The three kernels as operators of their own: one each to whoever watches, as bitsandbytes' are."""
-
-    class Operators:
-        pass
 
     @torch.library.custom_op("gradmem::nf4_quantize", mutates_args=())
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -168,5 +166,4 @@ def _operators():
     def _(packed, absmax, rows, columns, dtype):
         return packed.new_empty(rows, columns, dtype=dtype)
 
-    Operators.quantize, Operators.magnitudes, Operators.dequantize = quantize, magnitudes, dequantize
-    return Operators
+    return SimpleNamespace(quantize=quantize, magnitudes=magnitudes, dequantize=dequantize)

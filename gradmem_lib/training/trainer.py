@@ -163,13 +163,14 @@ class RecipeTrainer(Trainer):
         if self.optimizer is None:
             model = self.model if model is None else model
             named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            groups = [{"params": [p for _, p in named]}]
-            if self.args.weight_decay:  # which is for matrices alone
-                decayed = set(self.get_decay_parameter_names(model))
-                split = [[p for n, p in named if (n in decayed) == wanted] for wanted in (True, False)]
-                groups = [{"params": part} for part in split if part]
-            for group, decay in zip(groups, (self.args.weight_decay, 0.0), strict=False):
-                group["weight_decay"] = decay
+            decay = self.args.weight_decay  # which is for matrices alone
+            decayed = set(self.get_decay_parameter_names(model)) if decay else set()
+            split = {
+                decay: [p for n, p in named if n in decayed],
+                0.0: [p for n, p in named if n not in decayed],
+            }
+            groups = [{"params": part, "weight_decay": much} for much, part in split.items() if part]
+            for group in groups:
                 if self.recipe.optimizer.startswith("adamw"):
                     group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
                     group["eps"] = self.args.adam_epsilon
