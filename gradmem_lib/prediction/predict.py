@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..measure.display import pictures
 from ..measure.timeline import MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES
+from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from . import allocator, fakes
 from .configs import find_config, skeleton, title_of
@@ -220,10 +221,7 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     if schedule in (None, "per-layer"):
         return 1, recipe
     if schedule == "sqrt":
-        from ..techniques.checkpointing import checkpoint_layers
-
-        with checkpoint_layers(nn.ModuleList(nn.Identity() for _ in range(n)), every="sqrt") as plan:
-            lengths = plan.segments
+        lengths = segments_for("sqrt", n)
         if not all(length == lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
             return None
         schedule = lengths[0]

@@ -7,6 +7,8 @@ backward reaches the segment. The last segment need not be dropped at all: backw
 With boundaries of x bytes and layers that keep a more bytes each, segment number i (from 1) of k layers stands at
 i·x + k·a + (k - 1)·x bytes when its backward begins: i boundaries, and everything inside the segment. The largest of
 these is the peak. Later segments find more boundaries kept, so the best schedules put long segments first.
+
+What comes after the layers (logits and loss) meets all boundaries, and the inside of a last segment that is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+
+from ..names import CHECKPOINTING
+from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths; an element may itself be a Schedule: segments within a segment
 Sizes = float | Sequence[float]  # one number for all layers, or one for each
@@ -53,6 +58,7 @@ def schedule_peak(
     *,
     keep_last: bool = True,
     temporaries: Sizes = 0,
+    tail: float = 0,
 ) -> float:
     """The most bytes that a schedule needs at once for activations, the first layer's input included.
 
@@ -60,10 +66,13 @@ def schedule_peak(
         segments: segment lengths, first segment first; an element may be a list, a segment made of segments.
         internal: bytes that autograd keeps inside one layer, its input excluded: a number, or a list with one a layer.
         boundary: bytes of one layer's input: a number, or a list.
-        keep_last: whether the last segment is kept rather than run again. It changes the work and not the peak, since
-            the last segment is complete in memory when backward begins in either case.
-        temporaries: bytes that one layer's backward needs besides what is kept: gradients on their way. What a forward
-            needs in passing is taken to be less than that and the layer's internals together.
+        keep_last: whether the last segment is kept rather than run again. In the layers' own backward it changes the
+            work and not the peak, since the last segment is complete in memory when backward gets there in either case.
+        temporaries: bytes that one layer's backward needs besides what is kept: gradients on their way, and those of the
+            weights of later layers, which are there already. What a forward needs in passing is taken to be less than that
+            and the layer's internals together.
+        tail: bytes that what comes after the layers needs, before backward reaches them: logits and loss. They meet
+            all boundaries, and a last segment that is kept; one that is run again is not in memory yet.
     """
     n = total_layers(segments)
     internal, boundary, temporaries = (
@@ -87,7 +96,20 @@ def schedule_peak(
             start = stop
         return highest
 
-    return peak(segments, 0, 0)
+    return max(peak(segments, 0, 0), tail + _after_forward(segments, internal, boundary, keep_last))
+
+
+def _after_forward(segments: Schedule, internal: list, boundary: list, keep_last: bool) -> float:
+    """Bytes that are kept when the last layer has run for the first time."""
+    lengths = [total_layers(item) for item in segments]
+    starts = list(itertools.accumulate(lengths, initial=0))[:-1]
+    kept = sum(boundary[start] for start in starts)
+    if not keep_last:
+        return kept
+    if isinstance(segments[-1], list):  # the segments in it are run again but for its own last
+        first = starts[-1]
+        return kept - boundary[first] + _after_forward(segments[-1], internal[first:], boundary[first:], True)
+    return kept + sum(internal[starts[-1] :]) + sum(boundary[starts[-1] + 1 :])
 
 
 def best_segments(
@@ -96,14 +118,16 @@ def best_segments(
     boundary: Sizes,
     max_extra_forward: float = 1.0,
     *,
+    keep_last: bool = True,
     temporaries: Sizes = 0,
+    tail: float = 0,
 ) -> Schedule:
     """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most ``max_extra_forward`` · n extra forwards.
 
-    ``internal``, ``boundary`` and ``temporaries`` are bytes as in ``schedule_peak``. The last segment is kept, so a schedule
-    of plain segments costs n - (its length) extra forward calls. Below 1.0, the kept segment must be longer. Above 1.0,
-    and for layers of equal size, segments may be made of segments (the result then has lists in it); layers of unequal
-    size get plain segments.
+    ``internal``, ``boundary``, ``keep_last``, ``temporaries`` and ``tail`` are as in ``schedule_peak``. With a last segment
+    that is kept, a schedule of plain segments costs n - (its length) extra forward calls. Below 1.0, the kept segment must
+    be longer. Above 1.0, for layers of equal size and without a tail, segments may be made of segments (the result then has
+    lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where fewer are allowed.
 
     Among schedules of equal peak, the one with the fewest extra forward calls, then the one that keeps the fewest bytes
     of boundaries. Exact, by dynamic programming: for a limit on the peak, the fewest bytes of boundaries with which
@@ -111,21 +135,24 @@ def best_segments(
     """
     if not _is_count(n):
         raise ValueError(f"best_segments(n={n!r}): n must be a whole number of layers, at least 1")
-    internal, boundary, temporaries = (
-        _sizes(name, value, n)
-        for name, value in (("internal", internal), ("boundary", boundary), ("temporaries", temporaries))
-    )
-    sizes = _whole_numbers(internal, boundary, temporaries)
     again = math.floor(checked_extra(max_extra_forward) * n + 1e-9)  # 0.7 * 10 is a little less than 7
-    nested = again > n and all((values == values[0]).all() for values in sizes)
+    if not keep_last and again < n:
+        raise ValueError(
+            f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} allows {again} of them: "
+            "keep the last segment, or allow 1.0"
+        )
+    given = (("internal", internal), ("boundary", boundary), ("temporaries", temporaries))
+    sizes = [_sizes(name, value, n) for name, value in given]
+    *sizes, (after,) = _whole_numbers(*sizes, _sizes("tail", tail, 1))
+    nested = again > n and keep_last and not after and all((v == v[0]).all() for v in sizes)
 
     def find(limit: int) -> Schedule | None:
         if nested:
             return _nested_below(limit, n, again, *(int(values[0]) for values in sizes))
-        return _below(limit, min(again, n - 1), *sizes)
+        return _below(limit, min(again, n - 1), *sizes, int(after), keep_last)
 
     def peak(segments: Schedule) -> int:
-        return schedule_peak(segments, *sizes[:2], temporaries=sizes[2])
+        return schedule_peak(segments, *sizes[:2], temporaries=sizes[2], tail=after, keep_last=keep_last)
 
     low, high = 0, peak([n])
     while low < high:
@@ -138,19 +165,51 @@ def best_segments(
     return find(high)
 
 
-def _below(limit: int, again: int, internal, boundary, temporaries) -> list[int] | None:
+def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -> tuple[Schedule, bool]:
+    """Segments that never need more than one checkpoint a layer, whatever comes after the layers; and whether to keep the last.
+
+    A step has three moments at which a schedule matters: backward while the gradients of the weights come into being;
+    backward with all of them there from before (a second micro-batch); and what comes after the layers, of any size.
+    One checkpoint a layer has some peak in each. The schedule is the one whose worst excess over these three is the lowest,
+    and that is at most 0. ``keep_last`` True or False asks for one or the other, and may cost the promise.
+
+    Layers without a gradient at the beginning keep nothing and never run again: each gets a segment of its own.
+    """
+    first = next((i for i, layer in enumerate(layers) if layer.trained), len(layers) - 1)
+    rest = layers[first:]
+    n = len(rest)
+    boundary, internal, temporaries, gradients, _ = zip(*rest, strict=True)
+    later = [sum(gradients[j + 1 :]) for j in range(n)]
+    growing = [t + g for t, g in zip(temporaries, later, strict=True)]
+    single = [1] * n
+    peak = schedule_peak(single, internal, boundary, temporaries=growing)
+    shift = peak - schedule_peak(single, internal, boundary, temporaries=temporaries)
+    needs = [max(g, t + shift) for g, t in zip(growing, temporaries, strict=True)]
+    moments = {"temporaries": needs, "tail": peak - sum(boundary)}
+    found = []
+    for kept in (True, False) if keep_last is None else (keep_last,):
+        segments = best_segments(n, internal, boundary, keep_last=kept, **moments)
+        highest = schedule_peak(segments, internal, boundary, keep_last=kept, **moments)
+        found.append((highest, extra_forwards(segments, kept), segments, kept))
+    *_, segments, kept = min(found, key=lambda option: option[:2])
+    return [1] * first + segments, kept
+
+
+def _below(
+    limit: int, again: int, internal, boundary, temporaries, tail: int, keep_last: bool
+) -> list[int] | None:
     """Segments whose peak is at most ``limit``, with at most ``again`` layers before the last segment; or None.
 
     Let S(p) be all that layers before p keep. On top of ``kept`` bytes of earlier boundaries, a segment from p to q needs
-    kept - S(p) + the largest of S(j + 1) + temporaries(j) over its layers j.
+    kept - S(p) + the largest of S(j + 1) + temporaries(j) over its layers j. The tail meets the last segment, from p on,
+    at kept + S(n) - S(p), or at kept and a boundary.
     """
     n = len(internal)
     before = np.concatenate([[0], np.cumsum(np.add(internal, boundary))])  # S
     tops = before[1:] + temporaries
     never = np.iinfo(np.int64).max // 4
-    kept = np.full(
-        n + 1, never
-    )  # the fewest bytes of boundaries before layer q with which backward can reach it
+    # the fewest bytes of boundaries before layer q with which backward can reach it
+    kept = np.full(n + 1, never)
     kept[0] = 0
     start_of = np.zeros(n + 1, dtype=int)
     for q in range(1, again + 1):
@@ -158,11 +217,17 @@ def _below(limit: int, again: int, internal, boundary, temporaries) -> list[int]
         costs = np.where(kept[:q] + highest - before[:q] <= limit, kept[:q] + boundary[:q], never)
         start_of[q] = q - 1 - np.argmin(costs[::-1])
         kept[q] = costs[start_of[q]]
-    highest = np.maximum.accumulate(tops[::-1])[::-1][: again + 1]
-    fits = kept[: again + 1] + highest - before[: again + 1] <= limit
+    starts = slice(0, again + 1)
+    highest = np.maximum.accumulate(tops[::-1])[::-1][starts]
+    last = before[n] - before[starts] if keep_last else boundary[starts]
+    fits = kept[starts] + np.maximum(highest - before[starts], last + tail) <= limit
     if not fits.any():
         return None
-    ends = [n, int(np.argmax(fits))]  # the first one that fits: the longest last segment
+    # The first one that fits is the longest last segment. One that runs again saves no work by that.
+    ends = [
+        n,
+        int(np.argmax(fits)) if keep_last else int(np.argmin(np.where(fits, kept[starts] + last, never))),
+    ]
     while ends[-1]:
         ends.append(int(start_of[ends[-1]]))
     return [stop - start for start, stop in itertools.pairwise(reversed(ends))]
@@ -217,22 +282,42 @@ def _whole_numbers(*sizes: list) -> list[np.ndarray]:
     return [np.array([round(v * scale) for v in values], dtype=np.int64) for values in exact]
 
 
+def checked_schedule(every: Any, what: str = "every") -> str | int | tuple:
+    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
+
+    ``"per-layer"``, ``"sqrt"``, ``"best"``; a whole number of layers in a segment; or a list of segment lengths, in which a
+    list is a segment made of segments.
+    """
+    if isinstance(every, str) and every in CHECKPOINTING:
+        return every
+    if _is_count(every):
+        return every
+    if isinstance(every, (list, tuple)) and every:
+        return as_tuples(every)
+    raise ValueError(
+        f"{what}={every!r}: give {', '.join(map(repr, CHECKPOINTING))}, the number of layers in a segment (a whole number of "
+        "at least 1), or a list of segment lengths such as [4, 3, 2]"
+    )
+
+
+def as_tuples(segments: Any) -> Any:
+    total_layers(segments)
+    return tuple(map(as_tuples, segments)) if isinstance(segments, (list, tuple)) else segments
+
+
 def segments_for(every: Any, n: int) -> Schedule | None:
-    """The schedule that ``every`` means for ``n`` layers; None for "best", which needs a measurement."""
+    """The schedule that ``every`` (see ``checked_schedule``) means for ``n`` layers; None for "best", which is measured."""
+    every = checked_schedule(every)
     if every == "best":
         return None
-    if every == "sqrt":
-        return uniform_segments(n, max(1, round(math.sqrt(n))))
-    if _is_count(every):
-        return uniform_segments(n, every)
-    if isinstance(every, (list, tuple)):
-        every = as_lists(every)
+    if isinstance(every, tuple):
         if total_layers(every) != n:
-            raise ValueError(f"the segments {every} hold {total_layers(every)} layers, and there are {n}")
-        return every
-    raise ValueError(
-        f'every={every!r}: give "sqrt", "best", a whole number of layers (at least 1), or a list of segment lengths'
-    )
+            raise ValueError(
+                f"the segments {as_lists(every)} hold {total_layers(every)} layers, and there are {n}"
+            )
+        return as_lists(every)
+    length = {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every)
+    return uniform_segments(n, length)
 
 
 def total_layers(segments: int | Schedule) -> int:

@@ -133,12 +133,8 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         from ..techniques.checkpointing import checkpoint_layers
 
         schedule = every or recipe.checkpointing
-        handle = checkpoint_layers(model, every=_thawed(schedule))
+        handle = checkpoint_layers(model, every=schedule)
         undo.callback(handle.remove)
-
-
-def _thawed(schedule):
-    return [_thawed(part) for part in schedule] if isinstance(schedule, tuple) else schedule
 
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) -> Optimizer:

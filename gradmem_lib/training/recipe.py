@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS
+from ..names import ATTENTION, OPTIMIZERS, PRECISIONS
+from ..techniques.schedules import checked_schedule
 
 
 def _choose(what: str, value, names) -> None:
@@ -61,7 +62,9 @@ class Recipe:
         if isinstance(self.lora_targets, str):
             object.__setattr__(self, "lora_targets", (self.lora_targets,))
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
-        object.__setattr__(self, "checkpointing", _frozen_schedule(self.checkpointing))
+        if self.checkpointing is not None:
+            schedule = checked_schedule(self.checkpointing, "checkpointing")
+            object.__setattr__(self, "checkpointing", schedule)
         for switch in ("in_backward", "quantized_base", "frozen_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False")
@@ -138,17 +141,3 @@ class Recipe:
                 f"is a multiple of {self.accumulation}, or another accumulation"
             )
         return batch_size // self.accumulation
-
-
-def _frozen_schedule(given):
-    """A schedule as a hashable value, lists as tuples; ``ValueError`` for what is none."""
-    if given is None or (isinstance(given, str) and given in CHECKPOINTING):
-        return given
-    if isinstance(given, (list, tuple)) and given:
-        return tuple(_frozen_schedule(part) for part in given)
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return given
-    raise ValueError(
-        f"checkpointing={given!r} is not known: give None, {', '.join(map(repr, CHECKPOINTING))}, the number of layers in a "
-        "segment (at least 1), or a list of segment lengths such as [4, 3, 2]"
-    )

@@ -1,0 +1,415 @@
+"""``every="best"`` on whole models: never above one checkpoint a layer, whatever comes after the layers."""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradmem_lib import Recipe
+from gradmem_lib.course.processes import torchrun
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.layer_bytes import LayerBytes, layer_bytes
+from gradmem_lib.techniques.lora import add_lora
+from gradmem_lib.techniques.schedules import (
+    best_segments,
+    extra_forwards,
+    safe_segments,
+    schedule_peak,
+    segments_for,
+)
+
+SIZES = dict(hidden_size=32, num_hidden_layers=8, num_attention_heads=2, intermediate_size=96)
+FEW_HEADS = SIZES | dict(num_key_value_heads=1)
+MODELS = {
+    "gpt_neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, SIZES),
+    "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config, FEW_HEADS | dict(head_dim=16)),
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, FEW_HEADS),
+    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, dict(n_embd=32, n_layer=8, n_head=2)),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, FEW_HEADS | dict(head_dim=16)),
+    "bert": (transformers.BertForMaskedLM, transformers.BertConfig, SIZES),
+    "smollm2": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig,
+        FEW_HEADS | dict(num_hidden_layers=16, tie_word_embeddings=True),
+    ),
+}
+
+
+def language_model(family, vocab=600, **settings):
+    kind, config, sizes = MODELS[family]
+    torch.manual_seed(0)
+    return kind(config(vocab_size=vocab, use_cache=False, **sizes | settings)).train()
+
+
+def peaks(model, every, ids, warm=True):
+    """Peaks of a step and of a second micro-batch after it, in bytes."""
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    model.zero_grad(set_to_none=True)
+    with checkpoint_layers(model, every) as handle:
+        if warm:
+            step()
+            model.zero_grad(set_to_none=True)
+        with MemoryTracker(model, live=False) as tracker:
+            found = []
+            for _ in range(2):
+                step()
+                found.append(tracker.lap().total)
+    model.zero_grad(set_to_none=True)
+    return found, handle
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
+    model = language_model(family)
+    for rows, tokens in ((1, 8), (4, 48)):
+        ids = torch.randint(0, 500, (rows, tokens))
+        for trained in (True, False):
+            model.requires_grad_(trained)
+            model.get_input_embeddings().weight.requires_grad_(True)
+            single, _ = peaks(model, 1, ids)
+            best, handle = peaks(model, "best", ids)
+            assert all(b <= s for b, s in zip(best, single, strict=True)), (rows, trained, handle)
+    first, _ = peaks(model, "best", ids, warm=False)  # the step that measures is no exception
+    assert first[0] <= single[0]
+
+
+def test_best_is_below_one_a_layer_where_layers_keep_little():
+    model = language_model("smollm2", vocab=64)
+    model.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    ids = torch.randint(0, 64, (4, 48))
+    (single, _), (best, handle) = (peaks(model, every, ids) for every in (1, "best"))
+    assert best[0] < single[0] and len(handle.segments) < 16
+
+
+def test_best_given_the_list_alone_or_a_loss_outside_of_the_model_is_never_above_one_a_layer():
+    model = language_model("llama")
+    ids = torch.randint(0, 500, (4, 48))
+
+    def peak(given, every):
+        with checkpoint_layers(given, every), MemoryTracker(model, live=False) as tracker:
+            logits = model(input_ids=ids).logits.float()
+            nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        model.zero_grad(set_to_none=True)
+        return tracker.peak.total
+
+    for part in (model, model.model.layers):
+        assert peak(part, "best") <= peak(part, 1)
+
+
+def test_layers_of_different_kinds_get_segments_of_their_own_from_best():
+    model = language_model("gemma2")
+    ids = torch.randint(0, 500, (2, 8))
+    mask = torch.ones_like(ids)
+    with checkpoint_layers(model, "best") as handle:
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert handle.segments == [1] * 8 and not handle.keep_last
+        mask[0, :3] = 0  # sliding and full attention have masks of their own now
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+
+
+# The bytes behind the choice.
+
+sizes = st.integers(0, 30)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data(), st.integers(1, 10), st.booleans(), st.sampled_from([0, 0.4, 1.0]), st.integers(0, 300))
+def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fraction, tail):
+    a, x, t = (data.draw(st.lists(sizes, min_size=n, max_size=n)) for _ in range(3))
+    fraction = fraction if keep_last else 1.0
+    found = best_segments(n, a, x, fraction, temporaries=t, tail=tail, keep_last=keep_last)
+
+    def by_moments(segments):
+        """The bytes at each layer's backward and after the last layer, added up from what is there."""
+        starts = list(itertools.accumulate([0, *segments[:-1]]))
+        moments = []
+        for i, (start, length) in enumerate(zip(starts, segments, strict=True)):
+            held = sum(x[s] for s in starts[:i])
+            for j in range(start, start + length):
+                moments.append(held + sum(a[start : j + 1]) + sum(x[start : j + 1]) + t[j])
+        after = sum(x[s] for s in starts[:-1])
+        last = starts[-1]
+        moments.append(tail + after + (sum(a[last:]) + sum(x[last:]) if keep_last else x[last]))
+        return max(moments)
+
+    def every_way():
+        for cuts in itertools.product((False, True), repeat=n - 1):
+            ends = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+            yield [stop - start for start, stop in itertools.pairwise(ends)]
+
+    assert by_moments(found) == schedule_peak(found, a, x, temporaries=t, tail=tail, keep_last=keep_last)
+    allowed = [s for s in every_way() if extra_forwards(s, keep_last) <= fraction * n + 1e-9]
+    assert (by_moments(found), extra_forwards(found, keep_last)) == min(
+        (by_moments(s), extra_forwards(s, keep_last)) for s in allowed
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(sizes, sizes, sizes, sizes), min_size=1, max_size=9), st.integers(0, 400))
+def test_safe_segments_are_never_above_one_a_layer_in_any_moment(given, tail):
+    layers = [LayerBytes(*four, True) for four in given]
+    boundary, internal, temporaries, gradients = zip(*given, strict=True)
+    segments, kept = safe_segments(layers)
+    growing = [t + sum(gradients[j + 1 :]) for j, t in enumerate(temporaries)]
+    for needs, after in ((growing, 0), (temporaries, 0), (growing, tail), (temporaries, 9999)):
+        best, single = (
+            schedule_peak(s, internal, boundary, temporaries=needs, tail=after, keep_last=k)
+            for s, k in ((segments, kept), ([1] * len(layers), False))
+        )
+        assert best <= single, (segments, kept)
+
+
+def test_the_tail_meets_a_nested_last_segment_without_what_runs_again_inside_it():
+    assert schedule_peak([2, [1, 2]], 5, 1, tail=100) == 100 + 1 + 1 + (1 + 5) * 2
+    assert schedule_peak([2, [1, 2]], 5, 1, tail=100, keep_last=False) == 100 + 2
+
+
+def test_layers_before_the_first_trained_one_are_not_run_again():
+    layers = [LayerBytes(8, 0, 0, 0, False)] * 3 + [LayerBytes(8, 1, 1, 0, True)] * 5
+    segments, _ = safe_segments(layers)
+    assert segments[:3] == [1, 1, 1] and sum(segments) == 8
+    assert sum(safe_segments([LayerBytes(8, 0, 0, 0, False)] * 2)[0]) == 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.BatchNorm1d(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x, mask=None):
+        y = self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return x + (y if mask is None else y * mask)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
+    layer, x, mask = Block(), torch.randn(6, 8, requires_grad=True), torch.rand(8)
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with low:
+        found, out = layer_bytes(layer, (x,), {"mask": mask}, x)
+    assert all(torch.equal(value, layer.state_dict()[name]) for name, value in state.items())
+    assert all(p.grad is None for p in layer.parameters()) and out.is_leaf and out.requires_grad
+    saved = []
+    low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with low, saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x, mask)
+    there = {t.untyped_storage().data_ptr() for t in (x, mask, y, *layer.parameters(), *layer.buffers())}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert found.internal == sum(n for key, n in kept.items() if key not in there)
+    assert found.boundary == x.nbytes and found.gradients == sum(p.nbytes for p in layer.parameters())
+    with MemoryTracker(layer, live=False) as tracker:
+        y = layer(x, mask)
+        gradient, y = torch.ones_like(y), torch.autograd.graph.get_gradient_edge(y)
+        before = tracker.current.total - gradient.nbytes
+        tracker.reset_peak()
+        torch.autograd.backward(y, gradient)
+    if not autocast:
+        assert found.temporaries == tracker.peak.total - before
+    layer.requires_grad_(False)
+    assert layer_bytes(layer, (x.detach(),), {}, x)[0] == (x.nbytes, 0, 0, 0, False)
+
+
+# Models with two lists, and other ways to run.
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, num_decoder_layers=4,
+            decoder_start_token_id=0, dropout_rate=0.2,
+        )
+    )  # fmt: skip
+
+
+def bart():
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**_two_lists(), max_position_embeddings=32)
+    )
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **_two_lists(), max_source_positions=20, max_target_positions=32, num_mel_bins=8, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _two_lists():
+    return dict(
+        vocab_size=50, d_model=16, encoder_layers=3, decoder_layers=4, encoder_attention_heads=2, dropout=0.2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [t5, bart, whisper])
+def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
+    torch.manual_seed(0)
+    model = make().train()
+    model.config.use_cache = False
+    ids = torch.randint(3, 50, (3, 8))
+    inputs = {"input_features": torch.randn(3, 8, 40)} if make is whisper else {"input_ids": ids}
+
+    def step(every):
+        found = None
+        with nullcontext() if every is None else checkpoint_layers(model, every) as handle:
+            for _ in range(2):  # the first one measures
+                model.zero_grad(set_to_none=True)
+                with MemoryTracker(model, live=False) as tracker:
+                    torch.manual_seed(2)
+                    loss = model(**inputs, labels=ids, use_cache=False).loss
+                    loss.backward()
+                found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        return found, tracker.peak.total, handle
+
+    expected, plain, _ = step(None)
+    peak = {}
+    for every in (1, "best", "per-layer") if make is t5 else (1, "best", 2, "sqrt"):
+        found, peak[every], handle = step(every)
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found)), every
+        assert [sum(segments) for segments in handle.segments.values()] == [3, 4]
+        assert list(handle.layers) == list(handle.segments) and len(handle.layers) == 2
+    assert peak["best"] <= peak[1] < plain
+    with pytest.raises(ValueError, match="several lists"):
+        checkpoint_layers(model, [2, 1])
+    if make is t5:  # its first layer makes the position bias of the others
+        with checkpoint_layers(model, 2), pytest.raises(RuntimeError, match="more than their hidden state"):
+            model(**inputs, labels=ids)
+
+
+def half(model, how):
+    layers = list(model.model.layers)[:4]
+    if how == "ours":
+        return checkpoint_layers(nn.ModuleList(layers), 1)
+    if how == "a part of a layer":
+        return checkpoint_layers(nn.Sequential(layers[0].mlp), 1)
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+    return nullcontext()
+
+
+@pytest.mark.parametrize("how", ["ours", "a part of a layer", "every_n_layers"])
+def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
+    model = language_model("llama")
+    with half(model, how), pytest.raises(RuntimeError, match="three times"):
+        checkpoint_layers(model, 1)
+
+
+def test_transformers_checkpointing_of_half_the_layers_is_refused_afterwards_too():
+    model, ids = language_model("llama"), torch.randint(0, 500, (1, 8))
+    with checkpoint_layers(model, [1, 1, 6]):
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+        with pytest.raises(RuntimeError, match="three times"):
+            model(input_ids=ids, labels=ids)
+
+
+def test_recipes_and_checkpoint_layers_spell_schedules_alike():
+    for every in ("per-layer", "sqrt", "best", 3, [4, [2, 1], 1]):
+        recipe = Recipe(checkpointing=every)
+        assert segments_for(recipe.checkpointing, 8) == segments_for(every, 8)
+        hash(recipe)
+    assert segments_for("per-layer", 3) == [1, 1, 1] and segments_for("sqrt", 9) == [3, 3, 3]
+    for every in ("root", 0, True, 2.0, [], [2, []], {2: 1}, "7", ["best"]):
+        for take in (lambda e: Recipe(checkpointing=e), lambda e: segments_for(e, 8)):
+            with pytest.raises(ValueError, match=r"at least 1"):
+                take(every)
+    with pytest.raises(TypeError, match="every"):
+        checkpoint_layers(language_model("llama"))
+
+
+@pytest.mark.parametrize("every", ["best", [3, 3, 2]])
+def test_adapters_on_a_frozen_base_train_the_same(every):
+    model, ids = language_model("llama"), torch.randint(0, 500, (2, 8))
+    add_lora(model, 4)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    expected = gradients()
+    with checkpoint_layers(model, every):
+        assert all(map(torch.equal, expected, gradients()))
+
+
+def test_compiled_models_are_right_and_compiled_layers_refused():
+    model, ids = language_model("llama", num_hidden_layers=3), torch.randint(0, 500, (2, 8))
+
+    def gradients(run):
+        model.zero_grad(set_to_none=True)
+        run(input_ids=ids, labels=ids).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected, calls = gradients(model), []
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1)) for layer in model.model.layers
+    ]
+    with checkpoint_layers(model, "best") as handle:
+        compiled = torch.compile(model, backend="aot_eager")
+        gradients(compiled)
+        calls.clear()
+        assert torch.allclose(gradients(compiled), expected, atol=1e-6)
+        assert len(calls) == 3 + extra_forwards(handle.segments, handle.keep_last)
+    for hook in handles:
+        hook.remove()
+    model.model.layers[1].compile(backend="aot_eager")
+    with pytest.raises(RuntimeError, match="compiled"):
+        checkpoint_layers(model, 1)
+    torch.compiler.reset()
+
+
+FSDP = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from gradmem_lib.course import models
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+rank, calls = dist.get_rank(), []
+
+def run(every, before):
+    model = models.tiny_llama(layers=4, hidden=32, heads=2, intermediate=48, vocab=64)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+    if before and every:
+        checkpoint_layers(model, every)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    if not before and every:
+        checkpoint_layers(model, every)
+    calls.clear()
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+expected = run(None, False)
+for before in (False, True):
+    for every, again in ((1, 4), ([2, 2], 2), ([[1, 1], 2], 3)):
+        assert all(map(torch.equal, run(every, before), expected)), every
+        assert len(calls) == 4 + again, (every, len(calls))
+    try:
+        run("best", before)
+    except RuntimeError as error:
+        assert "spread" in str(error)
+    else:
+        raise AssertionError("best took spread weights")
+print("right", flush=True)
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch is built without processes")
+def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients():
+    assert torchrun(FSDP).count("right") == 2
