@@ -56,10 +56,7 @@ def plan(
     fits, refused = search.ordered(), search.options(fits=False)
     advice: list[str] = []
     if not fits:
-        if not refused:
-            lightest = min(ruled, key=lambda out: out.needs)
-            rung = search.ladder(lightest.recipe)[-1]
-            refused = [search.option(rung, lightest.method, search.smallest(rung))]
+        refused += search.lightest(methods)
         advice = _advice(search, methods, min(refused, key=lambda o: o.needs))
     return Plan(
         title=title,

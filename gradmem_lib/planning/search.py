@@ -1,6 +1,7 @@
 """The search for recipes that fit: short, because needs only ever shrink along three chains.
 
-They are a smaller micro-batch, a loss in chunks, more layers run twice.
+They are a smaller micro-batch, a loss in chunks, more layers run twice. The whole batch in one piece stands outside the first
+chain: its gradients come into being while its activations go, and those of an accumulated batch lie beside them.
 """
 
 from __future__ import annotations
@@ -135,13 +136,17 @@ class Search:
         return RuledOut(family, method, needs, f"{alone}, and the card has {format_bytes(self.card.nbytes)}")
 
     def first_fit(self, rungs: list[Recipe], method: str) -> int | None:
-        """Index of the first rung that fits with the smallest micro-batch; ``None`` where none does.
+        """Index of the first rung that fits with the smallest micro-batch, or the whole batch; ``None`` where none does.
 
         The search starts where a rough guess puts it, and goes from there to where fitting ends or begins.
         """
 
-        def fits(i: int) -> bool:
-            return self._fits(rungs[i], method, self.smallest(rungs[i]))
+        def fits(i: int, sure: bool = False) -> bool:
+            sizes = {self.smallest(rungs[i]), self.global_batch}
+            return any(
+                self._fits(rungs[i], method, m) and (not sure or self.option(rungs[i], method, m).fits)
+                for m in sorted(sizes)
+            )
 
         if not rungs:
             return None
@@ -151,9 +156,7 @@ class Search:
             while i > 0 and fits(i - 1):
                 i -= 1
         # What was left to another recipe's prediction is made sure of.
-        while i < len(rungs) and not (
-            fits(i) and self.option(rungs[i], method, self.smallest(rungs[i])).fits
-        ):
+        while i < len(rungs) and not fits(i, sure=True):
             i += 1
         return i if i < len(rungs) else None
 
@@ -168,7 +171,10 @@ class Search:
 
     def largest(self, recipe: Recipe, method: str) -> Option | None:
         """The recipe with the largest micro-batch that fits; ``None`` where none does."""
-        sizes = [m for m in self.micro_batches if m >= self.smallest(recipe)]
+        whole = self.global_batch
+        if self._fits(recipe, method, whole) and self.confirmed(recipe, method, whole).fits:
+            return self.option(recipe, method, whole)
+        sizes = [m for m in self.micro_batches if self.smallest(recipe) <= m < whole]
         low, high = -1, len(sizes)  # sizes[low] fits, sizes[high] does not
         while high - low > 1:
             middle = (low + high) // 2
@@ -202,7 +208,8 @@ class Search:
             line = self._on_a_line(known, recipe, micro_batch)
             about = self._about(nearest, recipe, micro_batch) if line is None else line
             doubt = 1.05 if nearest.micro_batch == micro_batch or line is not None else 1.2
-            if about < 0.97 * self.card.nbytes or about > doubt * self.card.nbytes:
+            least = micro_batch == self.global_batch and nearest.recipe.accumulation > 1
+            if about > doubt * self.card.nbytes or (about < 0.97 * self.card.nbytes and not least):
                 return about < self.card.nbytes
         return self.option(recipe, method, micro_batch).fits
 
@@ -215,7 +222,8 @@ class Search:
         return b.needs + (a.needs - b.needs) * (micro_batch - b.micro_batch) / (a.micro_batch - b.micro_batch)
 
     def _about(self, known: Option, recipe: Recipe, micro_batch: int) -> float:
-        """What ``recipe`` needs, from what one with another optimizer or micro-batch does: rather too much than too little.
+        """What ``recipe`` needs, from what one with another optimizer or micro-batch does: rather too much than too little, but for
+        the whole batch in one piece, from one that was accumulated: that is the least that it needs.
 
         Forward and backward are the same for all optimizers that step after them, but for the states that lie beside them.
         At each moment, what is neither parameter, gradient nor state is taken to grow with the micro-batch.
@@ -226,6 +234,8 @@ class Search:
         gradients, grows = rows[:, 4], rows[:, 6:].sum(axis=1)
         if known.recipe.accumulation == 1 and micro_batch < self.global_batch:
             gradients = gradients.max()  # from the second micro-batch on they are all there
+        elif known.recipe.accumulation > 1 and micro_batch == self.global_batch:
+            gradients = 0  # in one piece they come while activations go
         return (fixed + gradients + grows * (micro_batch / known.micro_batch)).max() + sum(
             known.parts.values()
         )
@@ -260,6 +270,16 @@ class Search:
             if found is not None and (best is None or found.seconds * EQUAL_TIME < best.seconds):
                 best = found
         return ruled
+
+    def lightest(self, methods: list[str]) -> list[Option]:
+        """What is left where nothing fits: the fewest residents, with an optimizer after backward and, where there is one, in it."""
+        found: dict[bool, tuple[int, Recipe, str]] = {}
+        for method in methods:
+            for family in self.families(method):
+                needs = sum(resident_bytes(self.work, family).values())
+                if needs < found.get(family.in_backward, (math.inf,))[0]:
+                    found[family.in_backward] = needs, self.ladder(family)[-1], method
+        return [self.option(rung, method, self.smallest(rung)) for _, rung, method in found.values()]
 
     def _ideal(self, recipe: Recipe) -> float:
         """Its time if the whole batch fitted at once."""
