@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -36,13 +37,21 @@ class MasterAdamW(_OwnDtypes):
     """
 
     def __init__(
-        self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, *, foreach=False, fused=False
+        self,
+        params: Iterable,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        foreach: bool = False,
+        fused: bool = False,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.foreach, self.fused = foreach, fused
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None]
             for p in ready:
@@ -94,7 +103,14 @@ class AdamW8bit(_OwnDtypes):
     operator, as it does in their kernel, so that it needs no memory that an allocator would see.
     """
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -110,7 +126,7 @@ class AdamW8bit(_OwnDtypes):
         return self._codes[device]
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -141,7 +157,7 @@ class AdamW8bit(_OwnDtypes):
         state["code"], state["code_sq"] = self._tables(p.device)
 
 
-def code_table(signed: bool, device) -> Tensor:
+def code_table(signed: bool, device: torch.device | None) -> Tensor:
     """256 increasing values from -1 (or 0) to 1, 0 among them: finer towards 0, seven decades wide."""
     half = torch.logspace(-7, 0, 128 if signed else 255, device=device)
     if not signed:

@@ -24,7 +24,7 @@ SLICE = 2**20  # weights written out at a time
 _OUTERMOST = 0.9677083  # the quantile of the largest value, as bitsandbytes sets it
 
 
-def nf4_values(device=None) -> Tensor:
+def nf4_values(device: torch.device | None = None) -> Tensor:
     """The 16 values of NF4, increasing from -1 to 1, 0 among them: 8 below 0 and 8 from 0 on (the paper's appendix E)."""
     above = torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 9, dtype=torch.float64))
     below = -torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 8, dtype=torch.float64))[1:]

@@ -159,7 +159,7 @@ class RecipeTrainer(Trainer):
         self.add_callback(memory)
         self.add_callback(self._interrupt)
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             model = self.model if model is None else model
             named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -208,7 +208,7 @@ class RecipeTrainer(Trainer):
             loss = loss * (count * self.args.world_size / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def save_model(self, output_dir=None, _internal_call=False):
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for ``from_pretrained``: LoRA's additions are merged into what is written, the model keeps them.
 
         A checkpoint, which ``Trainer`` writes on its own, keeps them apart: it is for ``resume_from_checkpoint``.
