@@ -615,7 +615,7 @@ guess_d.reveal(formula=round((30 * x / a) ** 0.5, 2), measured=min(found, key=fo
 # %% [markdown]
 # Frozen matrices need no inputs for their gradients, so a is smaller than in the table above, and pairs of layers are a
 # little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is really there: **measure a, do not
-# look it up.** That is what `every="best"` does, at the cost of one more forward in its first step.
+# look it up.** That is what `every="best"` does, at the cost of two more forwards and a backward in its first step.
 #
 # A word on names. Transformers has an option `every_n_layers=k`. It sounds like segments of k. Is it?
 
