@@ -19,7 +19,6 @@ WAITING = {
     "prediction/copies.py",
     "prediction/fakes.py",
     "prediction/trace.py",
-    "techniques/checkpointing.py",
     "training/prepare.py",
 }
 # Of Python and Jupyter: a named tuple's fields, a picture in every form, a widget's code and looks.
