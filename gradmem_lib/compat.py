@@ -65,6 +65,8 @@ math_attention = _aten._scaled_dot_product_attention_math
 softmax_backward = torch._softmax_backward_data
 
 
+# How many dispatch modes listen in this thread.
+listening: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Inside, no dispatch mode (a tracker, fake tensors) sees what is done.
 without_modes = _disable_current_modes
 

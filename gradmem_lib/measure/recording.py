@@ -52,6 +52,16 @@ class Recording(Recorder):
             if self.keep is not None and len(self._moves) >= 5 * KEPT_MOVES:
                 self._settle()
 
+    def was_there(self, entry: Entry) -> None:
+        entry.sample = 0
+        rows = self._all_rows()
+        rows[:, TOTAL] += entry.nbytes
+        rows[:, BY.start + entry.category] += entry.nbytes
+        self._write(rows)
+        self.phase_peaks = [n and n + entry.nbytes for n in self.phase_peaks]
+        self.peak_total += entry.nbytes
+        self._peak_by[entry.category] += entry.nbytes
+
     def sampled(self, op: int, phase: int, total: int, by: list[int], func: object) -> None:
         if total > self.peak_total:
             self.take_peak(phase, total, by)
@@ -120,6 +130,9 @@ class Recording(Recorder):
         rows = self._all_rows()
         rows[:, BY] += self._corrections(rows[:, 0])
         self._moves = array("q")
+        self._write(rows, thinner)
+
+    def _write(self, rows: np.ndarray, thinner: bool = False) -> None:
         if self._window is not None:
             self._window, rows = tuple(rows[-1].tolist()), rows[:-1]
         if thinner:

@@ -47,6 +47,9 @@ class Recorder:
     def moved(self, entry: Entry, before: int) -> None:
         """``entry`` turned out to belong to ``entry.category``; until now it was counted under ``before``."""
 
+    def was_there(self, entry: Entry) -> None:
+        """``entry`` has just been found, and is older than the block."""
+
     def sampled(self, op: int, phase: int, total: int, by: list[int], func: object) -> None:
         """Bytes stand at ``total`` after operation number ``op``, which is ``func``."""
 
@@ -165,11 +168,18 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     if not dispatches(type(tensor)):
         return False
     try:
-        storage = tensor.untyped_storage()
-        # A fake tensor's storage is on "meta", and is what it is taken for.
-        return storage.device.type != "meta" and storage.data_ptr() == 0 and storage.nbytes() > 0
+        return not has_memory(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return True
+
+
+def has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
+    try:
+        # A fake tensor's storage is on "meta", and is what it is taken for.
+        return storage.device.type == "meta" or storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -185,5 +195,6 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     if dispatches(type(tensor)):
         inner = inner_tensors(tensor)
-        return tensors_in(vars(tensor).values()) if inner is None else inner
+        # A DTensor also names its mesh, which is no tensor.
+        return tensors_in(vars(tensor).values() if inner is None else inner)
     return ()

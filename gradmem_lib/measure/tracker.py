@@ -27,6 +27,7 @@ from ..units import parse_bytes
 from .budget import BudgetExceeded, let_go, over_budget
 from .display import in_kernel, pictures
 from .recording import Recording
+from .storages import has_memory
 from .timeline import Holder, MemorySnapshot, Timeline, largest_of
 from .watch import Meter
 
@@ -48,7 +49,7 @@ class _OnDevice(Recording):
     def size(self, storage: torch.UntypedStorage) -> int:
         device = storage.device
         here = device.type == self._type and self._index in (None, device.index)
-        return storage.nbytes() if here else 0
+        return storage.nbytes() if here and has_memory(storage) else 0
 
 
 class MemoryTracker:

@@ -23,6 +23,7 @@ from ..compat import (
     compiled_calls,
     graph_task,
     is_compiled,
+    listening,
     returns,
     storage_key,
 )
@@ -106,7 +107,7 @@ class Meter:
         self.stack: list[nn.Module] = []
         self._host_phase = IDLE
         self._stepping: list[int] = []  # phases to go back to, one for each optimizer that is in its step
-        self._closures = 0
+        self._thread = threading.get_ident()
         self._step_optimizer: Optimizer | None = None
         self._func: object = ""
         self._root_has_grad = False
@@ -307,10 +308,12 @@ class Meter:
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
+            if id(optimizer) not in self._states_seen:
+                self._states_seen[id(optimizer)] = 0
+                self._count_older_states(optimizer)
             self._stepping.append(self._host_phase)
             self._host_phase = OPTIMIZER_STEP
             self._step_optimizer = optimizer
-            self._states_seen.setdefault(id(optimizer), 0)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self._name(parameter)
@@ -319,6 +322,31 @@ class Meter:
                         self.tag(parameter.grad, GRADIENTS, name)
             self._tag_states(optimizer)
             self.sample()
+        args = (*args[:1], *[self._as_itself(a) if callable(a) else a for a in args[1:]])
+        return args, {name: self._as_itself(a) if callable(a) else a for name, a in kwargs.items()}
+
+    def _as_itself(self, closure: Callable) -> Callable:
+        """A closure that a step calls (LBFGS) has a forward and a backward of its own; the step goes on after it."""
+
+        def run(*args, **kwargs):
+            before = self._host_phase, self._stepping
+            self._host_phase, self._stepping = IDLE, []
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._host_phase, self._stepping = before
+
+        return run
+
+    def _count_older_states(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not given steps: the states that it brings have been there since the block began."""
+        for parameter, state in optimizer.state.items():
+            for tensor in tensors_in((state,)):
+                for storage in storages_of(tensor):
+                    entry = self.ledger.tag(storage, OPTIMIZER, self._name(parameter))
+                    if entry is not None:
+                        self.recorder.was_there(entry)
+        self._check(self.ledger.total, "the states of an optimizer that was not given")
 
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
@@ -330,8 +358,15 @@ class Meter:
 
     # Modules
 
-    def enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """``module(*args, **kwargs)`` begins."""
+    def enter_module(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """``module(*args, **kwargs)`` begins. Returns whether that is of interest."""
+        if threading.get_ident() != self._thread and graph_task() == -1 and not listening():
+            if self.model is None or any(module is m for m in self.model.modules()):
+                raise RuntimeError(
+                    f"{type(module).__name__} runs in another thread than the one that entered the block, and a tracker sees "
+                    "the operations of its own thread only: run the step there, or enter the MemoryTracker in that thread"
+                )
+            return False
         if not self.stack and graph_task() == -1:
             with self.lock:
                 if is_compiled(module):
@@ -345,6 +380,7 @@ class Meter:
             with self.lock:
                 self._count_inputs((), kwargs)
         self.stack.append(module)
+        return True
 
     def leave_module(self) -> None:
         """The module that was entered last is done, or raised."""
@@ -388,11 +424,12 @@ def _module_calls(meter: Meter) -> Iterator[None]:
     call = nn.Module.__call__
 
     def __call__(self, *args, **kwargs):
-        meter.enter_module(self, args, kwargs)
+        entered = meter.enter_module(self, args, kwargs)
         try:
             return call(self, *args, **kwargs)
         finally:
-            meter.leave_module()
+            if entered:
+                meter.leave_module()
 
     nn.Module.__call__ = __call__
     try:

@@ -1,0 +1,236 @@
+"""MemoryTracker where programs do what a plain training step does not: wrappers, copies, transforms, closures, threads."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from gradmem_lib import MemoryTracker
+from gradmem_lib.course.processes import torchrun
+
+
+class Int8(torch.Tensor):
+    """Looks like float32, and holds one byte a number and a scale."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.float32, device=codes.device, strides=codes.stride()
+        )
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Int8(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Int8(args[0].codes.detach(), args[0].scale.detach())
+        plain = [a.codes.float() * a.scale if isinstance(a, Int8) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_quantized_weight_counts_what_is_inside():
+    model = nn.Linear(64, 32, bias=False)
+    codes, scale = torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1)
+    model.weight = nn.Parameter(Int8(codes, scale), requires_grad=False)
+    x = torch.randn(4, 64)
+    with MemoryTracker(model, live=False) as tracker:
+        assert tracker.current.by_category["parameters"] == codes.nbytes + scale.nbytes
+        with torch.no_grad():
+            model(x)
+    # codes, scale, batch, and within the operation: the codes in float32, and their product with the scale
+    assert tracker.peak.total == codes.nbytes + scale.nbytes + x.nbytes + 2 * 4 * 32 * 64
+
+
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from gradmem_lib import MemoryTracker
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+for layer in model: fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+with MemoryTracker(model, optimizer, live=False) as tracker:
+    start = tracker.current.total
+    for _ in range(2):
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    now = tracker.current
+print("BYTES", start, now.by_category["parameters"], now.by_category["optimizer"], now.total, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp_shards_count_their_own_half():
+    printed = torchrun(SHARDED, processes=2)
+    half = 4 * 64 * 64 * 4 // 2
+    found = [[int(n) for n in line.split()[1:]] for line in printed.splitlines() if line.startswith("BYTES")]
+    assert found
+    for start, parameters, optimizer, total in found:
+        assert start == parameters == half
+        assert optimizer == 2 * half + 4 * 4
+        assert total < 4 * half, "what FSDP frees by resizing is gone from the count"
+
+
+def test_a_storage_that_is_resized_is_seen_at_once():
+    with MemoryTracker(live=False) as tracker:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        assert tracker.current.total == 0
+        x.untyped_storage().resize_(400)
+        assert tracker.current.total == 400
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, AveragedModel, lambda m: torch.save(m, io.BytesIO())])
+def test_models_are_copied_and_saved_inside_the_block(make):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with MemoryTracker(model, live=False) as tracker:
+        model(torch.ones(1, 8)).sum().backward()
+        before = tracker.current.total
+        made = make(model)
+        copied = sum(p.nbytes for p in made.parameters()) if made is not None else 0
+        assert tracker.current.total >= before + copied
+    if made is not None:
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in made.modules())
+
+
+def test_transforms_run_and_are_counted():
+    layer = nn.Linear(8, 8).requires_grad_(False)  # nothing is kept for a backward
+    weights = dict(layer.named_parameters())
+    x = torch.randn(5, 8)
+
+    def loss(weights, row):
+        return torch.func.functional_call(layer, weights, (row,)).square().sum()
+
+    def one():
+        per_row = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+        out, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        return per_row["weight"], out, tangent
+
+    expected = one()
+    with MemoryTracker(layer, live=False) as tracker:
+        found = one()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    live = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*found, x, *layer.parameters())
+    }
+    assert tracker.current.total == sum(live.values())
+
+
+def test_zeros_of_forward_mode_take_no_bytes():
+    with MemoryTracker(live=False) as tracker:
+        zeros = torch._efficientzerotensor((64, 64))
+        assert tracker.current.total == 0
+    assert zeros._is_zerotensor()
+
+
+def test_compiled_functions_are_refused_and_not_left_eager():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    with MemoryTracker(live=False), pytest.raises(RuntimeError, match=r"torch\.compile"):
+        function(torch.ones(3))
+    assert not compiled
+    function(torch.ones(3))
+    assert len(compiled) == 1
+    with MemoryTracker(live=False), pytest.raises(RuntimeError, match=r"torch\.compile"):
+        function(torch.ones(3))
+
+
+def test_lbfgs_has_states_in_lists_and_phases_within_its_step():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    x = torch.randn(8, 16)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    with MemoryTracker(model, live=False) as tracker:
+        optimizer.step(closure)
+        now = tracker.current
+    state = next(iter(optimizer.state.values()))
+    tensors = [
+        t for v in state.values() for t in (v if isinstance(v, list) else [v]) if isinstance(t, torch.Tensor)
+    ]
+    states = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    assert now.by_category["optimizer"] == sum(states.values())
+    assert all(tracker.peak_by_phase[p] for p in ("forward", "backward", "optimizer_step"))
+
+
+def test_states_that_were_there_before_count_from_the_beginning():
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step():
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with MemoryTracker(model, optimizer, live=False) as told:
+        step()
+    with MemoryTracker(model, live=False) as found:
+        step()
+    assert found.peak == told.peak and found.peak_by_phase == told.peak_by_phase
+    assert found.timeline.by_category["optimizer"] == [told.current.by_category["optimizer"]] * len(
+        found.timeline
+    )
+
+
+def test_a_forward_in_another_thread_is_refused():
+    model, errors = nn.Linear(4, 4), []
+
+    def work():
+        try:
+            model(torch.ones(1, 4))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with MemoryTracker(model, live=False):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "another thread" in errors[0]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_picture_tells_what_the_figures_tell(foreach):
+    """In a first step states are named as soon as the step is over, and past samples with them."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 512, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    timeline, peak = tracker.timeline, tracker.peak
+    at = timeline.peak_index
+    assert {name: values[at] for name, values in timeline.by_category.items()} == peak.by_category
+    assert max(timeline.by_category["gradients"]) == sum(p.nbytes for p in model.parameters())
+    last = timeline.by_category["optimizer"][-1]
+    assert last == tracker.current.by_category["optimizer"] == max(timeline.by_category["optimizer"])
+    states = [
+        timeline.by_category["optimizer"][i] for i, p in enumerate(timeline.phases) if p == "optimizer_step"
+    ]
+    assert len([n for n in states if 0 < n < last]) >= 3, "as they came, not all at the end"
