@@ -131,6 +131,36 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
 
 
+_GLOBAL_HOOKS = [
+    hooks
+    for name, hooks in vars(nn.modules.module).items()
+    if name.startswith("_global") and isinstance(hooks, dict)
+]
+
+
+def global_hooks() -> list[dict]:
+    """The hooks that every module calls."""
+    return [dict(hooks) for hooks in _GLOBAL_HOOKS]
+
+
+def put_back_global_hooks(before: list[dict]) -> None:
+    for hooks, were in zip(_GLOBAL_HOOKS, before, strict=True):
+        hooks.clear()
+        hooks.update(were)
+
+
+def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost pair of hooks on tensors that are saved for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None:
+    while saved_tensor_hooks() not in (before, None):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if saved_tensor_hooks() != before:
+        torch._C._autograd._push_saved_tensors_default_hooks(*before)
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether the parameter or buffer ``name`` of ``module`` itself goes into its ``state_dict``."""
     return name not in module._non_persistent_buffers_set

@@ -93,14 +93,16 @@ def test_the_audit_finds_what_is_wrong_with_an_exercise():
     assert any("does not pass" in problem for problem in audit(lazy))
 
 
-def test_a_stub_that_happens_to_be_right_is_found_by_the_audit():
+def test_a_stub_is_one_even_where_it_happens_to_be_right():
     def observe(function):
         try:
             return function(1, 2) and None
         except NotImplementedError:
             return None
 
-    assert any("stub" in problem for problem in audit(replace(AREA, observe=observe)))
+    assert audit(replace(AREA, observe=observe, mistakes=())) == [
+        "only 0 known mistakes: at least four are needed"
+    ]
 
 
 # Passed ---------------------------------------------------------------------------------------------------------------
@@ -267,6 +269,52 @@ def test_the_reference_handed_back_is_not_an_attempt(capsys):
     assert judge(AREA, area).outcome == PASSED  # written by a learner who found the same words
     other = replace(AREA, id="0.8")
     assert judge(other, given).outcome == PASSED
+
+
+def raises_in_a_branch(width, height):
+    if isinstance(width, int):
+        return width * height
+    raise NotImplementedError("whole numbers only")
+
+
+def raises_in_a_loop(width, height):
+    for side in (width, height):
+        if side > 2:
+            raise NotImplementedError
+    return width
+
+
+def raises_what_it_caught(width, height):
+    try:
+        return width // 0
+    except ZeroDivisionError:
+        raise NotImplementedError from None
+
+
+@pytest.mark.parametrize("answer", [raises_in_a_branch, raises_in_a_loop, raises_what_it_caught])
+def test_a_branch_that_raises_not_implemented_is_an_attempt(answer):
+    assert "your code raised NotImplementedError at line" in judge(AREA, answer).line
+
+
+def test_a_stub_does_not_wait_for_the_reference():
+    def reference(width, height):
+        raise OSError("no such model")
+
+    assert judge(replace(AREA, reference=reference), raises_not_implemented).outcome == OPEN
+
+
+def test_an_answer_that_returns_nothing_where_nothing_is_asked_for_is_not_told_of_a_return():
+    def add_one(numbers):
+        numbers[0] += 1
+
+    def observe(function):
+        numbers = [1]
+        function(numbers)
+        return 1 / (numbers[0] - 1)
+
+    adds = exercise_of(add_one, observe, changes=("numbers",))
+    line = judge(adds, lambda numbers: numbers.sort()).line
+    assert "could not be used: ZeroDivisionError" in line and "return" not in line
 
 
 def test_an_operation_that_torch_lacks_is_an_attempt():
@@ -497,8 +545,135 @@ def test_changing_an_input_does_not_reach_the_next_candidate():
             result += numbers.pop()
         return result
 
-    assert judge(total, pops).outcome == PASSED
-    assert judge(total, pops).outcome == PASSED
+    told = "✗ 0.7 not yet: your code changes `numbers`, which it was given: leave it as it was, and work on a copy."
+    assert judge(total, pops).line == told
+    assert judge(total, pops).line == told
+    assert judge(replace(total, changes=("numbers",)), pops).outcome == PASSED
+
+
+def test_the_reference_is_computed_before_an_answer_can_reach_what_it_is_computed_from():
+    shared = torch.ones(3)
+    total = exercise_of(lambda x: x.sum(), lambda f: f(shared))
+
+    def doubles(x):
+        return x.mul_(2).sum() / 2
+
+    assert "changes `x`" in judge(total, doubles).line
+
+    def twice_too_large(x):
+        return x.mul_(2).sum()
+
+    assert "changes `x`" in judge(total, twice_too_large).line
+
+
+def leaves_grad_off(width, height):
+    torch.set_grad_enabled(False)
+
+
+def leaves_autocast_on(width, height):
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+
+
+def leaves_the_default_dtype(width, height):
+    torch.set_default_dtype(torch.float64)
+
+
+def leaves_the_default_device(width, height):
+    torch.set_default_device("meta")
+
+
+def leaves_deterministic(width, height):
+    torch.use_deterministic_algorithms(True)
+
+
+def leaves_anomaly(width, height):
+    torch.autograd.set_detect_anomaly(True)
+
+
+def leaves_hooks_on_modules(width, height):
+    nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+
+
+def leaves_hooks_on_saved_tensors(width, height):
+    torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (leaves_grad_off, "gradients off"),
+        (leaves_autocast_on, "autocast on"),
+        (leaves_the_default_dtype, "the default dtype at torch.float64"),
+        (leaves_the_default_device, "the default device at meta"),
+        (leaves_deterministic, "deterministic algorithms changed"),
+        (leaves_anomaly, "anomaly detection changed"),
+        (leaves_hooks_on_modules, "hooks on every module changed"),
+        (leaves_hooks_on_saved_tensors, "saved-tensor hooks changed"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_an_answer_leaves_switched_is_told_and_put_back(leave, said):
+    from gradmem_lib.course.traces import switches
+
+    before = switches()
+
+    def answer(width, height):
+        leave(width, height)
+        return width * height
+
+    assert judge(AREA, answer).line.startswith(
+        f"✗ 0.7 not yet: your code leaves {said}, for all that runs after it"
+    )
+    assert switches() == before
+
+    def fails(width, height):
+        leave(width, height)
+        raise ValueError("stop")
+
+    assert "raised ValueError" in judge(AREA, fails).line
+    assert switches() == before
+    assert judge(AREA, area).outcome == PASSED
+
+
+class Configured(nn.Module):
+    """A model with dropout, a hook, and a config as transformers' have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(2, 2), nn.Dropout(0.5)
+        self.config = type(
+            "Config", (), {"use_cache": True, "to_dict": lambda self: {"use_cache": self.use_cache}}
+        )()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.eval(), "eval mode on, where it was off"),
+        (lambda model: model.requires_grad_(False), "another requires_grad than before"),
+        (lambda model: model.layer.register_forward_hook(lambda *a: None), "a hook more or less than before"),
+        (lambda model: setattr(model.dropout, "p", 0.0), "another dropout than before"),
+        (lambda model: setattr(model.config, "use_cache", False), "config.use_cache = False"),
+    ],
+)
+def test_what_an_answer_leaves_switched_on_a_model_is_told(change, said):
+    counting = exercise_of(lambda model: len(list(model.modules())), lambda f: f(Configured()))
+
+    def answer(model):
+        change(model)
+        return len(list(model.modules()))
+
+    assert f"your code leaves `model` with {said}" in judge(counting, answer).line
+    assert judge(replace(counting, changes=("model",)), answer).outcome == PASSED
+
+
+def test_moving_a_models_weights_is_what_an_answer_is_for():
+    def moves(model):
+        model.layer.weight.data.zero_()
+        return len(list(model.modules()))
+
+    counting = exercise_of(lambda model: len(list(model.modules())), lambda f: f(Configured()))
+    assert judge(counting, moves).outcome == PASSED
 
 
 def test_a_judged_answer_leaves_no_tensor_alive():

@@ -30,7 +30,8 @@ class Exercise:
     does, from inputs made afresh on each call; the default is the candidate itself, for value exercises. A dict from
     ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
     ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``. ``tolerance`` is
-    relative and holds for floats; whole numbers must be equal.
+    relative and holds for floats; whole numbers must be equal. ``changes`` names the arguments that an answer is asked to
+    change; all others must be left as they were, a model's mode, hooks and config among them.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Exercise:
     observe: Callable[[Any], Any] = lambda candidate: candidate
     explain: Callable[[Any, Any], str | None] | None = None
     tolerance: float = 1e-5
+    changes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

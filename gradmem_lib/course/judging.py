@@ -46,16 +46,19 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
     complaint = _wrong_kind(exercise, candidate)
     if complaint:
         return wrong(exercise, complaint)
-    run = _run(exercise, candidate)
-    if run.unfinished:
-        return _not_attempted(exercise)
+    # The reference first: nothing that an answer leaves behind can reach what it is compared with.
     expected = _run(exercise, exercise.reference)
     if expected.failure:
         return wrong(
             exercise, f"this cannot be checked here, since the reference stopped too: {expected.failure.says}"
         )
+    run = _run(exercise, candidate, returns=not expected.returns_none)
+    if run.unfinished:
+        return _not_attempted(exercise)
     found = None if run.failure else difference(run.value, expected.value, exercise.tolerance)
     if not run.failure and found is None:
+        if run.left:
+            return wrong(exercise, run.left)
         return Verdict(PASSED, f"✓ {exercise.id} passed: {exercise.title}", candidate)
     if callable(candidate) and has_gaps(candidate, exercise.reference):
         return _not_attempted(exercise)
@@ -72,21 +75,30 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Run:
+    """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what its last call did."""
+
     value: Any = None
     failure: _Failure | None = None
     unfinished: bool = False
+    left: str = ""
+    returns_none: bool = False
 
 
 class _Unfinished(BaseException):
     """The candidate returned ``...`` or ``NotImplemented``. Not an ``Exception``, so that no ``observe`` catches it."""
 
 
-def _run(exercise: Exercise, candidate: Any) -> _Run:
-    returned: list[Any] = []
-    subject = _watched(candidate, returned) if inspect.isroutine(candidate) else candidate
+def _run(exercise: Exercise, candidate: Any, *, returns: bool = True) -> _Run:
+    """``returns``: whether the candidate ought to return something."""
+    from . import traces
+
+    watch = _Watch(exercise)
+    subject = watch.around(candidate) if inspect.isroutine(candidate) else candidate
     try:
         with _undisturbed():
+            before = traces.switches()
             value = exercise.observe(subject)
+            watch.left += traces.left_switched(before)
     except KeyboardInterrupt:
         raise
     except _Unfinished:
@@ -94,22 +106,39 @@ def _run(exercise: Exercise, candidate: Any) -> _Run:
     except BaseException as error:  # SystemExit too: exit() in an answer must not end the kernel
         if is_stub_error(error, candidate):
             return _Run(unfinished=True)
-        forgot_return = bool(returned) and returned[-1] is None
-        return _Run(failure=_failure(error, candidate, exercise, forgot_return))
-    return _Run(value=value, unfinished=has_ellipsis(value))
+        failure = _failure(error, candidate, exercise, forgot_return=returns and watch.returns_none)
+        return _Run(failure=failure, left=watch.first)
+    return _Run(value, unfinished=has_ellipsis(value), left=watch.first, returns_none=watch.returns_none)
 
 
-def _watched(function: Callable, returned: list[Any]) -> Callable:
-    @functools.wraps(function)
-    def watched(*args, **kwargs):
-        result = function(*args, **kwargs)
-        if has_ellipsis(result):
-            raise _Unfinished
-        # Only whether it is None is of use later: holding more would keep the answer's tensors alive.
-        returned[:] = [None if result is None else ...]
-        return result
+class _Watch:
+    """What calls of a candidate leave behind, and whether the last one returned nothing. It keeps no tensor of theirs alive."""
 
-    return watched
+    def __init__(self, exercise: Exercise):
+        self.exercise = exercise
+        self.left: list[str] = []
+        self.returns_none = False
+
+    @property
+    def first(self) -> str:
+        return self.left[0] if self.left else ""
+
+    def around(self, function: Callable) -> Callable:
+        from . import traces
+
+        @functools.wraps(function)
+        def watched(*args, **kwargs):
+            arguments = traces.arguments_of(self.exercise.reference, args, kwargs, self.exercise.changes)
+            given, switches = traces.Given(arguments), traces.switches()
+            del arguments
+            result = function(*args, **kwargs)
+            if has_ellipsis(result):
+                raise _Unfinished
+            self.left += [*given.changes(), *traces.left_switched(switches)]
+            self.returns_none = result is None
+            return result
+
+        return watched
 
 
 @contextlib.contextmanager
@@ -118,13 +147,18 @@ def _undisturbed() -> Iterator[None]:
     import torch
     from IPython.utils.capture import capture_output
 
+    from . import traces
+
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    switches = traces.switches()
     with (
         capture_output(),
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=cuda),
         torch.enable_grad(),
+        contextlib.ExitStack() as afterwards,
     ):
+        afterwards.callback(traces.put_back, switches)
         warnings.simplefilter("ignore")
         # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and nothing would undo that.
         torch.default_generator.manual_seed(0)
@@ -133,7 +167,7 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _failure(error: BaseException, candidate: Any, exercise: Exercise, forgot_return: bool) -> _Failure:
+def _failure(error: BaseException, candidate: Any, exercise: Exercise, *, forgot_return: bool) -> _Failure:
     kind, text = type(error).__name__, _one_line(str(error))
     line = _line_of(error, candidate)
     raised = f"{kind}: {text}" if text else kind
@@ -229,6 +263,8 @@ def _diagnosis(exercise: Exercise, run: _Run, expected: _Run, found: Difference 
         known = _run(exercise, mistake.function)
         if _same_outcome(run, known, exercise.tolerance):
             return f"{mistake.says} {over}".strip()
+    if run.left:
+        return run.left
     if run.failure:
         return run.failure.says
     if exercise.explain and (says := exercise.explain(run.value, expected.value)):

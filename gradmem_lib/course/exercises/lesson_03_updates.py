@@ -211,6 +211,7 @@ EXERCISES = (
         reference=mended,
         observe=_observe_mended,
         tolerance=1e-4,
+        changes=("model",),
         mistakes=(
             Mistake("unchanged", lambda model, batch: model,
                     "the classifier's loss and gradient are still multiplied by the 4 accumulation steps."),

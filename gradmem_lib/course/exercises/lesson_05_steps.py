@@ -264,6 +264,7 @@ EXERCISES = (
         reference=switch_on,
         observe=_observe_checkpointing,
         explain=_explain_checkpointing,
+        changes=("model",),
         mistakes=(
             Mistake("left in eval", _left_in_eval, _SAVES_TOO_LITTLE["eval mode"]),
             Mistake("train mode alone", _train_mode_alone, _SAVES_TOO_LITTLE["none"]),
@@ -301,6 +302,7 @@ EXERCISES = (
         trains="knowing where autocast ends and a model's own dtype begins",
         reference=train_mixed,
         observe=_observe_states,
+        changes=("model",),
         mistakes=(
             Mistake("bf16 over bf16", _mixed(),
                     "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),

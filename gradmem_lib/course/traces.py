@@ -1,0 +1,146 @@
+"""What an answer leaves behind: inputs that it changed, switches that it did not put back. Found, told, and put back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+
+
+class Given:
+    """What a function was given, so that it can be seen afterwards what of it has changed.
+
+    Numbers are copied to where a ``MemoryTracker`` does not count them; models are asked for their switches alone, since
+    their weights and gradients are what an answer is for.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.before = {name: (value, _look(value)) for name, value in arguments.items()}
+
+    def changes(self) -> Iterator[str]:
+        """A sentence for each argument that is not as it was."""
+        for name, (value, before) in self.before.items():
+            after = _look(value)
+            if isinstance(value, nn.Module):
+                yield from (f"your code leaves `{name}` with {what}" for what in _switched(before, after))
+            elif before != after:
+                yield f"your code changes `{name}`, which it was given: leave it as it was, and work on a copy"
+
+
+def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments by the reference's names, without those that an answer is asked to change."""
+    try:
+        bound = inspect.signature(reference).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {}
+    return {name: value for name, value in bound.items() if name not in changes}
+
+
+def _look(value: Any) -> Any:
+    """Something that compares equal as long as ``value`` is as it was; ``None`` for what is not looked at."""
+    return _switches_of(value) if isinstance(value, nn.Module) else _data(value)
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad or value.device.type != "cpu" or value.layout != torch.strided:
+            return None
+        return value.dtype, tuple(value.shape), _numbers(value)
+    if isinstance(value, dict):
+        return [(key, _data(entry)) for key, entry in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_data(entry) for entry in value]
+    return value if isinstance(value, (int, float, str)) else None
+
+
+def _numbers(tensor: torch.Tensor) -> bytes:
+    with torch.no_grad():
+        return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _switches_of(model: nn.Module) -> dict[str, Any]:
+    modules = list(model.modules())
+    config = getattr(model, "config", None)
+    return {
+        "another mode": [(m, m.training) for m in modules],
+        "another requires_grad": [(p, p.requires_grad) for p in model.parameters()],
+        "a hook more or less": [(m, compat.hook_counts(m)) for m in modules],
+        "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
+        "another config": config.to_dict() if hasattr(config, "to_dict") else None,
+    }
+
+
+def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for what, was in before.items():
+        now = after[what]
+        if what == "another config":
+            fields = [name for name in now or () if was is not None and now[name] != was.get(name, now[name])]
+            if fields:
+                yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
+            continue
+        # Modules that are gone or new are another matter: those that are still there are compared.
+        held = {id(thing): (thing, value) for thing, value in was}
+        flipped = [value for thing, value in now if id(thing) in held and held[id(thing)][1] != value]
+        if flipped and what == "another mode":
+            mode = "train" if flipped[0] else "eval"
+            yield f"{mode} mode on, where it was off: put it back with model.{'eval' if flipped[0] else 'train'}()"
+        elif flipped:
+            yield f"{what} than before: put it back"
+
+
+def switches() -> dict[str, Any]:
+    """Every switch of torch that outlives the code that turned it."""
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "autocast": tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "the number of threads": torch.get_num_threads(),
+        "hooks on every module": compat.global_hooks(),
+        "saved-tensor hooks": compat.saved_tensor_hooks(),
+    }
+
+
+def left_switched(before: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each switch that is not as it was."""
+    now = switches()
+    for name, value in before.items():
+        if now[name] == value:
+            continue
+        how = {"gradients": "off" if value else "on", "autocast": "on"}.get(name, "changed")
+        how = f"at {now[name]}" if name.startswith("the ") else how
+        yield f"your code leaves {name} {how}, for all that runs after it: put it back, best by a `with` block"
+
+
+def put_back(before: dict[str, Any]) -> None:
+    """Every switch as it was."""
+    now = switches()
+    if now == before:
+        return
+    torch.set_grad_enabled(before["gradients"])
+    for kind, enabled, dtype in before["autocast"]:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.clear_autocast_cache()
+    torch.set_default_dtype(before["the default dtype"])
+    if now["the default device"] != before["the default device"]:
+        torch.set_default_device(before["the default device"])
+    deterministic, warns = before["deterministic algorithms"]
+    torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+    torch.autograd.set_detect_anomaly(before["anomaly detection"])
+    torch.set_num_threads(before["the number of threads"])
+    compat.put_back_global_hooks(before["hooks on every module"])
+    compat.put_back_saved_tensor_hooks(before["saved-tensor hooks"])
