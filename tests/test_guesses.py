@@ -27,6 +27,11 @@ def file(tmp_path, monkeypatch):
         (0, 0),
         (torch.tensor(7), 7),
         (np.int64(7), 7),
+        ("4*7358720", 29_434_880),
+        ("4 × 7,358,720", 29_434_880),
+        ("2 * 1.5 GiB", 3_221_225_472),
+        ("(3 + 1) * 2**20", 4_194_304),
+        ("3*4*8*256*49152", 1_207_959_552),
     ],
 )
 def test_a_guess_in_bytes(capsys, guess, nbytes):
@@ -39,12 +44,47 @@ def test_a_guess_in_bytes(capsys, guess, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("guess", "number"), [("1.5", 1.5), ("3 layers", 3), ("1e3", 1000), (-2, -2), (0, 0)]
+    ("guess", "number"),
+    [
+        ("1.5", 1.5),
+        ("3 layers", 3),
+        ("1e3", 1000),
+        (-2, -2),
+        (0, 0),
+        ("2*6", 12),
+        ("12/5 layers", 2.4),
+        ("007", 7),
+    ],
 )
 def test_a_guess_in_another_unit(guess, number):
     asked = Guess("1.b", "How many layers?", unit="layers")
     asked.guess(guess)
     assert asked.value == number
+
+
+@pytest.mark.parametrize(
+    ("unit", "guess", "number"),
+    [
+        ("percent", "40%", 40),
+        ("percent", "40 percent", 40),
+        ("%", "12.5 %", 12.5),
+        ("", "40%", 0.4),
+        ("times", "150%", 1.5),
+    ],
+)
+def test_a_guess_in_percent(unit, guess, number):
+    asked = Guess("1.b", "What part?", unit=unit)
+    asked.guess(guess)
+    assert asked.value == pytest.approx(number)
+
+
+@pytest.mark.parametrize("unit", ["bytes", "layers"])
+@pytest.mark.parametrize(
+    "guess", ["40%", "2**2**99", "9**9**9", "1/0", "f(2)", "2 *", "[1]*9", "a lot", "", "__import__('os')"]
+)
+def test_what_is_no_calculation_is_not_run(unit, guess):
+    with pytest.raises(ValueError, match=r"cannot read .*: give"):
+        Guess("1.a", "How many?", unit=unit).guess(guess)
 
 
 @pytest.mark.parametrize("unit", ["bytes", "layers"])

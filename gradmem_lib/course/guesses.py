@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import math
+import operator
+import re
 import sys
 from typing import Any
 
@@ -113,23 +116,70 @@ def _number(value: Any, unit: str) -> int | float:
     if hasattr(value, "item"):
         value = value.item()  # numpy scalars and 0-d tensors
     if unit == "bytes":
-        return 0 if _plain_number(value, unit) == 0 else parse_bytes(value)
+        return 0 if _plain_number(value, unit) == 0 else parse_bytes(_worked_out(value))
     number = _plain_number(value, unit)
     if number is None:
         raise ValueError(
-            f"cannot read {value!r} as a number: give one such as 42, 0.5 or 600e6 (the unit is {unit})"
+            f"cannot read {value!r} as a number: give one such as 42, 0.5, 4*1024 or 600e6 (the unit is {unit})"
         )
     return int(number) if number.is_integer() else number
 
 
 def _plain_number(value: Any, unit: str) -> float | None:
+    share = 1.0
     if isinstance(value, str):
-        value = value.strip().removesuffix(unit).replace(",", "").replace("_", "")
+        value = value.strip().removesuffix(unit).strip()
+        if value.endswith("%") and unit in ("%", "percent", "", "times"):
+            value, share = value[:-1], 1.0 if unit in ("%", "percent") else 0.01
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = float(_number_of(value)) * share
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) and not isinstance(value, bool) else None
+
+
+def _number_of(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value.replace(",", "").replace("_", ""))
+    except ValueError:
+        return _calculated(value)
+
+
+def _worked_out(size: Any) -> Any:
+    """``"4 * 1.5 GiB"`` as ``"6.0 GiB"``; anything that is no calculation as it came."""
+    match = re.fullmatch(r"(.*[\d)])\s*([a-z]*)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    worked_out = _calculated(match[1]) if match else None
+    if worked_out is None or not re.search(r"[*×·/+()-]", match[1]):
+        return size
+    return f"{worked_out:.17g} {match[2]}" if 0 < worked_out < 2**63 else size
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def _calculated(text: str) -> int | float | None:
+    """The value of a number, or of numbers joined by + - * / ** and brackets; ``None`` for anything else."""
+
+    def value(node: ast.AST) -> int | float:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            base, exponent = value(node.left), value(node.right)
+            if abs(base) <= 1e6 and abs(exponent) <= 64:
+                return base**exponent
+        raise ValueError("no calculation")
+
+    text = text.replace(",", "").replace("×", "*").replace("·", "*").strip()
+    try:
+        return value(ast.parse(text, mode="eval").body) if 0 < len(text) <= 200 else None
+    except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError):
+        return None
 
 
 def _display(asked: Guess) -> None:
