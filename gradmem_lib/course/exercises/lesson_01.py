@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..exercise import Exercise, Mistake, calls, measure
-from .settings import train_setting
+from .settings import flat, train_setting
 
 
 def resident_bytes(model: nn.Module) -> dict[str, int]:
@@ -204,9 +204,23 @@ def train_budget() -> int:
 def _observe_train(candidate):
     budget = train_budget()
     model, optimizer, batches = train_setting()
-    return measure(
+    updates: list[None] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(None))
+    measured = measure(
         lambda: candidate(model, optimizer, batches), budget=budget, model=model, optimizer=optimizer
     )
+    moved = flat(model.parameters())
+    return {
+        "three steps": measured,
+        "afterwards": {"weights": moved, "calls of optimizer.step()": len(updates)},
+    }
+
+
+def _explain_train(got, expected):
+    unmoved = flat(train_setting()[0].parameters())
+    if got["afterwards"]["calls of optimizer.step()"] and torch.equal(got["afterwards"]["weights"], unmoved):
+        return "optimizer.step() finds nothing to do: zero_grad() has thrown the gradients away before it."
+    return None
 
 
 EXERCISES = (
@@ -328,6 +342,7 @@ EXERCISES = (
         trains="finding what a training loop holds without needing it",
         reference=train,
         observe=_observe_train,
+        explain=_explain_train,
         mistakes=(
             Mistake("keeps the output", _trains(keeps="output"),
                     "the model's output is still alive in backward and in the next forward, and it holds the logits."),

@@ -15,38 +15,41 @@ from torch import Tensor
 from ..compare import difference
 from ..exercise import Exercise, Mistake, calls, measure
 
+SECOND = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 def _rule(*cases: dict, steps: int = 5):
-    """An ``observe`` that lets a rule take a few steps and notes where the parameter is, and what the gradient became."""
+    """An ``observe``: where two parameters are after a few steps in turn, and what the gradient became."""
 
     def observe(rule) -> dict:
         seen = {}
         for case in cases:
             settings = ", ".join(f"{name}={value}" for name, value in case.items())
-            p, state = START.clone(), {}
+            p, second, state, of_second = START.clone(), START.flip(0), {}, {}
             for step in range(1, steps + 1):
                 grad = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * (1.5 - step % 3)
                 before = grad.clone()
                 with torch.no_grad():
                     rule(p, grad, state, *case.values())
+                    rule(second, before.roll(1), of_second, *case.values())
                 if step in (1, steps):
-                    seen[f"step {step} with {settings}"] = {
-                        "p": p.clone(),
-                        "grad": grad,
-                        "grad before": before,
-                    }
+                    now = {"p": p.clone(), "grad": grad, "grad before": before, SECOND: second.clone()}
+                    seen[f"step {step} with {settings}"] = now
         return seen
 
     return observe
 
 
 def _explain(got, expected):
-    first = next(iter(got.values()))
+    first, right = next(iter(got.values())), next(iter(expected.values()))
     if not torch.equal(first["grad"], first["grad before"]):
         return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
-    return _LOST if torch.equal(first["p"], START) else None
+    if torch.equal(first["p"], START):
+        return _LOST
+    if difference(first["p"], right["p"]) is None and difference(first[SECOND], right[SECOND]):
+        return "one parameter goes right, and a second one beside it goes wrong: keep what is remembered in `state`, which each has for itself."
+    return None
 
 
 def momentum(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float) -> None:

@@ -60,6 +60,8 @@ def _observe_clip(candidate):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         norm = candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
         found[name] = {"weights": flat(model.parameters()), "norm": norm}
+        candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
+        found[f"{name}, a second update"] = {"weights": flat(model.parameters())}
     return found
 
 

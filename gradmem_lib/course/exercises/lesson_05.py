@@ -36,7 +36,7 @@ def _one_card_uneven(divide):
 
 def _observe_one_card(candidate):
     found = {}
-    for train, steps, gpus, fits in ((4, 4, 8, 2), (8, 1, 4, 8), (12, 2, 1, 5), (16, 3, 2, 9)):
+    for train, steps, gpus, fits in ((4, 4, 8, 2), (8, 1, 4, 8), (12, 2, 1, 7), (15, 3, 2, 11)):
         given = {
             TRAIN: train,
             STEPS: steps,
