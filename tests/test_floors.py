@@ -96,7 +96,6 @@ LONG_FILES = {
     "benchmarks/finetune.py",
     "tests/test_benchmarks.py",
     "tests/test_checkpointing.py",
-    "tests/test_exercises.py",
     "tests/test_finetune.py",
     "tests/test_plan.py",
     "tests/test_predict.py",
