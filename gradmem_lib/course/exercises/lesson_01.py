@@ -225,10 +225,7 @@ def _explain_train(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="1.1",
-        title="the bytes that stay",
-        difficulty=1,
-        minutes=6,
+        id="1.1", title="the bytes that stay", difficulty=1, minutes=6,
         trains="adding up parameters, gradients and AdamW's states",
         reference=resident_bytes,
         observe=_observe_resident,
@@ -248,10 +245,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="1.2",
-        title="the bytes that autograd saves",
-        difficulty=2,
-        minutes=8,
+        id="1.2", title="the bytes that autograd saves", difficulty=2, minutes=8,
         trains="saved-tensor hooks, and thinking in storages rather than tensors",
         reference=saved_bytes,
         observe=_observe_saved,
@@ -268,10 +262,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="1.3",
-        title="what eager attention saves on top",
-        difficulty=2,
-        minutes=5,
+        id="1.3", title="what eager attention saves on top", difficulty=2, minutes=5,
         trains="the one term that grows with the square of the sequence",
         reference=eager_surplus,
         observe=calls((1, 128, 4), (2, 256, 8), (8, 64, 3)),
@@ -291,10 +282,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="1.4",
-        title="the logits spike",
-        difficulty=2,
-        minutes=5,
+        id="1.4", title="the logits spike", difficulty=2, minutes=5,
         trains="seeing the loss as the largest layer of a small model",
         reference=logits_spike,
         observe=calls((1, 128, 49152), (4, 256, 8192), (2, 32, 1000)),
@@ -312,10 +300,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="1.5",
-        title="bytes per parameter, by recipe",
-        difficulty=1,
-        minutes=5,
+        id="1.5", title="bytes per parameter, by recipe", difficulty=1, minutes=5,
         trains="telling precision recipes apart by what they keep",
         reference=bytes_per_parameter,
         observe=lambda answer: {f"({recipe!r})": _asked(answer, recipe) for recipe in _RECIPES},
@@ -335,10 +320,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="1.6",
-        title="three steps under a budget",
-        difficulty=3,
-        minutes=10,
+        id="1.6", title="three steps under a budget", difficulty=3, minutes=10,
         trains="finding what a training loop holds without needing it",
         reference=train,
         observe=_observe_train,
