@@ -196,7 +196,7 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         nonlocal before
         eval_frame = sys.modules["torch._dynamo.eval_frame"]
         before = eval_frame._callback_from_stance
-        eval_frame._callback_from_stance = asked
+        eval_frame._callback_from_stance = asked  # type: ignore[attr-defined]
         undo.callback(setattr, eval_frame, "_callback_from_stance", before)
 
     compiler = torch.compile

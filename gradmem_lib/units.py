@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 KiB, MiB, GiB, TiB = (1024**n for n in (1, 2, 3, 4))
 _FACTORS = {
@@ -26,7 +27,8 @@ def parse_bytes(size: int | float | str) -> int:
     Units: B, KB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any letter case.
     Raises ``ValueError`` for anything else, zero and negative numbers included.
     """
-    amount, factor = size, 1
+    amount: Any = size
+    factor: Any = 1
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         factor = _FACTORS.get((match[2] or "b").lower()) if match else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -72,7 +73,8 @@ def let_go(error: BaseException) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
-        entries, entry = [], error.__traceback__
+        entries: list[Any] = []
+        entry = error.__traceback__
         while entry is not None and not (entries and entry.tb_frame.f_code.co_freevars):
             entries.append(entry)
             entry = entry.tb_next

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class ScheduleRecord:
     @property
     def totals(self) -> np.ndarray:
         """int64 (operations,): live bytes after each operation."""
-        return sum(self.live.values())
+        return sum(self.live.values())  # type: ignore[return-value]
 
     @property
     def peak(self) -> int:
@@ -303,7 +303,7 @@ class _Layers(Recorder):
         return "internals", block.layer
 
 
-def _columns(runs: list[list], ops: int) -> list[Event]:
+def _columns(runs: list[Any], ops: int) -> list[Event]:
     """Runs of operations as events: one for each time a layer runs, and what is shorter joined to its neighbour."""
     runs = [(kind if layer >= 0 else "outside", layer, start) for kind, layer, start in runs]
     inside = [i for i, run in enumerate(runs) if run[1] >= 0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,6 +25,14 @@ class Entry(weakref.ref):
     """
 
     __slots__ = ("category", "key", "module", "nbytes", "number", "op", "sample", "size")
+    category: int
+    key: int
+    module: Any
+    nbytes: int
+    number: int
+    op: Any
+    sample: int
+    size: int
 
 
 class Recorder:
@@ -151,10 +160,10 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-_dispatches: dict[type, bool] = {}
+_dispatches: dict[type[torch.Tensor], bool] = {}
 
 
-def dispatches(kind: type) -> bool:
+def dispatches(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of this type have operations of their own."""
     known = _dispatches.get(kind)
     if known is None:
