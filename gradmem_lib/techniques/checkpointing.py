@@ -310,7 +310,7 @@ class _Segments:
         if self._last_call is not None:
             before, *called = self._last_call
             hidden = before[0] if self._first_alone(before) else before
-            follows = x is hidden and _same(_rest(args, kwargs), _rest(*called))
+            follows = x is hidden and _same(_rest(args, kwargs), _rest(*called))  # type: ignore[arg-type]
             follows &= self._hands_all_on or not _more_than_hidden(before)
         self._measured.append((i, size, follows))
         self._last_call = (out, args, kwargs)

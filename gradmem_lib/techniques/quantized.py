@@ -98,7 +98,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y):
-        return d_y @ _written_out(*ctx.saved_tensors, ctx.shape, d_y.dtype), None, None, None, None, None
+        return d_y @ _written_out(*ctx.saved_tensors, ctx.shape, d_y.dtype), None, None, None, None, None  # type: ignore[call-arg]
 
 
 def _written_out(packed, magnitudes, scales, offset, shape, dtype) -> Tensor:

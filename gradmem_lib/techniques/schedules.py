@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -82,7 +82,7 @@ def schedule_peak(
 
     def peak(segments: Schedule, start: int, kept: float) -> float:
         """The peak of layers from ``start`` on, with ``kept`` bytes of earlier boundaries."""
-        highest = 0
+        highest: float = 0
         for item in segments:
             stop = start + total_layers(item)
             if isinstance(item, list):
@@ -151,7 +151,7 @@ def best_segments(
             return _nested_below(limit, n, again, *(int(values[0]) for values in sizes))
         return _below(limit, min(again, n - 1), *sizes, int(after), keep_last)
 
-    def peak(segments: Schedule) -> int:
+    def peak(segments: Schedule) -> Any:
         return schedule_peak(segments, *sizes[:2], temporaries=sizes[2], tail=after, keep_last=keep_last)
 
     low, high = 0, peak([n])
@@ -275,7 +275,7 @@ def _nested_below(
 def _whole_numbers(*sizes: list) -> list[np.ndarray]:
     """Sizes times a common factor, as integers: sums are then exact, and equal peaks compare equal."""
     exact = [[Fraction(str(v)) for v in values] for values in sizes]
-    scale = math.lcm(*(v.denominator for values in exact for v in values))
+    scale: int | Fraction = math.lcm(*(v.denominator for values in exact for v in values))
     total = sum(map(sum, exact))
     if total * scale >= 2**60:  # digits without end, such as 1/3: fifteen of them are kept
         scale = Fraction(2**50) / total
@@ -341,7 +341,7 @@ def checked_extra(value: Any) -> float:
     return value
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

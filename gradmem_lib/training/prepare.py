@@ -133,7 +133,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         from ..techniques.checkpointing import checkpoint_layers
 
         schedule = every or recipe.checkpointing
-        handle = checkpoint_layers(model, every=schedule)
+        handle = checkpoint_layers(model, every=schedule)  # type: ignore[arg-type]
         undo.callback(handle.remove)
 
 
