@@ -79,7 +79,7 @@ class MemoryCallback(TrainerCallback):
     """
 
     def __init__(self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""):
-        self._given = {"budget": budget, "live": live, "title": title}
+        self._given: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
         self.evaluation: MemorySnapshot | None = None
@@ -160,7 +160,7 @@ class RecipeTrainer(Trainer):
         self.add_callback(self._interrupt)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
+        if self.optimizer is None:  # type: ignore[has-type]
             model = self.model if model is None else model
             named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             decay = self.args.weight_decay  # which is for matrices alone
@@ -169,7 +169,9 @@ class RecipeTrainer(Trainer):
                 decay: [p for n, p in named if n in decayed],
                 0.0: [p for n, p in named if n not in decayed],
             }
-            groups = [{"params": part, "weight_decay": much} for much, part in split.items() if part]
+            groups: list[dict[str, Any]] = [
+                {"params": part, "weight_decay": much} for much, part in split.items() if part
+            ]
             for group in groups:
                 if self.recipe.optimizer.startswith("adamw"):
                     group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
