@@ -39,6 +39,7 @@ from ..names import (
     PARAMETERS,
     TEMPORARIES,
 )
+from .patches import module_calls, resizes
 from .storages import Ledger, Recorder, dispatches, own_storage, storages_of, tensors_in
 
 Observe = Callable[[Any, tuple, dict | None, Any], None]
@@ -131,8 +132,8 @@ class Meter:
                 register_optimizer_step_post_hook(self._after_step),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(_module_calls(self))
-            undo.enter_context(_resizes(self))
+            undo.enter_context(module_calls(self))
+            undo.enter_context(resizes(self))
             undo.enter_context(compiled_calls(compiled_error))
             undo.enter_context(self.mode(self.observe))
             self._undo = undo.pop_all()
@@ -413,50 +414,6 @@ class Meter:
         for name, module in self.model.named_modules() if self.model is not None else ():
             if is_compiled(module):
                 raise compiled_error(name or type(module).__name__)
-
-
-@contextmanager
-def _module_calls(meter: Meter) -> Iterator[None]:
-    """While the block runs, ``meter`` hears of every module's call.
-
-    A hook on the model would be copied and pickled with it, and hooks on all modules cost twice as much as this.
-    """
-    call = nn.Module.__call__
-
-    def __call__(self, *args, **kwargs):
-        entered = meter.enter_module(self, args, kwargs)
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            if entered:
-                meter.leave_module()
-
-    nn.Module.__call__ = __call__
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = call
-
-
-@contextmanager
-def _resizes(meter: Meter) -> Iterator[None]:
-    """While the block runs, ``meter`` hears of ``UntypedStorage.resize_``, by which FSDP frees memory: it does not dispatch."""
-    own = "resize_" in vars(torch.UntypedStorage)
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(self, size):
-        out = resize(self, size)
-        meter.resized(self)
-        return out
-
-    torch.UntypedStorage.resize_ = resize_
-    try:
-        yield
-    finally:
-        if own:
-            torch.UntypedStorage.resize_ = resize
-        else:
-            del torch.UntypedStorage.resize_
 
 
 def compiled_error(name: str) -> RuntimeError:
