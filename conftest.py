@@ -10,8 +10,34 @@ from build_notebooks import FIXED
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this process ends
 
-# Seconds on one core of the files that take ten or more, as last recorded. The rest are quick.
-SECONDS = {}
+# Seconds on one core, roughly, of the files that take ten or more. The rest are quick.
+SECONDS = {
+    "test_browser_lessons.py": 300,
+    "05_fine_tuning.ipynb": 200,
+    "test_predict.py": 180,
+    "test_families.py": 170,
+    "test_plan.py": 150,
+    "test_checkpointing.py": 140,
+    "test_exercises.py": 130,
+    "test_finetune.py": 120,
+    "test_benchmarks.py": 110,
+    "test_browser.py": 100,
+    "test_notebooks.py": 90,
+    "test_tracker.py": 80,
+    "test_accounting.py": 60,
+    "test_accumulation.py": 50,
+    "test_schedule.py": 45,
+    "04_gradient_checkpointing.ipynb": 40,
+    "03_gradient_accumulation.ipynb": 35,
+    "01_memory_accounting.ipynb": 30,
+    "test_programs.py": 25,
+    "02_manual_adam.ipynb": 20,
+    "test_claims.py": 20,
+    "test_models.py": 20,
+    "test_view.py": 15,
+    "test_bert_large.py": 15,
+    "00_start_here.ipynb": 12,
+}
 
 
 def seconds(path) -> int:

@@ -31,7 +31,7 @@ CHOSEN = list(PROGRAMS) if os.environ.get("GRADMEM_ALL") else list(PROGRAMS)[::4
 OBSERVED = {"bidirectional_lstm_on_packed_rows": 49_152, "orthogonal": 16_384, "sparse_embedding": 512}
 # An operation makes a tensor of a Python number, outside of every dispatch.
 NUMBERS = 16
-WRONG: dict[str, str] = {}
+WRONG: dict[str, str] = {"lbfgs": "the profiler does not see that states of before its start are freed"}
 
 
 @cache
