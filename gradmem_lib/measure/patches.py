@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from .watch import Meter
-
 
 @contextmanager
-def module_calls(meter: Meter) -> Iterator[None]:
-    """While the block runs, ``meter`` hears of every module's call.
+def module_calls(enter: Callable[..., bool], leave: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, every module's call begins with ``enter(module, args, kwargs)``; ``leave()`` ends it if that was true.
 
     A hook on the model would be copied and pickled with it, and hooks on all modules cost twice as much as this.
     """
     call = nn.Module.__call__
 
     def __call__(self, *args, **kwargs):
-        entered = meter.enter_module(self, args, kwargs)
+        entered = enter(self, args, kwargs)
         try:
             return call(self, *args, **kwargs)
         finally:
             if entered:
-                meter.leave_module()
+                leave()
 
     nn.Module.__call__ = __call__
     try:
@@ -37,14 +33,14 @@ def module_calls(meter: Meter) -> Iterator[None]:
 
 
 @contextmanager
-def resizes(meter: Meter) -> Iterator[None]:
-    """While the block runs, ``meter`` hears of ``UntypedStorage.resize_``, by which FSDP frees memory: it does not dispatch."""
+def resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """While the block runs, ``resized(storage)`` is told of ``UntypedStorage.resize_``, by which FSDP frees memory: it does not dispatch."""
     own = "resize_" in vars(torch.UntypedStorage)
     resize = torch.UntypedStorage.resize_
 
     def resize_(self, size):
         out = resize(self, size)
-        meter.resized(self)
+        resized(self)
         return out
 
     torch.UntypedStorage.resize_ = resize_

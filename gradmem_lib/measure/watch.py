@@ -132,8 +132,8 @@ class Meter:
                 register_optimizer_step_post_hook(self._after_step),
             ):
                 undo.callback(handle.remove)
-            undo.enter_context(module_calls(self))
-            undo.enter_context(resizes(self))
+            undo.enter_context(module_calls(self.enter_module, self.leave_module))
+            undo.enter_context(resizes(self.resized))
             undo.enter_context(compiled_calls(compiled_error))
             undo.enter_context(self.mode(self.observe))
             self._undo = undo.pop_all()
