@@ -270,7 +270,8 @@ def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int
     if k > FEW and question.source.key is not None:
         parts = trace_parts(_trace(question, layers, FEW))
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
-        if np.array_equal(second, third) and np.array_equal(fourth[: len(last)], last):
+        same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
+        if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
             return parts, k - FEW
     return trace_parts(_trace(question, layers)), 0
 

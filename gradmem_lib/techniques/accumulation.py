@@ -116,9 +116,12 @@ class _Window:
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             del scaled
             # float64, where there is one: a window has many micro-batches, and their sums differ in size
-            value = loss.detach().to(loss.dtype if loss.device.type == "mps" else torch.float64)
-            value = value * count if self.mean else value
-            self.loss_sum = value if self.loss_sum is None else self.loss_sum + value
+            dtype = loss.dtype if loss.device.type == "mps" else torch.float64
+            if self.loss_sum is None:
+                self.loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
+            value = loss.detach().to(dtype)
+            # In place: each micro-batch leaves as many bytes behind as the one before.
+            self.loss_sum += value * count if self.mean else value
         elif needed:
             _send_without_items(loss)
         self.items += count
