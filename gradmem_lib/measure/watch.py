@@ -307,7 +307,7 @@ class Meter:
             self._tag_states(optimizer, seen, there - 1)
             self._states_seen[id(optimizer)] = there - 1
 
-    def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
+    def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         with self.lock:
             if id(optimizer) not in self._states_seen:
                 self._states_seen[id(optimizer)] = 0

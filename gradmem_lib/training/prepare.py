@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) -> Optimizer:
     """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
-    how = {
+    how: Any = {
         "adamw": {"foreach": False, "fused": False},
         "adamw-foreach": {"foreach": True, "fused": False},
         "adamw-fused": {"foreach": False, "fused": True},

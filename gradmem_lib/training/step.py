@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -56,8 +55,8 @@ def step(
     ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
     device = next(model.parameters()).device.type
-    parts = list(islice(cut_batch(batch, recipe), micro_batches))
-    counts = [count_items(model, micro) for micro in parts]
+    parts = list(cut_batch(batch, recipe))
+    counts = [count_items(model, micro) for micro in parts][:micro_batches]  # counted are all of them
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
@@ -70,7 +69,7 @@ def step(
 
     scaler = _FixedScale() if recipe.precision == "autocast-fp16" else None
     done = accumulate_gradients(
-        zip(parts, counts, strict=True),
+        zip(parts[:micro_batches], counts, strict=True),
         loss_and_count,
         total_items=sum(counts),
         reduction="mean",
