@@ -12,7 +12,7 @@ from .. import compat
 from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
-from ..techniques.losses import predicts_next_token
+from ..techniques.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
 from .cards import ALLOCATOR_ROUGHLY, Card
 
@@ -59,12 +59,6 @@ def count(config) -> Work:
     heads = getattr(text, "num_attention_heads", 1)
     # An encoder with a decoder has as many layers in each, and the decoder's attend twice.
     attentions = 3 * layers if config.is_encoder_decoder else layers
-    plain_head = (
-        head is not None
-        and predicts_next_token(model)
-        and getattr(head, "bias", None) is None
-        and not getattr(text, "final_logit_softcapping", None)
-    )
     return Work(
         config=config,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -75,7 +69,7 @@ def count(config) -> Work:
         layers=layers,
         scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
-        chunked=plain_head,
+        chunked=head is not None and chunked_loss_refusal(type(model), config) is None,
         vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         fused=compat.takes_fused_attention(model),
         patches=patches,

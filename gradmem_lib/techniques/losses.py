@@ -51,10 +51,15 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's loss: leave "
             "chunked_loss out"
         )
+    check_chunked_loss(model)
+    return _in_chunks(model, batch)
+
+
+def check_chunked_loss(model: nn.Module) -> None:
+    """``ValueError`` for a model whose own loss is another than ``chunked_loss``."""
     why = chunked_loss_refusal(type(model), getattr(model, "config", None))
     if why is not None:
         raise ValueError(f"{why}: leave chunked_loss out")
-    return _in_chunks(model, batch)
 
 
 def _in_chunks(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..compat import is_persistent, own_tensors
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
+from ..techniques.losses import check_chunked_loss
 from ..techniques.optimizers import AdamW8bit, MasterAdamW
 from .recipe import Recipe
 
@@ -71,6 +72,8 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if getattr(config, "use_cache", False):
         config.use_cache = False
     set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
+    if recipe.chunked_loss:
+        check_chunked_loss(model)  # which trains a tiny copy: now, and not in a first step that is measured
     cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
         add_lora(model, recipe.lora_rank, recipe.lora_targets)
