@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -63,6 +65,13 @@ flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
 softmax_backward = torch._softmax_backward_data
+grouped_mm = _aten._grouped_mm.default
+lstm_layer = _aten.mkldnn_rnn_layer.default
+# Operators of recurrent layers on a card, which bring a workspace of their own.
+recurrent = frozenset(
+    getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
+) | {lstm_layer}
+saved_tensors_hooked: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 # How many dispatch modes listen in this thread.
@@ -96,6 +105,12 @@ def under_transform(tensor: Tensor) -> Tensor | None:
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Forward-mode differentiation's zeros, which have a storage without memory."""
     return torch._is_zerotensor(tensor)
+
+
+def in_a_mode() -> bool:
+    """Whether something around this call looks at operations or at what autograd keeps: its effects cannot be told by a name."""
+    modes = _get_current_dispatch_mode_stack() or _get_current_function_mode_stack()
+    return bool(modes) or saved_tensors_hooked(True) is not None
 
 
 # Autograd's graph: which task runs (-1: no backward), which node, and how nodes are numbered as they are made.
@@ -245,6 +260,14 @@ def takes_fused_attention(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_sdpa", True))
 
 
+def attention_functions() -> tuple:
+    """What runs at this moment for each name of an attention, and of a mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    tables = (AttentionInterface, AttentionMaskInterface)
+    return tuple(pair for table in tables for pair in sorted(table._global_mapping.items()))
+
+
 @contextmanager
 def registered_attention(name: str, forward: Callable, mask: Callable) -> Iterator[None]:
     """``forward`` and ``mask`` as the attention ``name`` inside the block. transformers has no public way to take a name back."""
@@ -270,6 +293,25 @@ def packed_sequences_by(find: Callable[[Callable, Tensor], Tensor | None]) -> It
         yield
     finally:
         masking_utils.find_packed_sequence_indices = own
+
+
+@contextmanager
+def masks_without_padding() -> Iterator[None]:
+    """Inside, a mask for attention in both directions is left out as where no token is masked, which fake tensors cannot say."""
+    from transformers import masking_utils
+
+    own = masking_utils._ignore_bidirectional_mask_sdpa
+
+    def left_out(padding_mask, kv_length, local_attention_size=None):
+        if padding_mask is not None:
+            padding_mask.all()  # for the memory that looking takes
+        return local_attention_size is None or kv_length < local_attention_size
+
+    masking_utils._ignore_bidirectional_mask_sdpa = left_out
+    try:
+        yield
+    finally:
+        masking_utils._ignore_bidirectional_mask_sdpa = own
 
 
 def model_from_config(cls, config, **options) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import socket
 from urllib.parse import urlsplit
@@ -11,9 +12,17 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
+# Where a config names no architecture: transformers' tables of classes, in the order in which they are asked.
+_PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
+_TABLES = ("MASKED_LM", "CAUSAL_LM", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "CTC")
+
 
 def model_class(config):
-    """The class that trains on ``config``: its first architecture, else the language model, else the image classifier."""
+    """The class that trains on ``config``: its first architecture, else what its family is mostly trained as.
+
+    An encoder with a decoder is trained as a pair, and other configs as a masked or causal language model, on pairs of
+    pictures and texts, as an image classifier, or on speech.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -21,38 +30,98 @@ def model_class(config):
         known = getattr(transformers, name, None)
         if known is not None:
             return known
-    tables = ("CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
-    causal, masked, image = (getattr(auto, f"MODEL_FOR_{t}_MAPPING") for t in tables)
-    for table in (masked if type(config) in masked else causal, causal, image):
+    for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
+        table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
         if type(config) in table:
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
     raise ValueError(
-        f"no training class is known for a {type(config).__name__}: language models and image classifiers are. Build the "
+        f"no training class is known for a {type(config).__name__}: language models, pairs of an encoder and a decoder, and "
+        "image classifiers are. Name one in config.architectures, such as ['LlamaForSequenceClassification'], or build the "
         "module yourself and give it with batch={...}, a dict of example tensors (device='meta' costs no memory)"
     )
 
 
 def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Tensor]:
-    """What ``model`` trains on: token ids (batch_size, seq_len) as inputs and labels, or images and their classes.
+    """What ``model`` trains on, by name: token ids (batch_size, seq_len), pictures or spectrograms, and labels for its head.
 
-    ``seq_len`` is ignored for images. Random and on the model's device; with fake tensors if fake mode is on.
+    Labels are one class a row, one class a token, the two ends of an answer, or the tokens themselves, as the class's name
+    says. ``seq_len`` is ignored where there are only pictures. Random and on the model's device; with fake tensors if fake
+    mode is on. ``ValueError``, naming ``batch=``, where the inputs cannot be told from the config.
     """
+    config, inputs = model.config, set(inspect.signature(model.forward).parameters)
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+    def numbers(*shape):
+        return torch.rand(batch_size, *shape, device=parameter.device, dtype=parameter.dtype)
+
+    def classes(n, *shape):
+        return torch.randint(0, n, (batch_size, *shape), device=parameter.device)
+
+    main = getattr(model, "main_input_name", "input_ids")
+    head = _head(model)
+    if main == "input_features" and hasattr(config, "max_source_positions") and head == "tokens":
+        # Whisper: two frames of the spectrogram make one position.
+        spectrogram = numbers(config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": spectrogram, "labels": classes(text.vocab_size, seq_len)}
+    if main == "pixel_values" and head == "class" and "labels" in inputs:
+        return {"pixel_values": numbers(*picture_shape(config)), "labels": classes(config.num_labels)}
+    if main == "input_ids" and {"pixel_values", "return_loss"} <= inputs:
+        ids = classes(text.vocab_size, seq_len)
+        return {"input_ids": ids, "pixel_values": numbers(*picture_shape(config)), "return_loss": True}
+    if (
+        main != "input_ids"
+        or not ({"labels", "start_positions"} & inputs or "kwargs" in inputs)
+        or head is None
+    ):
+        raise ValueError(
+            f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): give batch=, a dict of "
+            "its inputs and labels as tensors (torch.empty(..., device='meta') costs no memory)"
+        )
+    ids = classes(text.vocab_size, seq_len)
+    if head == "ends":
+        return {"input_ids": ids, "start_positions": classes(seq_len), "end_positions": classes(seq_len)}
+    if head == "tokens":
+        return {"input_ids": ids, "labels": ids}
+    shape = (seq_len,) if head == "class of a token" else ()
+    if config.num_labels == 1 and not shape:
+        return {"input_ids": ids, "labels": numbers()}  # a regression
+    return {"input_ids": ids, "labels": classes(config.num_labels, *shape)}
+
+
+def _head(model: nn.Module) -> str | None:
+    """What the labels of ``model`` are; ``None`` where its class's name does not say."""
+    name = type(model).__name__
+    heads = {
+        "ForSequenceClassification": "class", "ForImageClassification": "class", "ForTokenClassification": "class of a token",
+        "ForQuestionAnswering": "ends", "ForQuestionAnsweringSimple": "ends", "ForMultipleChoice": None,
+        "ForSemanticSegmentation": None, "ForNextSentencePrediction": None, "ForPreTraining": None, "ForCTC": None,
+    }  # fmt: skip
+    return next((what for end, what in heads.items() if name.endswith(end)), "tokens")
+
+
+def picture_shape(config) -> tuple[int, int, int]:
+    """(channels, height, width) of the pictures that a model of ``config`` takes; 224 x 224 where it takes any size."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(vision, "num_channels", 3), height, width
+
+
+def most_positions(model: nn.Module) -> int | None:
+    """Tokens that a row may have; ``None`` for a model that takes any number.
+
+    RoBERTa and its kin count positions from the padding token's id on, so that their table is longer than a row."""
     config = model.config
-    device = next(model.parameters()).device
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if hasattr(config, "image_size") and getattr(model, "main_input_name", "") == "pixel_values":
-        size = config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        dtype = next(model.parameters()).dtype
-        return {
-            "pixel_values": torch.rand(
-                batch_size, config.num_channels, height, width, device=device, dtype=dtype
-            ),
-            "labels": torch.randint(0, config.num_labels, (batch_size,), device=device),
-        }
-    ids = torch.randint(0, text.vocab_size, (batch_size, seq_len), device=device)
-    return {"input_ids": ids, "labels": ids}
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "num_embeddings", None) == positions:
+            return positions - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return positions
 
 
 HUB_SECONDS = 5

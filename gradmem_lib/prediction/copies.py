@@ -7,23 +7,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
 
 
 def batch_leaves(batch) -> list[Tensor]:
-    values = batch.values() if isinstance(batch, dict) else [batch] if isinstance(batch, Tensor) else batch
-    return (
-        [v for v in values if isinstance(v, Tensor)]
-        if isinstance(values, (list, tuple)) or isinstance(batch, dict)
-        else []
-    )
+    """The tensors in a batch, which may hold flags and numbers beside them."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def fake_batch(batch):
-    if isinstance(batch, dict):
-        return {name: _fake(t, {}) for name, t in batch.items()}
-    return _fake(batch, {}) if isinstance(batch, Tensor) else tuple(_fake(t, {}) for t in batch)
+    """``batch`` with fake tensors in place of its own: one for a tensor that is there twice, all else as it is."""
+    memo: dict[int, Tensor] = {}
+    bases: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake_like(tensor, bases, "the batch")
+        return memo[id(tensor)]
+
+    return tree_map_only(Tensor, fake, batch)
 
 
 def _fake(tensor: Tensor, bases: dict[int, Tensor]) -> Tensor:
@@ -63,10 +68,15 @@ class _Copying(torch.overrides.TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def _fake_like(tensor: Tensor, bases: dict[int, Tensor]) -> Tensor:
+def _fake_like(tensor: Tensor, bases: dict[int, Tensor], where: str = "the model") -> Tensor:
     if tensor.layout != torch.strided:
         raise CannotTrace(
-            f"the model holds a tensor of layout {tensor.layout}, and only dense ones can be predicted: make it dense"
+            f"{where} holds a tensor of layout {tensor.layout}, and only dense ones can be predicted: make it dense"
+        )
+    if not tensor.is_leaf and tensor.requires_grad:
+        raise CannotTrace(
+            f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from others, whose graph a prediction "
+            "does not have: detach it, or compute it in the module's forward"
         )
     fake = _fake(tensor, bases)
     if isinstance(tensor, nn.Parameter):
@@ -75,7 +85,9 @@ def _fake_like(tensor: Tensor, bases: dict[int, Tensor]) -> Tensor:
 
 
 def fake_copy(model: nn.Module, mode, layers: nn.Module | None = None, keep: int | None = None) -> nn.Module:
-    """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first ``keep``, if given."""
+    """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first ``keep``, if given.
+
+    What ``checkpoint_layers`` has put on the model is put on the copy too."""
     memo: dict[int, Any] = {}
     bases: dict[int, Tensor] = {}
     left_out = set() if keep is None else set(list(layers)[keep:])
@@ -89,4 +101,7 @@ def fake_copy(model: nn.Module, mode, layers: nn.Module | None = None, keep: int
             memo[id(layers)] = (
                 type(layers)(kept) if isinstance(layers, nn.ModuleList) else type(layers)(*kept)
             )
-        return copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, memo)
+    for checkpoints in checkpoints_of(model):
+        checkpoints.put_on_copy(dict(zip(model.modules(), made.modules(), strict=True)))
+    return made

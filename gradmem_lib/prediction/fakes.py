@@ -15,13 +15,26 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .. import compat
+
 DEVICE = torch.ops.prim.device.default  # asked for some ten times an operation, by autograd
 VALUE = torch.ops.aten._local_scalar_dense.default  # .item()
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_known: dict[tuple, dict] = {}  # by what is the same for a whole trace: corrections, and the default dtype
+_known: dict[
+    tuple, dict
+] = {}  # by what is the same for a whole trace: corrections, and what is set around it
+
+
+def settings() -> tuple:
+    """What is set for the whole process and changes what operators return."""
+    cuda = torch.backends.cuda
+    return (
+        torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+    )  # fmt: skip
 
 
 def forget() -> None:
@@ -68,7 +81,7 @@ class QuickFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._corrected = corrected
         self.value: float | None = None
-        self._answers = _known.setdefault((corrected, torch.get_default_dtype()), {})
+        self._answers = _known.setdefault((corrected, settings()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
 
@@ -89,12 +102,19 @@ class QuickFakeMode(FakeTensorMode):
             return self._made(found, args)
         first = args[0] if args and type(args[0]) is FakeTensor else None
         before = first is not None and key is not None and _form(first)
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        out = self._asked(func, types, args, kwargs or {})
         if self._corrected is not None:
             out = self._corrected(func, args, out)
         if key is not None and key not in self._answers:
             self._answers[key] = _noted(func, args, out, before)
         return out
+
+    def _asked(self, func, types, args, kwargs):
+        """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
+        if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]
+        return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
 
     def _key(self, func, args, kwargs) -> tuple | None:
         """What the result depends on; ``None`` where that is more than is looked at here."""

@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import compat
 from ..measure.display import pictures
 from ..measure.timeline import MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from . import allocator, fakes
-from .configs import find_config, skeleton, title_of
+from .configs import find_config, model_class, most_positions, skeleton, title_of
 from .copies import batch_leaves
 from .extrapolation import BY, OWNED, PHASE, TOTAL, Part, Trace, extrapolate, trace_parts
-from .question import CannotTrace, Question, Source
+from .question import CannotTrace, Question, Source, config_key
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
@@ -109,14 +110,15 @@ def predict(
 
     Args:
         model_or_config: a transformers config; a folder or a hub id that has one; or any ``nn.Module``, which is copied
-            without its memory and left as it is.
+            without its memory and left as it is. What is set on a module stays so in the prediction: checkpoints of its layers,
+            and a key-value cache (``config.use_cache``), which ``make_trainer`` would switch off.
         batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
         seq_len: tokens in a row; not needed for images.
         recipe: a ``Recipe``; ``None`` is the default one.
         target: ``"cpu"``: what ``MemoryTracker`` measures on this machine. ``"cuda"``: what a card's allocator counts as
             allocated. ``None``: ``"cuda"`` where there is a card, else ``"cpu"``.
         batch: for modules that are no transformers models: tensors as the module takes them (a dict by name, a tuple, or one
-            tensor), real or on ``device="meta"``. Gives the sizes, its values are not read.
+            tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes, its values are not read.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
         full: trace every layer, also where short traces would do.
 
@@ -164,8 +166,7 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
         return batch_size, None
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"seq_len={seq_len!r}: give the number of tokens in a row, at least 1, such as 2048")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = most_positions(source.skeleton)
     if positions and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the sequences, or raise "
@@ -205,9 +206,14 @@ def clear_cache() -> None:
 
 def _source(given) -> Source:
     if isinstance(given, nn.Module):
+        if any(compat.is_compiled(module) for module in given.modules()):
+            raise CannotTrace(
+                f"{type(given).__name__} is compiled with torch.compile, whose code has its own memory plan: give the module as it "
+                "was before (compiled._orig_mod)"
+            )
         return Source(given, type(given).__name__, None)
     config = find_config(given)
-    key = f"{type(config).__module__}.{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    key = config_key(model_class(config), config)
     return _sources.get_or_make(key, lambda: Source(skeleton(config), title_of(given, config), key))
 
 

@@ -6,12 +6,14 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from logging import CRITICAL, getLogger
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import compat
 from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.tracker import checked_optimizers
@@ -19,7 +21,7 @@ from ..measure.watch import Meter, Watch
 from ..training.prepare import Prepared, prepare, set_attention
 from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, step
-from . import allocator, cuda_kernels, fakes
+from . import allocator, corrections, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
 from .extrapolation import BY, Trace
@@ -113,41 +115,78 @@ class CudaRecorder(CpuRecorder):
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None) -> Trace:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    )
-
-    recipe = question.recipe
+    """The trace of one step; ``CannotTrace``, naming the operation, where its course depends on values."""
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_without_remarks())
-            name = stack.enter_context(attention_without_mask())
-            corrected = {"cpu": _cpu_layer_norm, "cuda": _cuda_layer_norm}[question.target]
-            mode = stack.enter_context(fakes.QuickFakeMode(corrected))
-            model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
-            prepared = prepare(model, recipe)
-            stack.callback(prepared.undo.close)
-            if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
-                set_attention(model, name)
-            if question.batch is None:
-                batch = example_batch(model, question.batch_size, question.seq_len)
-            else:
-                batch = fake_batch(question.batch)
-            recorder = CpuRecorder(model, prepared.optimizer)
-            if question.target == "cuda":
-                stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
-                recorder = CudaRecorder(model, prepared.optimizer)
-            _warm_up(prepared, question, batch, mode)
-            with recorder:
-                step(
-                    model, prepared.optimizer, batch, recipe,
-                    loss=question.loss, mark=_answering(mode, recorder.mark), micro_batches=micro_batches,
-                )  # fmt: skip
-            return recorder.trace()
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        trace = _traced(question, layers, micro_batches, real_warm_up=question.source.key is None)
+        return trace or _traced(question, layers, micro_batches, real_warm_up=True)
+    except compat.NO_VALUES as error:
         raise _cannot_trace(error) from error
+    except (ValueError, CannotTrace):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise CannotTrace(
+            f"a step of {type(question.source.skeleton).__name__} with this recipe fails in its prediction, and would most likely "
+            f"fail for real{_where(error)}: {what}. Try one real step, and measure it with MemoryTracker if it works"
+        ) from error
+
+
+def _traced(
+    question: Question, layers: int | None, micro_batches: int | None, real_warm_up: bool
+) -> Trace | None:
+    """The trace. Without a real step before it, ``None`` where that matters: parameters that were given states get no gradient, or
+    a module keeps something from its first step."""
+    recipe = question.recipe
+    with ExitStack() as stack:
+        stack.enter_context(_without_remarks())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        name = stack.enter_context(attention_without_mask())
+        mode = stack.enter_context(fakes.QuickFakeMode(corrections.OF[question.target]))
+        model = fake_copy(question.source.skeleton, mode, question.source.layers, layers)
+        cache = getattr(getattr(model, "config", None), "use_cache", None)
+        prepared = prepare(model, recipe)
+        stack.callback(prepared.undo.close)
+        if cache and question.source.key is None:
+            model.config.use_cache = True  # a module is taken as it is, and so is what its own loop would do
+        if compat.attention_of(model) == "sdpa":
+            set_attention(model, name)
+        if question.batch is None:
+            batch = example_batch(model, question.batch_size, question.seq_len)
+        else:
+            batch = fake_batch(question.batch)
+        recorder = CpuRecorder(model, prepared.optimizer)
+        if question.target == "cuda":
+            stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
+            recorder = CudaRecorder(model, prepared.optimizer)
+        _warm_up(prepared, question, batch, mode, real_warm_up)
+        used, kept = _used(prepared, stack), _kept(model)
+        with recorder:
+            step(
+                model, prepared.optimizer, batch, recipe,
+                loss=question.loss, mark=_answering(mode, recorder.mark), micro_batches=micro_batches,
+            )  # fmt: skip
+        settled = len(used) == len(_trained(prepared)) and kept == _kept(model)
+        return recorder.trace() if real_warm_up or settled else None
+
+
+def _trained(prepared: Prepared) -> list[Tensor]:
+    return [p for o in _optimizers(prepared) for group in o.param_groups for p in group["params"]]
+
+
+def _used(prepared: Prepared, stack: ExitStack) -> set[int]:
+    """Fills with the ids of the parameters that get a gradient."""
+    used: set[int] = set()
+    for parameter in _trained(prepared):
+        note = parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
+        stack.callback(note.remove)
+    return used
+
+
+def _kept(model: nn.Module) -> list[int]:
+    """What modules hold besides their parameters."""
+    held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
+    return [id(value) for values in held for value in values if isinstance(value, Tensor)]
 
 
 def _answering(mode: fakes.QuickFakeMode, mark: Callable[[str], None] = lambda part: None) -> Callable:
@@ -172,18 +211,23 @@ def _without_remarks() -> Iterator[None]:
     """transformers has remarks to make when a model trains (GPT-2: about its loss), and here none does."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, fakes_log = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
+    level = fakes_log.level
     logging.set_verbosity_error()
+    fakes_log.setLevel(CRITICAL)  # what fails is said in one sentence, by an exception
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        fakes_log.setLevel(level)
 
 
-def _warm_up(prepared: Prepared, question: Question, batch, mode: fakes.QuickFakeMode) -> None:
-    """Bring the optimizer's states, and whatever a module keeps from its first step, into being."""
+def _warm_up(prepared: Prepared, question: Question, batch, mode: fakes.QuickFakeMode, real: bool) -> None:
+    """Bring the optimizer's states, and whatever a module keeps from its first step, into being.
+
+    ``real``: by a step. It can be spared where every parameter gets a gradient."""
     recipe, marked = question.recipe, _answering(mode)
-    if question.source.key is None:
+    if real:
         step(prepared.model, prepared.optimizer, batch, recipe, loss=question.loss, mark=marked)
         return
     if recipe.checkpointing == "best":
@@ -203,11 +247,16 @@ def first_forward(model: torch.nn.Module, batch, recipe: Recipe) -> None:
         loss_of(model, next(cut_batch(batch, recipe)), recipe)
 
 
-def _cannot_trace(error) -> CannotTrace:
+def _where(error) -> str:
+    """The line of the model, or of the loss, that has raised ``error``."""
     home = os.path.dirname(torch.__file__)
     here = os.path.dirname(os.path.dirname(__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((home, here))]
-    where = f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+    return f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+
+
+def _cannot_trace(error) -> CannotTrace:
+    where = _where(error)
     name = str(getattr(error, "func", error))
     what = (
         "reads a tensor's value, as .item(), int(), bool() and if do"
@@ -228,41 +277,20 @@ def attention_without_mask() -> Iterator[str]:
     mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
     bytes that no real run has. Here both questions are answered with no. A window shorter than the sequence has its mask.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers import masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def mask(*args, attention_mask=None, **kwargs):
         return masking_utils.sdpa_mask(*args, **kwargs)
 
-    def none_packed(position_ids):
+    def none_packed(find_packed, position_ids):
         find_packed(position_ids)  # for the memory that looking takes
         return None
 
     name = "gradmem_fused"
-    find_packed = masking_utils.find_packed_sequence_indices
-    AttentionInterface.register(name, sdpa_attention_forward)
-    AttentionMaskInterface.register(name, mask)
-    masking_utils.find_packed_sequence_indices = none_packed
-    try:
+    with (
+        compat.registered_attention(name, sdpa_attention_forward, mask),
+        compat.packed_sequences_by(none_packed),
+        compat.masks_without_padding(),
+    ):
         yield name
-    finally:
-        masking_utils.find_packed_sequence_indices = find_packed
-        # There is no public way to take a name back.
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _cpu_layer_norm(func, args, out):
-    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
-    if func is torch.ops.aten.native_layer_norm.default and len(args) > 2 and args[2] is not None:
-        return _with_float32_statistics(out) if args[2].dtype != args[0].dtype else out
-    return out
-
-
-def _cuda_layer_norm(func, args, out):
-    """A card always keeps them in float32."""
-    return _with_float32_statistics(out) if func is torch.ops.aten.native_layer_norm.default else out
-
-
-def _with_float32_statistics(out):
-    return out[0], out[1].to(torch.float32), out[2].to(torch.float32)

@@ -69,6 +69,7 @@ class CheckpointedLayers:
                 "is the schedule of one: give each list its own, checkpoint_layers(model.<list>, [...]), or an int or a name"
             )
         hands_all_on = isinstance(layers_or_model, nn.Sequential)
+        self._asked = (layers_or_model, every, keep_last)
         self._undo = ExitStack()
         self._lists = {
             name: _Segments(layers, every, keep_last, hands_all_on) for name, (layers, _) in found.items()
@@ -76,6 +77,8 @@ class CheckpointedLayers:
         with self._undo as undo:
             for name, (_, owner) in found.items():
                 self._lists[name].install(owner, undo)
+            for layer in [layer for layers, _ in found.values() for layer in layers]:
+                stand_in(layer).owner = self
             self._undo = undo.pop_all()
 
     def __getattr__(self, name: str) -> Any:
@@ -83,6 +86,15 @@ class CheckpointedLayers:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         values = {where: getattr(part, name) for where, part in self._lists.items()}
         return values if len(values) > 1 else next(iter(values.values()))
+
+    def put_on_copy(self, copies: dict[nn.Module, nn.Module]) -> CheckpointedLayers:
+        """The same schedule on a copy of the model; ``copies`` has the copy of each of its modules."""
+        given, every, keep_last = self._asked
+        if given not in copies:  # a list that is no part of the model
+            layers = [copies[layer] for layer in given]
+            copied = nn.Sequential(*layers) if isinstance(given, nn.Sequential) else nn.ModuleList(layers)
+            return CheckpointedLayers(copied, every, keep_last)
+        return CheckpointedLayers(copies[given], every, keep_last)
 
     def remove(self) -> None:
         """Give the layers their own forward back. Calling it again does nothing."""
@@ -320,11 +332,18 @@ class _Segments:
         return isinstance(out, tuple) and not self._hands_all_on
 
 
+def checkpoints_of(model: nn.Module) -> list[CheckpointedLayers]:
+    """What ``checkpoint_layers`` has put on layers of ``model``."""
+    turns = [stand_in(module) for module in model.modules()]
+    return list(dict.fromkeys(turn.owner for turn in turns if isinstance(turn, _Turn)))
+
+
 class _Turn:
     """What stands in for a layer's ``__call__``. In a copy of the layer it becomes the layer's own again."""
 
     def __init__(self, call: Callable, layer: nn.Module, index: int):
         self.call, self.layer, self.index = call, layer, index
+        self.owner: CheckpointedLayers | None = None
 
     def __call__(self, *args, **kwargs):
         return self.call(self.index, args, kwargs)

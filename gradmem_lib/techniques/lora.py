@@ -25,6 +25,15 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = (2 * rank if alpha is None else alpha) / rank
 
+    @property
+    def weight(self) -> Tensor:
+        """Base and addition as one matrix, for models that multiply by it without calling the layer (Mamba's ``dt_proj``)."""
+        return self.base.weight + self._addition()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.base, "bias", None)
+
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (..., in) to (..., out)."""
         return self.base(x) + F.linear(F.linear(x, self.A), self.B) * self.scale
@@ -32,8 +41,7 @@ class LoRALinear(nn.Module):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """A new tensor: the base's weight with the addition in it, in the base's shape and dtype."""
-        addition = self.scale * (self.B @ self.A)
-        return self.base.weight + (addition if isinstance(self.base, nn.Linear) else addition.T)
+        return self.weight
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -41,14 +49,26 @@ class LoRALinear(nn.Module):
         self.base.weight.copy_(self.merged_weight())
         return self.base
 
+    def _addition(self) -> Tensor:
+        addition = self.scale * (self.B @ self.A)
+        return addition if isinstance(self.base, nn.Linear) else addition.T
+
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, ``None`` for any other module."""
-    if isinstance(module, nn.Linear):
+    """(in, out) of a linear layer, ``None`` for any other module, such as a router that is a Linear and returns a pair."""
+    if isinstance(module, nn.Linear) and _returns_tensor(module):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == module.weight.shape[1]:
         return tuple(module.weight.shape)
     return None
+
+
+@torch.no_grad()
+def _returns_tensor(module: nn.Linear) -> bool:
+    """Tried on one row where a subclass has a forward of its own."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor)
 
 
 def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:

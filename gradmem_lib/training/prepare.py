@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import compat
 from ..compat import is_persistent, own_tensors
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
 from ..techniques.losses import check_chunked_loss
@@ -98,11 +99,18 @@ def _step_and_free(optimizer: Optimizer) -> Callable[[Tensor], None]:
 
 
 def set_attention(model: nn.Module, name: str | None) -> None:
-    """Switch a transformers model to the attention ``name``; other modules, and ``None``, are left as they are."""
-    if name is None or not hasattr(model, "set_attn_implementation"):
+    """Switch a transformers model to the attention ``name``; other modules, and ``None``, are left as they are.
+
+    ``ValueError`` where transformers has no such attention for the model."""
+    if name is None or not hasattr(model, "set_attn_implementation") or compat.attention_of(model) == name:
         return
-    if model.config._attn_implementation != name:
+    try:
         model.set_attn_implementation(name)
+    except ValueError as error:
+        raise ValueError(
+            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which leaves it what it has "
+            f"({compat.attention_of(model)!r})"
+        ) from error
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,0 +1,168 @@
+"""Where PyTorch's fake tensors say something else than the kernels do: what the kernels really return, and how large.
+
+Found by running PyTorch's own samples of every operator (``torch.testing``) for real and on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import inf
+
+import torch
+
+from .. import compat
+from .question import CannotTrace
+
+aten = torch.ops.aten
+PAGE = 4096  # oneDNN begins each part of an LSTM's workspace on a page of its own
+NO_REDUCTION = 0
+
+
+def _cpu(func, args, out):
+    """``out`` as the CPU's kernel for ``func`` makes it."""
+    correct = _ON_CPU.get(func)
+    return out if correct is None else correct(args, out)
+
+
+def _cuda(func, args, out):
+    """``out`` as a card's kernel makes it, and ``CannotTrace`` for a kernel whose workspace nobody can foresee."""
+    if func is aten.native_layer_norm.default:
+        return _with_float32_statistics(out)
+    if func is aten.native_layer_norm_backward.default:
+        return _contiguous_gradient(out)
+    if func in compat.recurrent:
+        raise CannotTrace(
+            "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's library knows: measure one real "
+            "step with MemoryTracker on the card, or predict target='cpu'"
+        )
+    return _filled(args, out) if func in _FILLS else out
+
+
+def _contiguous_gradient(out):
+    """The gradient of what ``layer_norm`` was given is laid out row by row, whatever the input's strides."""
+    return (None if out[0] is None else out[0].contiguous(), *out[1:])
+
+
+OF: dict[str, Callable] = {"cpu": _cpu, "cuda": _cuda}
+
+
+def _layer_norm(args, out):
+    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
+    weight = args[2] if len(args) > 2 else None
+    if weight is None or weight.dtype == args[0].dtype:
+        return out
+    if weight.dtype != torch.float32:
+        raise RuntimeError(
+            f"layer_norm of {args[0].dtype} with a weight in {weight.dtype}: mixed dtype (CPU)"
+        )
+    return _with_float32_statistics(out)
+
+
+def _filled(args, out):
+    """A value beyond the tensor's dtype is an error for real, and none of a fake tensor's."""
+    value = args[2]
+    numbers = isinstance(value, float) and out.is_floating_point()
+    if numbers and torch.finfo(out.dtype).max < abs(value) < inf:
+        raise RuntimeError(f"masked_fill with {value}: too large for {out.dtype}")
+    return out
+
+
+def _with_float32_statistics(out):
+    return out[0], out[1].to(torch.float32), out[2].to(torch.float32)
+
+
+def _reduced_in_place(position: int) -> Callable:
+    """A loss that writes one number for each element first and takes their mean in the same storage, which stays that large.
+
+    ``position`` of the argument that says how the loss is reduced."""
+
+    def correct(args, out):
+        how = args[position] if len(args) > position else 1
+        if how == NO_REDUCTION:
+            return out
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return out.new_empty(shape).as_strided((), ())
+
+    return correct
+
+
+def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
+    """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
+
+    After oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of states for each of ``seq`` steps
+    and the one before them, below and above the layer; each of them on pages of its own, most of them with padded rows.
+    """
+
+    def row(n: int) -> int:
+        n = -(-n // 16) * 16  # floats in whole cache lines, and not a multiple of 256
+        return n + 16 if n % 256 == 0 else n
+
+    def pages(floats: int) -> int:
+        return -(-4 * floats // PAGE) * PAGE
+
+    states = 2 * (seq + 1) * batch
+    return (
+        pages(seq * batch * row(4 * hidden)) + pages(seq * batch * row(hidden))
+        + 3 * pages(states * row(max(inputs, hidden))) + 2 * pages(states * hidden)
+    )  # fmt: skip
+
+
+def _lstm(args, out):
+    """oneDNN's LSTM returns its workspace, whose size PyTorch's fake does not know."""
+    x, hidden, training = args[0], args[10], args[-1]
+    if x.dtype != torch.float32 or not _formula_holds():
+        raise CannotTrace(
+            f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: predict it in float32, or "
+            "measure one real step with MemoryTracker"
+        )
+    seq, batch = x.shape[:2]
+    if not training:
+        return out
+    return (*out[:3], x.new_empty(lstm_workspace(seq, batch, x.shape[2], hidden), dtype=torch.uint8))
+
+
+@cache
+def _formula_holds() -> bool:
+    """Whether this machine's oneDNN keeps what ``lstm_workspace`` says: a few kilobytes are tried for real, once."""
+
+    def kept(seq: int, batch: int, inputs: int, hidden: int) -> int:
+        shapes = [
+            (seq, batch, inputs),
+            (4 * hidden, inputs),
+            (4 * hidden, hidden),
+            (4 * hidden,),
+            (4 * hidden,),
+        ]
+        shapes += [(1, batch, hidden), (1, batch, hidden)]
+        tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+        backwards, mode, layers, biases, both_ways, batch_first, training = (
+            False,
+            2,
+            1,
+            True,
+            False,
+            False,
+            True,
+        )
+        result = compat.lstm_layer(
+            *tensors, backwards, [], mode, hidden, layers, biases, both_ways, batch_first, training
+        )
+        return result[3].untyped_storage().nbytes()
+
+    with compat.without_modes(), torch.enable_grad():
+        return all(kept(*size) == lstm_workspace(*size) for size in [(3, 5, 70, 40), (40, 3, 8, 64)])
+
+
+_FILLS = frozenset((aten.masked_fill.Scalar, aten.masked_fill_.Scalar))
+_ON_CPU: dict[object, Callable] = {
+    aten.native_layer_norm.default: _layer_norm,
+    compat.lstm_layer: _lstm,
+    aten.native_layer_norm_backward.default: lambda args, out: _contiguous_gradient(out),
+    aten.masked_fill.Scalar: _filled,
+    aten.masked_fill_.Scalar: _filled,
+    aten.mse_loss.default: _reduced_in_place(2),
+    aten.smooth_l1_loss.default: _reduced_in_place(2),
+    aten.soft_margin_loss.default: _reduced_in_place(2),
+    aten.binary_cross_entropy.default: _reduced_in_place(3),
+}

@@ -1,0 +1,124 @@
+"""Each family of transformers models with six recipes: the prediction is the tracker's measurement, or a refusal in a sentence.
+
+A quarter of the cases runs each time, every family among them; all of them with ``GRADMEM_ALL=1``, every night.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, tiny_config
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+RECIPES = {
+    "float32": Recipe(attention=None),
+    "bf16-eager-fused": Recipe(precision="bf16", attention="eager", optimizer="adamw-fused"),
+    "autocast-per-layer": Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer", attention=None),
+    "lora": Recipe(lora_rank=2, precision="bf16", attention=None),
+    "accumulated": Recipe(accumulation=2, optimizer="sgd"),
+    "in-backward": Recipe(in_backward=True, precision="bf16", attention=None),
+}  # fmt: skip
+CASES = [
+    (family, recipe)
+    for i, family in enumerate(FAMILIES)
+    for j, recipe in enumerate(RECIPES)
+    if os.environ.get("GRADMEM_ALL") == "1" or (i + j) % 4 == 0
+]
+ROWS, TOKENS = 2, 16
+
+BF16 = ("bf16-eager-fused", "lora", "in-backward")
+# What is refused, and words of the sentence that says why; other cases are exact.
+REFUSED: dict[tuple[str, str], str] = {
+    **{
+        (family, recipe): "reads a tensor's value"
+        for family in ("jetmoe", "longformer", "led")
+        for recipe in RECIPES
+    },
+    **{
+        (family, recipe): "fails in its prediction"
+        for family in ("xglm", "openai-gpt", "fnet")
+        for recipe in BF16
+    },
+    ("deberta", "autocast-per-layer"): "too large for",
+    **{
+        (family, "autocast-per-layer"): "does not support activation checkpointing"
+        for family in (
+            "openai-gpt",
+            "ctrl",
+            "jetmoe",
+            "albert",
+            "mpnet",
+            "squeezebert",
+            "xlnet",
+            "convnext",
+            "resnet",
+            "mobilenet_v2",
+            "regnet",
+        )
+    },
+    **{
+        (family, "accumulated"): "has no fused attention"
+        for family in (
+            "convnext",
+            "falcon_mamba",
+            "fnet",
+            "gemma2",
+            "gpt_oss",
+            "longt5",
+            "mamba",
+            "mamba2",
+            "mobilenet_v2",
+            "regnet",
+            "resnet",
+            "switch_transformers",
+        )
+    },
+    **{(family, "accumulated"): "contrastive loss" for family in ("siglip", "clip")},
+    **{(family, recipe): "give batch=" for family in ("wav2vec2", "hubert") for recipe in RECIPES},
+}
+
+
+def test_there_are_enough_families():
+    assert len(FAMILIES) >= 60 and len(RECIPES) == 6
+    assert {family for family, _ in CASES} == set(FAMILIES) and {recipe for _, recipe in CASES} == set(
+        RECIPES
+    )
+
+
+def measured(config, recipe: Recipe) -> MemoryTracker:
+    """The second step of a real run."""
+    torch.manual_seed(0)
+    run = prepare(model_class(config)(copy.deepcopy(config)), recipe)
+    batch = example_batch(run.model, ROWS, TOKENS)
+    step(run.model, run.optimizer, batch, recipe)
+    with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
+        step(run.model, run.optimizer, batch, recipe)
+    run.undo.close()
+    return tracker
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_family_is_predicted_to_the_byte_or_refused(family, name):
+    transformers.logging.set_verbosity_error()
+    config, recipe, why = tiny_config(family), RECIPES[name], REFUSED.get((family, name))
+    if why is not None:
+        with pytest.raises((ValueError, CannotTrace), match=why) as refusal:
+            predict(config, batch_size=ROWS, seq_len=TOKENS, recipe=recipe, target="cpu")
+        assert len(str(refusal.value)) > 50
+        return
+    predicted = predict(config, batch_size=ROWS, seq_len=TOKENS, recipe=recipe, target="cpu")
+    tracker = measured(config, recipe)
+    assert predicted.peak == tracker.peak
+    assert predicted.peak_by_phase == tracker.peak_by_phase
+    assert predicted.current.by_category == tracker.current.by_category
