@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 # Where a config names no architecture: transformers' tables of classes, in the order in which they are asked.
 _PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
-_TABLES = ("MASKED_LM", "CAUSAL_LM", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "CTC")
+_TABLES = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION",
+           "CTC")  # fmt: skip
 
 
 def model_class(config):

@@ -128,6 +128,11 @@ def predict(
     recipe = Recipe() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
+    if any(map(torch.is_autocast_enabled, TARGETS)):
+        raise ValueError(
+            "predict was called inside torch.autocast, whose copies of the weights would stay from one step to the next: leave "
+            "that block, and ask for autocast in the recipe, Recipe(precision='autocast-bf16')"
+        )
     target = _checked_target(target)
     source = _source(model_or_config)
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)

@@ -66,7 +66,7 @@ def surroundings() -> tuple:
     """What is set for the whole process, outside any model, and changes what a step keeps."""
     return (
         fakes.settings(), losses.CHUNK_TOKENS, os.environ.get("TRANSFORMERS_SDPA_FORCE_GQA"),
-        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(),
+        torch.is_autocast_cache_enabled(),
         compat.attention_functions(), tuple(f for f in vars(F).values() if callable(f)),
     )  # fmt: skip
 

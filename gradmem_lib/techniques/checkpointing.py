@@ -40,9 +40,8 @@ def checkpoint_layers(
     last layer that runs again is left before its end, once nothing more is needed). In training, an empty key-value
     cache is left out (with a warning), for a layer that runs again would write to it again. A forward of a model given
     here that collects hidden states or attentions checkpoints its layers one by one, and they come out right. Under
-    ``torch.compile`` of the whole model, the layers run uncompiled.
-
-    A copy of the model (``copy.deepcopy``, ``pickle``) is a plain one without checkpoints.
+    ``torch.compile`` of the whole model, the layers run uncompiled. A copy of the model (``copy.deepcopy``,
+    ``pickle``) is a plain one without checkpoints.
 
     Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` where no list of layers is found,
     and ``RuntimeError`` where a layer, or a part of one, is checkpointed already (by this function or by transformers), where
@@ -90,11 +89,11 @@ class CheckpointedLayers:
     def put_on_copy(self, copies: dict[nn.Module, nn.Module]) -> CheckpointedLayers:
         """The same schedule on a copy of the model; ``copies`` has the copy of each of its modules."""
         given, every, keep_last = self._asked
-        if given not in copies:  # a list that is no part of the model
+        copied = copies.get(given)
+        if copied is None:  # a list that is no part of the model
             layers = [copies[layer] for layer in given]
             copied = nn.Sequential(*layers) if isinstance(given, nn.Sequential) else nn.ModuleList(layers)
-            return CheckpointedLayers(copied, every, keep_last)
-        return CheckpointedLayers(copies[given], every, keep_last)
+        return CheckpointedLayers(copied, every, keep_last)
 
     def remove(self) -> None:
         """Give the layers their own forward back. Calling it again does nothing."""
