@@ -161,6 +161,16 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+    _add_predict(commands)
+    _add_plan(commands)
+
+    progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
+    progress.add_argument("--reset", action="store_true", help="forget them and start anew")
+    progress.set_defaults(run=_progress)
+    return top
+
+
+def _add_predict(commands) -> None:
     predict = commands.add_parser("predict", help="the peak of a training step, without running it")
     predict.add_argument("model", help=_MODEL)
     predict.add_argument(
@@ -208,6 +218,8 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("--json", action="store_true", help="print JSON")
     predict.set_defaults(run=_asked, command=_predict)
 
+
+def _add_plan(commands) -> None:
     plan = commands.add_parser("plan", help="the recipe that fits a card, and why faster ones do not")
     plan.add_argument("model", help=_MODEL)
     plan.add_argument(
@@ -221,11 +233,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_asked, command=_plan)
-
-    progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
-    progress.add_argument("--reset", action="store_true", help="forget them and start anew")
-    progress.set_defaults(run=_progress)
-    return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from gradmem_lib.names import CATEGORIES
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.training.adapters import merge_adapters
 from gradmem_lib.training.prepare import RELATIVE_RATE, make_optimizer, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
@@ -33,7 +34,6 @@ from gradmem_lib.training.trainer import (
     arguments,
     checkpointing_argument,
     make_trainer,
-    merge_adapters,
 )
 
 ROWS, SEQ = 8, 48

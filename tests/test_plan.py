@@ -403,21 +403,6 @@ def test_printed_code_loads_the_model_as_it_was_given(config, tmp_path, monkeypa
     )
 
 
-def test_chunked_loss_of_a_trainer_with_accumulation_is_the_mean_of_the_batch(config):
-    from gradmem_lib.techniques.losses import chunked_loss
-
-    model = small()
-    ids = torch.randint(0, 512, (4, 16))
-    labels = ids.clone()
-    labels[:2, 4:] = -100
-    whole = model(input_ids=ids, labels=labels).loss
-    items = (labels[:, 1:] != -100).sum()
-    parts = [
-        chunked_loss(model, {"input_ids": ids[i : i + 2], "labels": labels[i : i + 2]}, items) for i in (0, 2)
-    ]
-    torch.testing.assert_close(sum(parts), whole)
-
-
 # --- cards and bad input --------------------------------------------------------------------------------------
 
 

@@ -37,14 +37,7 @@ def plan(
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """
-    if method not in (*METHODS, "any"):
-        raise ValueError(
-            f"method={method!r} is not known: choose one of {', '.join(map(repr, (*METHODS, 'any')))}"
-        )
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise ValueError(
-            f"global_batch={global_batch!r}: give a whole number of rows, at least 1, such as 16"
-        )
+    _check(method, global_batch)
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = count(config)
@@ -73,6 +66,17 @@ def plan(
         given=model_or_config,
         config=config,
     )
+
+
+def _check(method: str, global_batch: int) -> None:
+    if method not in (*METHODS, "any"):
+        raise ValueError(
+            f"method={method!r} is not known: choose one of {', '.join(map(repr, (*METHODS, 'any')))}"
+        )
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        raise ValueError(
+            f"global_batch={global_batch!r}: give a whole number of rows, at least 1, such as 16"
+        )
 
 
 def _advice(search: Search, methods: list[str], closest: Option) -> list[str]:

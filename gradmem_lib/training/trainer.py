@@ -19,9 +19,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from ..measure.display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
-from ..techniques.lora import LoRALinear
 from ..techniques.losses import chunked_loss, label_count, predicts_next_token
-from ..techniques.quantized import Linear4bit
+from .adapters import adapters_of, merged_state
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
 
@@ -220,7 +219,7 @@ class RecipeTrainer(Trainer):
         if _internal_call or not adapters:
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=_merged_state(self.model, adapters))
+            self._save(output_dir or self.args.output_dir, state_dict=merged_state(self.model, adapters))
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
@@ -406,46 +405,3 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
         chosen["optim"] = "adamw_torch"
     given = {name: value for name, value in given.items() if name not in _NOT_TAKEN}
     return defaults | chosen | given
-
-
-def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
-    """LoRA's layers in ``model`` by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
-
-
-def _check_mergeable(adapters: dict[str, LoRALinear]) -> None:
-    for name, module in adapters.items():
-        if isinstance(module.base, Linear4bit):
-            raise ValueError(
-                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
-                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
-            )
-
-
-@torch.no_grad()
-def _merged_state(model: nn.Module, adapters: dict[str, LoRALinear]) -> dict[str, torch.Tensor]:
-    """``model.state_dict()`` as if the additions had been merged, which they stay as they are for."""
-    _check_mergeable(adapters)
-    state = model.state_dict()
-    for name, module in adapters.items():
-        for own in [key for key in state if key.startswith(f"{name}.")]:
-            tensor = state.pop(own)
-            if own == f"{name}.base.weight":
-                state[f"{name}.weight"] = module.merged_weight()
-            elif own.startswith(f"{name}.base."):
-                state[f"{name}{own.removeprefix(f'{name}.base')}"] = tensor
-    return state
-
-
-@torch.no_grad()
-def merge_adapters(model: nn.Module) -> nn.Module:
-    """Write LoRA's additions into the weights, in place, and return ``model``: an ordinary one, to save and load anywhere.
-
-    ``ValueError`` where the frozen weights are in 4 bits: what was added would be lost in their rounding.
-    """
-    adapters = adapters_of(model)
-    _check_mergeable(adapters)
-    for name, module in adapters.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, module.merged())
-    return model
