@@ -35,6 +35,7 @@ _INSIDE = (
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+_POSITIONS, POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id")
 
 
@@ -58,6 +59,8 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
             setattr(text, name, 0)
         elif name in _LAYERS:
             setattr(text, name, min(value, LAYERS))
+        elif name in _POSITIONS and isinstance(value, int):
+            setattr(text, name, max(value, POSITIONS))  # room for the rows that are tried
         elif name in _SIZES and value % factor == 0:
             setattr(text, name, value // factor)
         elif name in _HEADS and isinstance(value, int):
