@@ -446,7 +446,7 @@ def test_figures_for_a_card_without_one(tune, capsys, monkeypatch):
     two = [case for case in tune.cases_8b() if case.way == tune.OUR_WAY][:2]
     monkeypatch.setattr(tune, "cases_8b", lambda: two)
     full, lora = tune.predicted_for_card()
-    assert full["live bytes and workspace"] - full["live bytes"] == tune.cuda.workspace()
+    assert full["live bytes and workspace"] - full["live bytes"] == tune.allocator.workspace()
     assert 16 * tune.GiB < full["live bytes"] < 18.9 * tune.GiB and full["at most torchtune's"]
     assert lora["family"] == tune.LORA and 15.5 < lora["live bytes"] / tune.GiB < 16.7
 

@@ -23,7 +23,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
         self, message: str, *, budget: int, asked: int, snapshot: MemorySnapshot, holders: list[Holder]
     ):
         # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
-        super().__init__(f"{message}\n  The budget is out of memory.")
+        super().__init__(f"{message}\n  A card of that size would be out of memory.")
         self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders
 
 
