@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def pytest_configure() -> None:
@@ -33,3 +38,18 @@ def browser():
 
     with chromium() as found:
         yield found
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """A benchmark as a module, by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def loaded(name: str):
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded

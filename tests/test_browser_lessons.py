@@ -1,4 +1,4 @@
-"""Every lesson in a real browser and without a network, as a learner's Run All: plots that move, then pictures, no failure."""
+"""Lessons in a real browser and without a network, as a learner's Run All: plots that move, then pictures, no failure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from browser import ROOT, Lab, Notebook, assert_explorer_reacts, shot
 
 LESSONS = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
-# Lesson 00 runs in test_notebooks.py, as the very first Run All. The longest comes first.
-CHOSEN = LESSONS[::-1] if os.environ.get("GRADMEM_ALL") else LESSONS[:0:-1]
+# Each solution has been executed by nbval beside this, and lesson 00 is run as a learner's by test_notebooks.py. So one
+# lesson, with an explorer, is enough here but for the night. The longest comes first.
+CHOSEN = LESSONS[::-1] if os.environ.get("GRADMEM_ALL") else LESSONS[1:2]
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_the_network_is_really_cut_off(offline, attempt):
     assert "without a network" in done.stderr or "Connection refused" in done.stderr
 
 
-# Lesson 00 as a learner's first, with SmolLM2 still in its package. The browser tests run the others, without a network too.
+# Lesson 00 as a learner's first, with SmolLM2 still in its package. The others run without one every night, here and in the browser.
 @every(LESSONS if os.environ.get("GRADMEM_ALL") else LESSONS[:1])
 def test_a_lesson_runs_from_top_to_bottom_without_a_network(path, offline, tmp_path):
     """As a learner's first Run All, by nbval: no answers written, SmolLM2 still in its package."""
