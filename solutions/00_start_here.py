@@ -15,9 +15,9 @@
 #
 # *10 minutes. You need: a PyTorch training loop you could write yourself.*
 #
-# At the end of this course you can say, before running it, how many bytes a fine-tuning run will need, and make it fit
-# the card you own. You will build each technique by hand, and watch what it does to real memory while it does it. A
-# laptop without a GPU is enough: the bytes are real there too.
+# At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
+# the card you own. You will build each technique by hand, and watch what it does to real memory. A laptop without a GPU
+# is enough: the bytes are real there too.
 #
 # Every lesson goes through the same five moves:
 #
@@ -25,9 +25,9 @@
 # 2. **predict**: you commit to a number;
 # 3. **run**: the bytes are counted in front of you;
 # 4. **explain**: why the number is what it is;
-# 5. **exercise**: you write the piece of code that knows it, and it is checked at once.
+# 5. **exercise**: you write the code that computes it, and your code is checked at once.
 #
-# Run the cells from top to bottom, each with Shift+Enter. First: does everything work here?
+# Run the cells from top to bottom, each with Shift+Enter. The first one tests whether everything works here.
 
 # %% tags=["nbval-ignore-output"]
 from gradmem_lib import doctor
@@ -35,13 +35,13 @@ from gradmem_lib import doctor
 doctor()
 
 # %% [markdown]
-# `ok` needs nothing from you. `warn` means that the course runs with a limit. `missing` is to be mended, and the arrow
-# below it says how. After mending something, restart the kernel (the ⟳ button above) and run this cell again.
+# `ok` needs nothing from you. `warn` means that the course runs with a limit. `missing` has to be fixed, and the arrow
+# below it says how. After a fix, restart the kernel (the ⟳ button above) and run this cell again.
 #
 # ## 1 · Watch a training loop
 #
-# Our guinea pig is a tiny Llama: the architecture of the large ones, with 4 blocks and random weights. The training
-# loop is the usual one.
+# You will train a tiny Llama: the architecture of the large ones, with 4 blocks and random weights. The training loop
+# is the usual one.
 
 # %%
 import torch
@@ -67,15 +67,16 @@ n = sum(p.numel() for p in model.parameters())
 print(f"{n:,} parameters, each a {model.dtype}")
 
 # %% [markdown]
-# A number in float32 takes 4 bytes. So, before anything runs: type your guess into the box, as `25000000` or `25e6`
-# or `24 MiB`, and press Enter. It is kept for you, and nobody else sees it.
+# A number in float32 takes 4 bytes. Before anything runs, type your guess into the box, as `25000000` or `25e6` or
+# `24 MiB`, and press Enter. It is kept for you, and nobody else sees it. (A KiB is 1024 bytes, a MiB is 1024 KiB, and a
+# GiB is 1024 MiB. MB and GB are powers of ten: 10⁶ and 10⁹ bytes.)
 
 # %%
 guess = predict_first("0.a", "How many bytes do the parameters of this model take?")
 
 # %% [markdown]
-# Now run the next cell and keep your eyes on the picture. It trains for 30 steps, and the batch grows twice: from one
-# sequence to two, then to four. **What grows with it, and what stays as it is?**
+# Now run the next cell and watch the picture. The cell trains for 30 steps, and the batch grows twice: from one
+# sequence to two, then to four. **What grows with the batch, and what stays as it is?**
 
 # %%
 with MemoryTracker(
@@ -85,9 +86,9 @@ with MemoryTracker(
         train(batch, steps=10)
 
 # %% [markdown]
-# Each tooth of the saw is one training step. **Parameters**, **gradients** and the **optimizer**'s memory, which appears
-# in the first step and stays, do not care about the batch. What grows are the **activations**, which forward keeps for
-# backward, and on top of them, in short spikes, the **temporaries**.
+# Each tooth of the saw is one training step. **Parameters**, **gradients** and the **optimizer**'s memory do not depend
+# on the batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the **activations**,
+# which forward keeps for backward, and the **temporaries** on top of them, in short spikes.
 #
 # When the cell ends, a still picture takes the place of the moving one, so that a saved notebook shows it too.
 
@@ -95,12 +96,13 @@ with MemoryTracker(
 guess.reveal(formula=4 * n, measured=tracker.peak.by_category["parameters"])
 
 # %% [markdown]
-# That was a prediction: your guess, the formula, and what was counted, side by side. A wrong guess costs nothing.
+# Your guess, the formula, and what was counted now stand side by side. A wrong guess costs nothing.
 #
 # ## 2 · Read the picture
 #
-# A tracker remembers what it saw. `show()` draws it again, and this picture can be asked: move the mouse over it, or
-# click it and use the arrow keys. **P** jumps to the peak. Here is a single step, so that you can see inside.
+# A tracker remembers what it saw, and `show()` draws it again. You can ask this picture for details: move the mouse
+# over it, or click it and use the arrow keys. **P** jumps to the peak. Here is a single step, so that you can see
+# inside.
 
 # %%
 with MemoryTracker(model, optimizer, live=False, title="one step, four sequences") as step:
@@ -108,8 +110,8 @@ with MemoryTracker(model, optimizer, live=False, title="one step, four sequences
 step.show()
 
 # %% [markdown]
-# From left to right are the operations of PyTorch, in the order in which they ran. From bottom to top are the bytes
-# that are alive, by **category**:
+# The picture shows PyTorch's operations from left to right, in the order in which they ran. From bottom to top it
+# stacks the bytes that are alive, by **category**:
 #
 # | category | what it is |
 # |---|---|
@@ -120,18 +122,19 @@ step.show()
 # | temporaries | made by one operation, gone a few operations later |
 # | other | what has no better name here, such as the batch itself |
 #
-# The strip along the top gives the **phase**: forward, backward, optimizer step. In words, the peak is:
+# The strip along the top gives the **phase**: forward, backward, optimizer step. The next cell prints the peak in
+# words:
 
 # %%
 print(step.peak)
 
 # %% [markdown]
-# These are exact bytes, counted tensor by tensor and not estimated. Run the cell again, and they are the same.
+# These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell again, they are the same.
 #
 # ## 3 · An exercise, and the three things it can say
 #
-# Exercises are checked by `check`, which prints one line. An exercise that you have not begun is no failure: later
-# cells then use the course's own solution, and the notebook still runs to its end.
+# `check` checks an exercise and prints one line. An exercise that you have not begun is no failure: later cells then
+# use the course's own solution, and the notebook still runs to its end.
 
 
 # %%
@@ -142,8 +145,8 @@ def not_begun(shape, bytes_per_element):
 _ = check("0.1", not_begun)
 
 # %% [markdown]
-# A wrong answer is told what is wrong with it. Here is one, written by us. If it is a mistake that many make, `check`
-# knows it by name.
+# If an answer is wrong, `check` says what is wrong with it. It knows common mistakes by name. Here is one that we made
+# on purpose:
 
 
 # %%
@@ -154,14 +157,14 @@ def wrong(shape, bytes_per_element):
 _ = check("0.1", wrong)
 
 # %% [markdown]
-# The third line is yours to see.
+# You will see the third line yourself.
 #
 # ### Exercise 0.1 · the bytes of one tensor
 #
 # ●○○ · 2 minutes · trains: turning a shape and a dtype into bytes
 #
-# Write `tensor_bytes(shape, bytes_per_element)`: the bytes of a tensor of that shape. `tensor_bytes((2, 3), 4)` is
-# 24. Replace the line `raise NotImplementedError`, run the cell, and read what it says. Hints open one by one.
+# Write `tensor_bytes(shape, bytes_per_element)`: the bytes of a tensor of that shape. `tensor_bytes((2, 3), 4)` is 24.
+# Replace the line `raise NotImplementedError`, run the cell, and read what it says. The hints open one by one.
 #
 # <details><summary>Hint 1: from shape to elements</summary>
 #
@@ -187,8 +190,8 @@ def tensor_bytes(shape, bytes_per_element):
 tensor_bytes = check("0.1", tensor_bytes)
 
 # %% [markdown]
-# All the sums of this course are made of this one. The batch we train on, for instance, is 16 sequences of 128 token
-# numbers, which are stored in 8 bytes each:
+# Every sum in this course is made of such products. For instance, the batch that we train on is 16 sequences of 128
+# token numbers, each stored in 8 bytes:
 
 # %%
 print(
@@ -199,8 +202,8 @@ print(
 # ## 4 · Run out of memory, on purpose
 #
 # A `budget` turns your machine into a card of that size. The first allocation that goes past it raises
-# `BudgetExceeded`, as CUDA would raise its `OutOfMemoryError`. But this one says who holds what. Take a card of
-# 192 MiB. Two sequences fit. Then we try sixteen:
+# `BudgetExceeded`, as CUDA would raise its `OutOfMemoryError`. But `BudgetExceeded` says who holds what. The next cell
+# takes a card of 192 MiB. Two sequences fit, and then it tries sixteen:
 
 # %%
 card = "192 MiB"
@@ -215,16 +218,16 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read it from the top: how many bytes too many; which operation asked for them, in which module and phase; who is
-# there already; and, in the last line, what could help. This is an ordinary Python exception. The kernel lives on, and
-# so does the model:
+# Read it from the top. It says how many bytes are too many. It says which operation asked for them, in which module and
+# phase, and who else is there. At the end it says what could help. This is an ordinary Python exception, so the kernel
+# lives on, and so does the model:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")
 
 # %% [markdown]
-# Nothing was left behind. Now repair it: **lower `batch` until the step fits.** Change the number, then run this cell
-# and the next. What is the largest batch that this card can train?
+# Nothing was left behind. Now **lower `batch` until the step fits**: change the number, then run this cell and the
+# next. What is the largest batch that this card can train?
 
 # %%
 batch = 16
@@ -245,23 +248,24 @@ except BudgetExceeded as error:
     optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
 
 # %% [markdown]
-# Same kernel, same model, same optimizer. That is how you will work here: go past the limit, read who holds what, change
-# one thing, try again. A smaller batch is only the first thing to change, and this course is about the others.
+# Kernel, model and optimizer are still the same. You will work like this all the time: go past the limit, read who
+# holds what, change one thing, try again. A smaller batch is only the first thing to change, and this course is about
+# the others.
 #
 # ## 5 · Where things are kept
 #
-# What you solve and guess is kept in one small file on this machine; the doctor's list above says where. The wrong answer
-# that we wrote in section 3 is in it too, as a first try. In any notebook cell, the first of these lines shows it. The
-# second begins again, and keeps the old file beside the new one:
+# Your answers and guesses are kept in one small file on this machine. The list of the first cell says where. The wrong
+# answer of section 3 is in it too, as a first try. In any notebook cell, the first of these lines shows your progress.
+# The second begins again, and keeps the old file beside the new one:
 #
 # ```
 # %run -m gradmem_lib progress
 # %run -m gradmem_lib progress --reset
 # ```
 #
-# In a terminal where the course's environment is active, the same is `python -m gradmem_lib progress`.
+# In a terminal where the course's environment is active, the same command is `python -m gradmem_lib progress`.
 #
-# Two things can be set from outside, before JupyterLab starts, or with `%env` in a first cell:
+# You can set two things from outside, before JupyterLab starts, or with `%env` in a first cell:
 #
 # | variable | what it does |
 # |---|---|

@@ -15,8 +15,8 @@
 #
 # *40 minutes. You need: lesson 01, and the chain rule only by name.*
 #
-# Half of what lesson 01 counted as residents belongs to the optimizer. Now you write it. Line by line, from gradient
-# descent to AdamW, and each line that remembers something will show up as bytes. After this lesson you can
+# Half of what lesson 01 counted as residents belongs to the optimizer. Now you write the optimizer, line by line, from
+# gradient descent to AdamW. Each line that remembers something shows up as bytes. After this lesson you can
 #
 # - write Adam and AdamW from memory, and say what each line is for;
 # - say where the 8 bytes a parameter come from, and *when* they appear;
@@ -32,14 +32,16 @@ from torch import nn
 from gradmem_lib import MemoryTracker, check, predict_first, show_losses, show_paths
 from gradmem_lib.course import claims, models, texts
 
-# For tensors as small as most of these, several threads spend their time waiting.
+# The tensors of sections 1 to 5 are small: several threads would wait for one another.
+threads = torch.get_num_threads()
 torch.set_num_threads(1)
 
 # %% [markdown]
 # ## 1 · Downhill
 #
-# An optimizer is a loop over parameters, with a **rule** for one parameter inside. We keep the loop fixed and change
-# the rule. The rule gets the parameter, its gradient, and a dict in which it may remember things until the next step:
+# An optimizer is a loop over parameters, with a **rule** for one parameter inside. The loop stays as it is in this
+# lesson, and the rule changes. A rule gets the parameter, its gradient, and a dict in which it may keep things until
+# the next step:
 
 
 # %%
@@ -63,11 +65,11 @@ def sgd(p, grad, state, lr):
 
 
 # %% [markdown]
-# Note `sub_`, with the underscore: it changes `p` **in place**. `p = p - lr * grad` would make a new tensor, call it
-# `p` until the end of the function, and leave the model as it was.
+# Note the underscore of `sub_`: it changes `p` **in place**. `p = p - lr * grad` would make a new tensor, call it `p`
+# until the end of the function, and leave the model as it was.
 #
-# Two places to try a rule. The first is a valley that you can see: two numbers, thirty times steeper in one direction
-# than in the other, with noise on every gradient, as a small batch has it.
+# You will try each rule in two places. The first is a valley that you can see. It has two parameters. It is thirty
+# times steeper in one direction than in the other, and every gradient is noisy, like the gradient of a small batch.
 
 # %%
 minimum, steepness = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 30.0])
@@ -89,7 +91,8 @@ def descend(rule, steps=60, **settings):
 
 
 # %% [markdown]
-# The second is a model: a very small Llama that learns to predict real text, byte by byte.
+# The second place is a model: a very small Llama that learns to predict real text, byte by byte. Plain gradient descent
+# (`sgd`) comes first. The plot shows its path through the valley:
 
 # %%
 text = bytearray(texts.language_reference().encode("ascii", "ignore"))
@@ -122,33 +125,33 @@ marks = {"minimum": minimum.tolist()}
 show_paths(valley, paths, title="SGD in the valley", marks=marks)
 
 # %% [markdown]
-# Across the valley the step is nearly too long, and the path jumps from side to side. Along it, the step is short. One
-# learning rate has to serve both directions, and a model has millions of directions. That is the problem that the rest
-# of this lesson solves, one line at a time.
+# Across the valley the step is nearly too long, and the path jumps from side to side. Along the valley the step is
+# short. One learning rate must serve both directions, and a model has millions of directions. The next lines of code
+# solve this problem, one at a time.
 #
 # ## 2 · Momentum: remember where you were going
 #
-# Jumps to and fro cancel in an average; steady progress adds up. So keep a moving average of the gradients,
+# Jumps to and fro cancel in an average, and steady progress adds up. So keep a moving average m of the gradients g,
 #
 # $$m \leftarrow \beta\, m + (1 - \beta)\, g$$
 #
-# and step along it: $p \leftarrow p - \text{lr} \cdot m$. The first line of memory costs the first bytes: m is as large
-# as the parameter.
+# and step along it: $p \leftarrow p - \text{lr} \cdot m$. This memory costs the first bytes: m is as large as the
+# parameter.
 #
 # ### Exercise 2.1 · momentum
 #
 # ●○○ · 4 minutes · trains: a moving average, and changing a tensor in place
 #
-# Write `momentum(p, grad, state, lr, beta)`. `state` is an empty dict at the first call, and yours to fill. Change `p`
-# in place, return nothing.
+# Write `momentum(p, grad, state, lr, beta)`. `state` is an empty dict at the first call, and you fill it. Change `p` in
+# place, and return nothing.
 #
 # <details><summary>Hint 1: the first call</summary>
 #
-# `if not state: state["m"] = torch.zeros_like(p)`. Without the `if`, every step forgets the ones before.
+# `if not state: state["m"] = torch.zeros_like(p)`. Without the `if`, every step forgets the steps before.
 #
 # <details><summary>Hint 2: the average, in place</summary>
 #
-# `m.mul_(beta)` keeps its share. `m.add_(grad, alpha=1 - beta)` takes the gradient's.
+# `m.mul_(beta)` keeps the old share. `m.add_(grad, alpha=1 - beta)` adds the gradient's share.
 #
 # </details></details>
 
@@ -173,19 +176,19 @@ show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 show_losses(curves, title="the small Llama, with SGD's learning rate", smooth=5)
 
 # %% [markdown]
-# The same learning rate, and the zigzag is gone. The path is a curve now: it has weight, and swings. But along the
-# valley it is no faster than before, since the average of small gradients is small.
+# The learning rate is the same, and the zigzag is gone. The path now swings in curves, as if it had weight. Along the
+# valley it is no faster than before, because the average of small gradients is small.
 #
 # ## 3 · The second moment: a step size for every number
 #
-# Where gradients are always large, step less; where they are always small, step more. So keep a moving average of the
-# **squared** gradient, and divide by its root:
+# Where gradients are always large, a step should be shorter. Where they are always small, it should be longer. So keep
+# a moving average v of the **squared** gradient, and divide by its root:
 #
 # $$v \leftarrow \beta\, v + (1 - \beta)\, g^2 \qquad\qquad p \leftarrow p - \text{lr} \cdot \frac{g}{\sqrt{v} + \epsilon}$$
 #
-# Squared, because a gradient that jumps between +1 and −1 is large, although its average is zero. The ε keeps the
-# division sane where v is 0, and it stands *outside* the root: inside, $\sqrt{10^{-8}} = 10^{-4}$ would rule over every
-# gradient smaller than that.
+# The gradient is squared because one that jumps between +1 and −1 is large, although its average is zero. ε avoids a
+# division by 0 where v is 0. It stands *outside* the root. Inside, $\sqrt{10^{-8}} = 10^{-4}$ would hide every smaller
+# gradient.
 #
 # ### Exercise 2.2 · the second moment
 #
@@ -195,7 +198,7 @@ show_losses(curves, title="the small Llama, with SGD's learning rate", smooth=5)
 #
 # <details><summary>Hint 1: the order</summary>
 #
-# First take the new gradient into v, then divide by it.
+# First add the new gradient to v, then divide by the root of v.
 #
 # <details><summary>Hint 2: the square</summary>
 #
@@ -235,9 +238,9 @@ first = (paths["second moment"][1] - paths["second moment"][0]).abs()
 guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1, 3))
 
 # %% [markdown]
-# Two things to see. The path runs **diagonally**: both directions are equally fast now, the steep one and the flat one.
-# And the first leap is far too long, in both. The small Llama leaps too, and its loss jumps up before it can come down.
-# It is not the gradient that is too large. It is v that is too small: it began at zero and has not filled up.
+# The path runs **diagonally**: the steep direction and the flat one are equally fast now. But the first step is far too
+# long in both. The small Llama makes the same long step, and its loss jumps up before it comes down. The gradient is
+# not too large. v is too small, because it began at zero and needs many steps to fill up.
 #
 # ## 4 · Bias correction, and Adam
 #
@@ -246,9 +249,9 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # $$\hat m = \frac{m}{1 - \beta_1^t} \qquad \hat v = \frac{v}{1 - \beta_2^t} \qquad
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
-# with t = 1 in the first step. Momentum, second moment, correction: that is Adam (Kingma and Ba 2015), all of it.
+# with t = 1 in the first step. Momentum, second moment and bias correction together are Adam (Kingma and Ba 2015).
 #
-# How long do the two remember? Here is a claim, and what PyTorch really does:
+# How long do the two averages remember? The next cell has a claim and what PyTorch really does:
 
 # %%
 claims.show("C04")
@@ -271,8 +274,8 @@ claims.show("C04")
 #
 # <details><summary>Hint 3: the step</summary>
 #
-# `m_hat = m / (1 - beta1**t)`, `v_hat = v / (1 - beta2**t)`: new tensors, so that m and v stay what they are. Then
-# `p.sub_(lr * m_hat / (v_hat.sqrt() + eps))`.
+# `m_hat = m / (1 - beta1**t)` and `v_hat = v / (1 - beta2**t)` are new tensors, so that m and v stay what they are.
+# Then `p.sub_(lr * m_hat / (v_hat.sqrt() + eps))`.
 #
 # </details></details></details>
 
@@ -304,15 +307,15 @@ first = (paths["Adam"][1] - paths["Adam"][0]).abs()
 print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it; lr is 0.2")
 
 # %% [markdown]
-# The first step has exactly the length lr, in every direction: with $\hat m = g$ and $\hat v = g^2$, the ratio is the
-# sign of g. Adam's learning rate is a *length*. SGD's is a factor.
+# The first step has exactly the length lr in both directions. With $\hat m = g$ and $\hat v = g^2$, the ratio is the
+# sign of g. Adam's learning rate is a *length*, and SGD's is a factor.
 #
 # ## 5 · AdamW: where the W goes
 #
-# Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient. In SGD that does
-# what it says. In Adam it does not: the addition goes through m and is divided by $\sqrt{v}$, so weights with large
-# gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** it: first shrink p, then do Adam with the
-# gradient as it is.
+# Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient. In SGD that
+# works. In Adam it does not: the added part goes through m and is divided by $\sqrt{v}$, so weights with large
+# gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** the decay: first it shrinks p, then it does
+# Adam with the gradient as it is.
 #
 # $$p \leftarrow (1 - \text{lr} \cdot \lambda)\, p$$
 #
@@ -324,7 +327,7 @@ print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it; l
 #
 # <details><summary>Hint 1: one line more</summary>
 #
-# One line before Adam, and it touches neither `grad` nor `state`.
+# You need one line before Adam. It changes neither `grad` nor `state`.
 #
 # <details><summary>Hint 2: that line</summary>
 #
@@ -351,16 +354,17 @@ show_paths(valley, both, title="a strong decay pulls to zero", marks=places)
 show_losses(curves, title="the small Llama, all five rules", smooth=5)
 
 # %% [markdown]
-# The decay here is fifty times the usual 0.01, so that you can see it: AdamW stays short of the minimum, where the pull
-# towards zero and the pull of the gradient balance. On the text, where sixty steps are few and the decay is small, Adam
-# and AdamW run side by side.
+# In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops short of the minimum, where
+# the pull towards zero and the pull of the gradient are equal. On the text the decay is small and sixty steps are few:
+# Adam and AdamW run side by side.
 #
 # ## 6 · Watch the bytes appear
 #
-# Your rule, on a real model. SmolLM2-135M in float32, two training steps with your AdamW. Its `state` holds two tensors
-# for every parameter.
+# Now use your rule on a real model: two training steps of SmolLM2-135M in float32 with your AdamW. Its `state` holds
+# two tensors for every parameter.
 
 # %%
+torch.set_num_threads(threads)  # large tensors again
 smol, tokenizer = models.smollm2()
 n = sum(p.numel() for p in smol.parameters())
 print(f"{n:,} parameters, {smol.dtype}")
@@ -384,11 +388,12 @@ guess_b.reveal(formula=8 * n, measured=tracker.current.by_category["optimizer"])
 del smol, optimizer  # 1.5 GiB
 
 # %% [markdown]
-# Nothing in the first forward, everything in the first `step()`, parameter by parameter: the staircase in the picture.
-# From then on it stays. The floor of step two is that much higher. (The thin spike at the start of each `step()` is your
-# arithmetic on the largest tensor, the embedding. Section 8 is about it.)
+# The first forward has no states. All of them appear in the first `step()`, parameter by parameter, which is the
+# staircase in the picture. From then on they stay, and the second step starts from that higher floor. (The thin spike
+# at the start of each `step()` is your arithmetic on the largest tensor, the embedding.)
 #
-# Your states have the dtype of the parameters, because `zeros_like(p)` does. So do PyTorch's:
+# Your states have the dtype of the parameters, because `zeros_like(p)` has it. Is it the same with PyTorch's? The next
+# two cells count both, in float32 and in bf16:
 
 
 # %%
@@ -413,14 +418,14 @@ for dtype in (torch.float32, torch.bfloat16):
     )
 
 # %% [markdown]
-# PyTorch keeps its t as a float32 tensor for each parameter tensor, 4 bytes; yours is a Python number. Otherwise equal:
-# **8 bytes a parameter in float32, 4 in bf16.**
+# PyTorch keeps its t as a float32 tensor of 4 bytes for each parameter tensor, and yours is a Python number. Everything
+# else is equal: **8 bytes a parameter in float32, 4 in bf16.**
 #
 # ## 7 · What bf16 moments cost
 #
-# Half the bytes sounds like a gift. Here is the price. A bf16 number has 8 bits of precision: 7 after the point. So
-# there are 128 numbers from 1 to 2, then 128 from 2 to 4, with gaps twice as wide. Add less than half a gap, and
-# rounding takes it away again.
+# Half the bytes have a price. A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128
+# numbers from 1 to 2, then 128 from 2 to 4, with gaps twice as wide. If you add less than half a gap, the sum is
+# rounded back to where it was.
 #
 # ### Exercise 2.5 · the gaps between bf16 numbers
 #
@@ -453,7 +458,8 @@ def half_gap(x):
 half_gap = check("2.5", half_gap)
 
 # %% [markdown]
-# Now think of v. Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$.
+# Now think of v. Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Which v still
+# notice such an addition?
 
 # %%
 for x in (0.125, 0.25, 0.5, 1.0):
@@ -465,6 +471,9 @@ question = (
     "Every gradient is 1. How many percent of its true value, 1, does v reach in bf16?"
 )
 guess_c = predict_first("2.c", question, unit="%")
+
+# %% [markdown]
+# The next cells follow v for 10,000 steps: 2,000 with a gradient of 1, then 8,000 with a gradient of 0.01.
 
 
 # %%
@@ -481,10 +490,10 @@ def track_v(dtype, beta2, gradients):
 gradients = [1.0] * 2000 + [0.01] * 8000
 exact = track_v(torch.float32, 0.999, gradients)
 stalled = track_v(torch.bfloat16, 0.999, gradients)
-mended = track_v(torch.bfloat16, 0.95, gradients)
+shorter = track_v(torch.bfloat16, 0.95, gradients)
 print("  step   gradient   float32     bf16   bf16, beta2 = 0.95")
 for step in (1, 100, 400, 500, 2000, 2001, 4000, 10000):
-    g, *row = (line[step - 1] for line in (gradients, exact, stalled, mended))
+    g, *row = (line[step - 1] for line in (gradients, exact, stalled, shorter))
     print(f"{step:>6}{g:>11}{row[0]:>10.3g}{row[1]:>9.3g}{row[2]:>14.3g}")
 
 # %%
@@ -495,8 +504,11 @@ print(
 )
 
 # %% [markdown]
-# v climbs to 0.5 and **stops**: from there on half a gap is 0.00195, and 0.001 is less. Worse is what happens after step
-# 2000. Gradients become a hundred times smaller, float32 forgets the large ones, and bf16 *never* does:
+# In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, which is more than 0.001. What follows is
+# worse. After step 2000 gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does.
+#
+# Why is v in bf16 *above* float32's at step 400 and at the end? Each step should first take something away:
+# `v.mul_(0.999)`. The next cell counts for how many bf16 numbers it does:
 
 # %%
 every = (torch.arange(128) / 128 + 1).to(torch.bfloat16)  # all bf16 numbers from 1 to 2
@@ -505,19 +517,42 @@ for beta2 in (0.999, 0.99, 0.95):
     print(f"v * {beta2:<5} is smaller than v for {n_smaller:>3} of the 128 numbers")
 
 # %% [markdown]
-# `v.mul_(0.999)` gives back v, for every bf16 number there is. Such a v only rises, and the steps get shorter for good:
-# training stalls and no error is raised. What to do:
+# For none at all: `v.mul_(0.999)` gives back v. So v takes every addition in full until the additions stop counting,
+# and it never falls. The steps stay too short, training stalls, and no error is raised.
 #
-# - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as the master recipe of lesson 01 has it;
-# - **a smaller β₂**, such as 0.95: its $1 - \beta_2$ is wider than a gap, and v breathes, as the last column shows;
-# - keep the weights themselves in float32 and compute under autocast: a weight of 1 in bf16 does not notice a step of
-#   0.001 either.
+# The numbers depend on the kernel, the reason does not. `fused=True`, the default of Hugging Face's `Trainer`, computes
+# $v + 0.001\,(g^2 - v)$ in float32 and rounds once. What it adds gets smaller as v rises. Where does its v stop?
+
+# %%
+for fused in (False, True):
+    p = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([p], foreach=False, fused=fused)
+    reached = []
+    for g in gradients[:4000]:
+        p.grad = torch.full_like(p, g)
+        optimizer.step()
+        reached.append(optimizer.state[p]["exp_avg_sq"].item())
+    print(
+        f"fused={fused!s:<6} v after 2000 steps: {reached[1999]}, after 4000: {reached[-1]}"
+    )
+
+# %% [markdown]
+# At 0.25 half a gap is 0.00098, and the fused kernel adds 0.001 · (1 − 0.25) = 0.00075. So its v stops at half of what
+# the plain loop reaches, and it never falls either. What to do:
+#
+# - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
+# - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap, and v follows the gradients up and down, as
+#   the last column of the table shows;
+# - **float32 weights** and computing under autocast: a weight of 1 in bf16 does not notice a step of 0.001 either.
 #
 # ## 8 · What the step itself needs
 #
-# States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may sit right there. PyTorch
-# has three variants of AdamW for the same formula: a plain loop over parameters (`foreach=False`), `foreach`, which
-# does each operation for all parameters at once (its default on CUDA), and `fused`, one kernel for everything.
+# States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. PyTorch has
+# three variants of AdamW for the same formula:
+#
+# - a plain loop over parameters (`foreach=False`);
+# - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
+# - `fused`, one kernel for everything.
 
 # %%
 guess_d = predict_first(
@@ -533,7 +568,7 @@ def on_top(make):
     optimizer = make(llama.parameters())
     for p in llama.parameters():
         p.grad = torch.ones_like(p)
-    optimizer.step()  # the first step makes the states; the second is one like all others
+    optimizer.step()  # the first step makes the states; the second is like all others
     with MemoryTracker(llama, optimizer, live=False) as tracker:
         optimizer.step()
     return tracker.peak.total - tracker.current.total
@@ -557,18 +592,19 @@ for name, nbytes in needed.items():
 guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 
 # %% [markdown]
-# `foreach` takes the root of *all* v's before it divides by any: **a temporary copy of the whole model.** It saves calls,
-# and on a card it is what you get unless you say `foreach=False` or `fused=True`.
+# `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** In
+# return it makes fewer calls. On a card you get it unless you say `foreach=False` or `fused=True`.
 #
-# The plain loop needs two copies of the largest parameter. Written as formulas, as in exercise 2.4, it is more. You can
-# do better than all of the loops: with **one**.
+# The plain loop needs two copies of the largest parameter, and your formulas of exercise 2.4 need five. You can do
+# better than both, with **one**.
 #
 # ### Exercise 2.6 · AdamW with one temporary
 #
 # ●●● · 9 minutes · trains: in-place arithmetic under a byte budget
 #
-# Write `frugal_adamw` with the arguments of `adamw` and the same result, such that at no moment more than one tensor as
-# large as `p` is alive beside p, its gradient, m and v. Leave `grad` as it is. The budget is in bytes, and exact.
+# Write `frugal_adamw` with the arguments of `adamw` and the same result. At no moment may more than one tensor as large
+# as `p` be alive beside p, its gradient, m and v. Leave `grad` as it is. The budget is in bytes, and exact. The next
+# cell prints it.
 
 # %%
 from gradmem_lib.course import step_budget, three_steps
@@ -582,18 +618,18 @@ print(
 # %% [markdown]
 # <details><summary>Hint 1: who makes tensors?</summary>
 #
-# `a * b`, `a / b`, `a + b` and `a.sqrt()` each make one. `a.mul_(b)`, `a.div_(b)`, `a.add_(b)` make none, and chains of
-# them read well: `x.sqrt().div_(c).add_(eps)` makes one tensor in all.
+# `a * b`, `a / b`, `a + b` and `a.sqrt()` each make one. `a.mul_(b)`, `a.div_(b)` and `a.add_(b)` make none. You can
+# chain them: `x.sqrt().div_(c).add_(eps)` makes one tensor in all.
 #
 # <details><summary>Hint 2: the corrections are numbers</summary>
 #
-# $1 - \beta_1^t$ is a plain number: put it into the learning rate. The root of $1 - \beta_2^t$ is a plain number too, and
-# $\sqrt{v / c} = \sqrt v / \sqrt c$.
+# $1 - \beta_1^t$ is a plain number: put it into the learning rate. The root of $1 - \beta_2^t$ is a plain number too,
+# and $\sqrt{v / c} = \sqrt v / \sqrt c$.
 #
 # <details><summary>Hint 3: two operations that help</summary>
 #
-# `v.addcmul_(grad, grad, value=a)` is v + a · grad · grad, and `p.addcdiv_(m, d, value=a)` is p + a · m / d. Both work in
-# place, with no tensor in between.
+# `v.addcmul_(grad, grad, value=a)` is v + a · grad · grad, and `p.addcdiv_(m, d, value=a)` is p + a · m / d. Both work
+# in place, with no tensor in between.
 #
 # </details></details></details>
 
@@ -624,9 +660,9 @@ print(f"peak {tracker.peak.total:,} of {budget:,} bytes")
 # %% [markdown]
 # ## 9 · The same lines in a library
 #
-# Open `gradmem_lib/techniques/adam.py`. It has the lines that you wrote, and what makes an optimizer one that others can use:
-# settings that are checked, groups, and a `state_dict` with PyTorch's names. So a checkpoint of one continues in the
-# other. Three steps in PyTorch, two in ours, against five in PyTorch:
+# Open `gradmem_lib/techniques/adam.py`. It has the lines that you wrote, and what others need to use an optimizer:
+# checked settings, groups, and a `state_dict` with PyTorch's names. So one can continue from a checkpoint of the other.
+# The next two cells compare three steps in PyTorch and two in ours with five in PyTorch:
 
 
 # %%
@@ -651,12 +687,12 @@ print("states:", *ours.state_dict()["state"][0])
 # %% [markdown]
 # ## 10 · What you can now do
 #
-# - **Adam** is two moving averages and two divisions: m says where to, v how far, the corrections make up for a start
-#   at zero. The **W** shrinks p itself and leaves the gradient alone.
+# - **Adam** is two moving averages and two divisions. m gives the direction, v the length, and the corrections make up
+#   for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
 # - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
 # - **A step's temporaries**: none (`fused`), one of the largest parameter (yours), two (PyTorch's loop), a whole model
 #   (`foreach`).
 #
-# Next is lesson 03: larger batches than fit, by accumulating gradients, and the loss that goes wrong on the way.
+# Lesson 03 is about batches that do not fit. It accumulates gradients, and shows how the loss goes wrong on the way.

@@ -19,9 +19,9 @@
 # two lines of code, and one of them is usually wrong. After this lesson you can
 #
 # - say which bytes follow the micro-batch and which do not, before you cut anything;
-# - divide by the right number, so that the result is the full batch's gradient and not something near it;
+# - divide by the right number, so that the result is exactly the full batch's gradient;
 # - put stepping, zeroing, clipping and logging in their places, to the last incomplete window;
-# - find out whether the trainer that you use gets it right, and mend it if it does not.
+# - find out whether the trainer that you use gets it right, and fix it if it does not.
 
 # %%
 import torch
@@ -47,9 +47,9 @@ from gradmem_lib.course import claims, models, texts
 # | **mini-batch** | all micro-batches of one GPU between two updates | how long an update takes |
 # | **global batch** | the mini-batches of all GPUs together | what the model learns from an update |
 #
-# Some documents say mini-batch for the first of them. Ask, when you read "batch size", *how much goes through at once?*
+# Some documents call the first of them mini-batch. When you read "batch size", ask: *how much goes through at once?*
 #
-# Recipes give the global batch in tokens. A well-known one updates on 524,288 of them. You have a card that holds
+# Recipes give the global batch in tokens. A well-known recipe updates on 524,288 of them. You have a card that holds
 # micro-batches of 4 sequences of 2048 tokens.
 
 # %%
@@ -61,8 +61,8 @@ guess_a = predict_first("3.a", question, unit="micro-batches")
 #
 # ●○○ · 4 minutes · trains: micro-batch, accumulation and GPUs, with remainders
 #
-# Write `plan_window(tokens_per_update, micro_batch, seq_len, gpus)`. It returns two numbers: how many micro-batches each
-# GPU needs so that an update sees *at least* that many tokens, and how many tokens that really makes.
+# Write `plan_window(tokens_per_update, micro_batch, seq_len, gpus)`. It returns two numbers: how many micro-batches
+# each GPU needs so that an update sees *at least* that many tokens, and how many tokens the update then sees.
 #
 # <details><summary>Hint 1: at once</summary>
 #
@@ -70,7 +70,7 @@ guess_a = predict_first("3.a", question, unit="micro-batches")
 #
 # <details><summary>Hint 2: remainders</summary>
 #
-# At least means rounding up, and only if something is left over: `math.ceil`, or `-(-a // b)`.
+# "At least" means that you round up: `math.ceil`, or `-(-a // b)`.
 #
 # </details></details>
 
@@ -95,7 +95,8 @@ claims.show("C34")
 # %% [markdown]
 # ## 2 · What shrinks, and what does not
 #
-# A tiny Llama and 16 sequences of 64 tokens: first in one go, then in four micro-batches of 4.
+# Here is a tiny Llama and 16 sequences of 64 tokens. They run first in one go, then in four micro-batches of 4. All
+# micro-batches between two updates are a **window**.
 
 # %%
 model = models.tiny_llama()
@@ -119,7 +120,7 @@ question = "Four micro-batches of 4 instead of 16 at once: by how much does the 
 guess_b = predict_first("3.b", question, unit="percent")
 
 # %% [markdown]
-# Two windows in one picture. Watch the activations, and then look for the gradients between the micro-batches.
+# The next picture has both windows. Watch the activations first. Then look for the gradients between the micro-batches.
 
 # %%
 with MemoryTracker(model, optimizer, title="16 at once, then 4 × 4") as tracker:
@@ -135,8 +136,8 @@ print(f"4 × 4:      {peak_of_four:>12,} bytes")
 guess_b.reveal(measured=round(100 * (1 - peak_of_four / peak_of_one)))
 
 # %% [markdown]
-# In the right half, the activations climb to a quarter of their height, four times. The gradients arrive with the first
-# backward and **stay**: the second, third and fourth forward run on top of them. Part by part:
+# In the right half, the activations climb four times to a quarter of their height. The gradients arrive with the first
+# backward and **stay**: the second, third and fourth forward run on top of them. The next table counts each part:
 
 # %%
 columns = ("activations", "gradients", "optimizer")
@@ -153,17 +154,18 @@ for size in (16, 8, 4, 2, 1):
     )
 
 # %% [markdown]
-# One column moves, and the peak follows it for a while. Then the peak goes elsewhere: into backward, and at last into the
-# optimizer's step, where no activation is left to save. Three claims can be settled now.
+# One column moves, and the peak follows it for a while. Then the peak moves into backward, and at last into the
+# optimizer's step, where no activation is left to save.
+#
+# Why is it in *forward* at first, when lesson 01 had the peak of the loss in backward? The model's own loss shifts the
+# labels. `next_token_loss` cuts the last position off the logits instead, and that makes a copy. So when forward ends,
+# three tensors as wide as the vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three as
+# well, one position shorter.
+#
+# Three claims can be settled now, and a fourth that says "only the mini-batch is in memory":
 
 # %%
-claims.show("C08", "C09", "C22")
-
-# %% [markdown]
-# The word for "only the micro-batch is in memory" is the same: true of activations.
-
-# %%
-claims.show("C18")
+claims.show("C08", "C09", "C22", "C18")
 
 # %% [markdown]
 # ## 3 · Is it the same gradient?
@@ -171,12 +173,12 @@ claims.show("C18")
 # `backward()` *adds* to `.grad`. The gradient of a sum is the sum of the gradients. So if the full batch's loss is a
 # mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line: `loss = loss / K`.
 #
-# Test it: four sequences, all of 64 tokens, in float64 so that rounding does not hide anything.
+# The next cells test it on four sequences of 64 tokens each. They use float64, so that rounding does not hide anything.
 
 
 # %%
 def padded(lengths, vocab=64):
-    """Random sequences of these lengths in one batch; where one has ended, the label is -100."""
+    """Random sequences of these lengths in one batch; after a sequence's end, labels are -100."""
     shape = (len(lengths), max(lengths))
     ids = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(0))
     ended = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
@@ -218,11 +220,12 @@ error = relative_error(gradient_by_k(equal, k=4), full_gradient(equal))
 print("equal lengths, loss / K: relative error below 1e-12:", error < 1e-12)
 
 # %% [markdown]
-# The same to twelve digits. So accumulation *is* the full batch. On to real data, where sequences have lengths.
+# The two gradients agree to twelve digits: here accumulation *is* the full batch. In real data, sequences have
+# different lengths.
 #
 # ## 4 · The trap
 #
-# Sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How far off will `loss / K` be, compared with the
+# Take sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How far off will `loss / K` be, compared with the
 # length of the right gradient? (0 is exact, 0.01 is one per cent, 1 is as long as the gradient itself.)
 
 # %%
@@ -236,8 +239,8 @@ by_k = gradient_by_k(ragged, k=4)
 guess_c.reveal(measured=round(relative_error(by_k, right), 2))
 
 # %% [markdown]
-# An error as large as the gradient. Why? `loss / K` gives each *micro-batch* the same weight. The full batch gives each
-# *token* the same weight. How much more does a token count if it happens to sit in a short sequence?
+# The error is larger than the gradient. Why? `loss / K` gives each *micro-batch* the same weight. The full batch gives
+# each *token* the same weight. The next table shows how much more a token counts if it is in a short sequence:
 
 # %%
 counts = [int((labels[1:] != -100).sum()) for labels in ragged["labels"]]
@@ -247,10 +250,10 @@ for n in counts:
     print(f"{n:>11}{full:>38.4f}{k:>14.4f}{k / full:>9.2f}")
 
 # %% [markdown]
-# A token of the shortest sequence counts 7.6 times as much as it should; one of the longest, less than half. No error is
-# raised, and the loss goes down all the same. Popular libraries trained like this until the autumn of 2024.
+# A token of the shortest sequence counts 7.6 times as much as it should, and a token of the longest less than half. No
+# error is raised, and the loss goes down all the same. Popular libraries trained like this until the autumn of 2024.
 #
-# Is it as bad with a pretrained model and real text? SmolLM2, a sequence of 16 tokens and one of 128:
+# Is it as bad with a pretrained model and real text? Try SmolLM2 on a sequence of 16 tokens and one of 128:
 
 
 # %%
@@ -273,8 +276,8 @@ def real_error(lengths):
 print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {real_error([16, 128]):.1f}")
 
 # %% [markdown]
-# It is. The way out: **add up sums, and divide by one number**, the items of the whole window. For a language model the items
-# are the tokens that are *predicted*.
+# It is. The way out is to **add up sums, and divide by one number**: the items of the whole window. For a language
+# model the items are the tokens that are *predicted*.
 #
 # ### Exercise 3.2 · what counts as an item
 #
@@ -304,8 +307,8 @@ def count_targets(labels):
 count_targets = check("3.2", count_targets)
 
 # %% [markdown]
-# What if you get the count wrong in a small way, and forget the shift? The direction stays right, and the length is off
-# by a factor that depends on how short the sequences are:
+# What if you forget the shift, and so get the count a little wrong? The direction stays right. The length is off by a
+# factor that depends on how short the sequences are:
 
 # %%
 with_shift = count_targets(ragged["labels"])
@@ -318,9 +321,9 @@ print(f"gradient too small by a factor of {without / with_shift:.4f}")
 #
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
 #
-# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For one of them,
-# `loss_and_count(micro)` gives two things: the **summed** loss (a tensor) and the number of items (an int, and 0 is
-# possible). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float.
+# Write `accumulate(micro_batches, loss_and_count)`. `micro_batches` is a list. For each of them,
+# `loss_and_count(micro)` gives two things: the **summed** loss (a tensor) and the number of items (an int, which may be
+# 0). Leave the gradient of the mean over *all* items in `.grad`, and return that mean as a float.
 #
 # <details><summary>Hint 1: the total first</summary>
 #
@@ -361,8 +364,9 @@ claims.show("C10")
 # %% [markdown]
 # ## 5 · Asking for the total without a second pass
 #
-# Your function runs every forward twice, only to count. Two ways around it: count the labels alone, which costs nothing;
-# or do not know the total at all, and correct the gradients once at the end, in place. `accumulate_gradients` does either.
+# Your function runs every forward twice, only to count. There are two ways around it. You can count the labels alone,
+# which costs nothing. Or you do not need the total at all until the end, and correct the gradients then, once and in
+# place. `accumulate_gradients` does either:
 
 
 # %%
@@ -379,7 +383,7 @@ corrected = accumulate_gradients(stream, loss_and_count)
 print(corrected.items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
 
 # %% [markdown]
-# How many micro-batches may there be? Does the peak grow with them?
+# How many micro-batches may there be? Does the peak grow with their number?
 
 # %%
 for k in (1, 2, 3, 20):
@@ -390,19 +394,21 @@ for k in (1, 2, 3, 20):
     print(f"{k:>3} micro-batches: {small.peak.total:>12,} bytes")
 
 # %% [markdown]
-# From the second on, not by a byte. The first is cheaper: its forward has no gradients beside it yet.
+# From the second micro-batch on, it does not grow by a byte. A single one needs less, because no gradients are there
+# yet during its forward.
 #
 # ## 6 · The loop around it
 #
-# When do you step, when do you zero, and what about the end of the epoch, where 7 micro-batches do not fill windows
-# of 3? The last window has one micro-batch. It is an update like the others, over fewer items.
+# When do you step, and when do you zero? And what about the end of the epoch, if 7 micro-batches do not fill windows of
+# 3? The last window has one micro-batch. It is an update like the others, over fewer items.
 #
 # ### Exercise 3.4 · the whole loop, and what is left at its end
 #
 # ●●○ · 8 minutes · trains: when to step, when to zero, and the last incomplete window
 #
-# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable, a generator
-# too. Update after every `window` micro-batches, and once more for whatever is left. Return each update's mean loss.
+# Write `train(model, optimizer, micro_batches, window, loss_and_count)`. `micro_batches` is any iterable, also a
+# generator. Update after every `window` micro-batches, and once more for whatever is left. Return each update's mean
+# loss.
 #
 # <details><summary>Hint 1: use what you have</summary>
 #
@@ -410,8 +416,8 @@ for k in (1, 2, 3, 20):
 #
 # <details><summary>Hint 2: windows from a stream</summary>
 #
-# `from itertools import islice`; with `rest = iter(micro_batches)`, `list(islice(rest, window))` takes the next window, or
-# what is left of it, and is empty at the end.
+# `from itertools import islice`. With `rest = iter(micro_batches)`, `list(islice(rest, window))` takes the next window,
+# or what is left of it. At the end the list is empty.
 #
 # </details></details>
 
@@ -465,8 +471,8 @@ print(f"sum over count:                   {window_loss(means, counts):.3f}")
 print(f"the last one, logged after / K:   {means[-1] / 4:.3f}")
 
 # %% [markdown]
-# The untrained model hides the first difference: all its means are alike. The last line is what a loop shows that divides
-# by K and logs afterwards. People have gone looking for the reason of such a "good" loss.
+# The means of the untrained model are almost alike, so the first two results differ little. The last line is what a
+# loop shows that divides by K and logs afterwards: a loss that looks four times as good as it is.
 
 # %%
 claims.show("C35")
@@ -504,13 +510,14 @@ def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm):
 clipped_update = check("3.6", clipped_update)
 
 # %% [markdown]
-# With a `GradScaler` (float16) the order is: all backwards on scaled losses, `scaler.unscale_(optimizer)`, clip,
+# With a `GradScaler` (for float16) the order is: all backwards on scaled losses, `scaler.unscale_(optimizer)`, clip,
 # `scaler.step(optimizer)`, `scaler.update()`. `accumulate_gradients(..., scaler=scaler)` does the first of these.
 #
 # ## 7 · What "equal" cannot mean
 #
-# So far nothing in the model looked across the batch. Batch normalisation does: its mean and variance are the
-# *micro-batch's*. Dropout does not, but it throws dice.
+# So far nothing in the model looked across the batch. Batch normalisation does: it takes its mean and variance over the
+# *micro-batch*. Dropout does not, but it draws new random numbers in each forward. The next cells compare one batch of
+# 32 with four micro-batches of 8:
 
 
 # %%
@@ -533,15 +540,15 @@ for norm in (nn.LayerNorm(8), nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval(), nn.Dr
 claims.show("C30")
 
 # %% [markdown]
-# For dropout the difference is no mistake: another full batch would draw other masks, too. For batch normalisation it is
-# one: the model is trained on statistics of 8 examples. Language models use layer or RMS norm, which is why this trap
-# is more often met in vision.
+# For dropout the difference is no mistake: another full batch would draw other masks, too. For batch normalisation it
+# is a mistake, because the model is trained on statistics of 8 examples. Language models use layer or RMS norm, so you
+# will meet this trap more often in vision.
 #
 # ## 8 · A larger batch: what about the learning rate?
 #
-# "Four times the batch, four times the learning rate." Put it to the test, on a problem small enough to run 64 times: a
-# noisy linear regression, one pass over 2048 examples. `error` is how far the weights end from the true ones. Which
-# learning rate makes batch 16 end where batch 4 ends?
+# "Four times the batch, four times the learning rate." Is it so? The next cells run a problem small enough to run 64
+# times: a noisy linear regression, one pass over 2048 examples. `error` is how far the weights end from the true ones.
+# Which learning rate makes batch 16 end where batch 4 ends?
 
 # %%
 question = (
@@ -565,13 +572,13 @@ guess_d.reveal(formula=4**0.5, measured=nearest)
 claims.show("C31")
 
 # %% [markdown]
-# With SGD four times the batch and four times the rate end in the same place. Adam's step does not grow with the gradient;
-# it grows as the gradient gets *less noisy*, and noise falls with the root of the batch. Both rules fail where the batch
-# is so large that there is little noise left.
+# With SGD, four times the batch and four times the rate end where the small batch ended. Adam is matched by the root,
+# twice the rate. Its step does not grow with the gradient. It grows as the gradient gets *less noisy*, and noise falls
+# with the root of the batch. Both rules fail where the batch is so large that little noise is left.
 #
 # ## 9 · A batch of 64 where 16 do not fit
 #
-# Time to use it. A small Llama, 64 sequences of unequal lengths, and a card that is too small for 16 of them.
+# Now you have a small Llama, 64 sequences of unequal lengths, and a card that is too small for 16 of them.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -593,21 +600,21 @@ except BudgetExceeded as error:
 #
 # ●●● · 10 minutes · trains: choosing a micro-batch by its bytes, and letting go of each graph
 #
-# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update on all 64 rows of `batch` (a dict of tensors),
-# within the card, and with exactly the gradient of the full batch. Return the mean loss over all tokens.
-# `split(batch, size)` cuts a batch; AdamW's states and the gradients need their room as well.
+# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update on all 64 rows of `batch` (a dict of
+# tensors), within the card, and with exactly the gradient of the full batch. Return the mean loss over all tokens.
+# `split(batch, size)` cuts a batch. AdamW's states and the gradients need room as well.
 #
 # <details><summary>Hint 1: how small?</summary>
 #
 # Sixteen are too many. Halve.
 #
-# <details><summary>Hint 2: it fits no better?</summary>
+# <details><summary>Hint 2: it still does not fit?</summary>
 #
-# A loss that you keep keeps its graph. One `backward()` for each micro-batch, and `loss.item()` for the log.
+# A loss that you keep keeps its graph. Call `backward()` for each micro-batch, and keep only `loss.item()` for the log.
 #
 # <details><summary>Hint 3: all of it</summary>
 #
-# Everything is there already: `accumulate`, or `accumulate_gradients`, on `split(batch, 8)`, then a step and a zero.
+# You have everything already: `accumulate`, or `accumulate_gradients`, on `split(batch, 8)`, then a step and a zero.
 #
 # </details></details></details>
 
@@ -633,9 +640,9 @@ print(f"loss {loss:.2f}, peak {tracker.peak.total:,} of {tracker.budget:,} bytes
 # %% [markdown]
 # ## 10 · What Trainer does
 #
-# Hugging Face's `Trainer` accumulates for you. It counts the labels of the window and hands the number to the model as
-# `num_items_in_batch`; the model divides by it. Does every model? Four examples, one update; `Trainer` logs the loss and
-# the gradient's norm. Once as one batch, once in 4 accumulation steps.
+# Hugging Face's `Trainer` accumulates for you. It counts the labels of the window and gives the number to the model as
+# `num_items_in_batch`, and the model divides by it. Does every model? The next cells take one update on four examples,
+# once as one batch and once in 4 accumulation steps, and compare the loss and the gradient's norm that `Trainer` logs.
 
 # %%
 question = "A BERT that classifies, 4 accumulation steps: how many times too large is its gradient?"
@@ -656,8 +663,8 @@ factor = four_steps[bert]["grad_norm"] / one_batch[bert]["grad_norm"]
 guess_e.reveal(formula=4, measured=round(factor, 3))
 
 # %% [markdown]
-# The causal language model is exact, unequal lengths and all. The classifiers are off by **exactly the number of
-# accumulation steps**, in what is logged and in what is trained. The reason is in two lines of their code:
+# The causal language model is exact, also with unequal lengths. The classifiers are off by **exactly the number of
+# accumulation steps**, in what is logged and in what is trained. You can find the reason in their code:
 
 # %%
 import inspect
@@ -671,17 +678,18 @@ print("num_items_in_batch:", source.count("num_items_in_batch"), "times in its c
 print(next(line.strip() for line in source.splitlines() if "CrossEntropyLoss()" in line))
 
 # %% [markdown]
-# `Trainer` sees `**kwargs`, takes it for a model that divides by the item count, and does not divide itself. The model
-# swallows the count and returns a plain mean. Nobody divides. You may never notice: Adam divides by the gradient's size
-# anyway, and clipping cuts it. The attribute `accepts_loss_kwargs`, set before the `Trainer` is built, tells it the truth.
+# `Trainer` sees `**kwargs`, concludes that the model divides by the item count, and does not divide itself. The model
+# ignores the count and returns a plain mean. So nobody divides. You may never notice: Adam divides by the gradient's
+# size anyway, and clipping limits it. The attribute `accepts_loss_kwargs`, set before the `Trainer` is built, tells it
+# the truth.
 #
 # ### Exercise 3.8 · mend a Trainer run
 #
 # ●●○ · 6 minutes · trains: asking a model whether it heeds the number of items
 #
 # Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
-# `Trainer` will divide by the accumulation steps itself. If it heeds the number, leave it alone. Return the model.
-# Do not go by its name: ask it.
+# `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
+# model. Do not decide by the model's name: ask the model.
 #
 # <details><summary>Hint 1: how to ask</summary>
 #
@@ -714,17 +722,26 @@ for kind in kinds:
         print(f"{kind:<32}{name:<10} × {logged[name] / value:.3f}")
 
 # %% [markdown]
-# Mended is the mean of means: right for classifiers, where every micro-batch has as many items as it has examples. For a
-# language model the same attribute would bring the error of section 4 back.
+# All factors are 1 now. `Trainer` takes the mean of the micro-batches' means. That is right for classifiers whose
+# micro-batches have equally many examples. For a language model the same attribute would bring back the error of
+# section 4.
 #
 # ## 11 · Two processes
 #
 # On several GPUs each process accumulates its own window, and `DistributedDataParallel` (DDP) takes the **mean of the
-# processes' gradients**. That is the trap of section 4 once more: the processes have different numbers of tokens. And DDP
-# talks to the others in *every* backward, unless told not to. `accumulate_gradients(..., model=ddp)` sends gradients
-# with the last micro-batch only, and divides by the count of all processes.
+# processes' gradients**. That is the trap of section 4 once more, because the processes have different numbers of
+# tokens.
 #
-# This script runs twice at the same time, each time with another rank. One process gets one micro-batch, the other three.
+# DDP also sends gradients in *every* backward, unless the backward runs inside its context manager `model.no_sync()`.
+# Only the last micro-batch of a window needs the exchange. `accumulate_gradients(..., model=ddp)` does both: it uses
+# `no_sync` for all micro-batches but the last, and it divides by the count of all processes.
+#
+# The next script runs in two processes at the same time, which have the ranks 0 and 1. Rank 0 gets one micro-batch with
+# 7 predicted tokens, and rank 1 gets three with 205. How far off is the usual way, means of means?
+
+# %%
+question = "Two processes with 7 and 205 tokens, means of means: relative error?"
+guess_f = predict_first("3.f", question, unit="")
 
 # %%
 script = """
@@ -774,15 +791,34 @@ dist.destroy_process_group()
 # %%
 from gradmem_lib.course import torchrun
 
-print(torchrun(script, processes=2), end="")
+printed = torchrun(script, processes=2)
+print(printed, end="")
+guess_f.reveal(measured=float(printed.split()[-1]))
 
 # %% [markdown]
-# In the usual way the first process, with its 7 tokens, has the same vote as the second one with 205.
+# In the usual way rank 0, with its 7 tokens, has the same weight as rank 1 with 205.
 #
+# **Now change the script** so that the usual way is right, too: first only `mine`, then the lengths. Which of the two
+# can you do without?
+#
+# <details><summary>Answer</summary>
+#
+# You cannot do without the lengths. The usual way is right only if both processes have equally many micro-batches, and
+# all micro-batches have equally many tokens. No sharing of 8, 16, 64 and 128 tokens gives that. Four rows of 128, two
+# for each process, do. The next cell runs them.
+#
+# </details>
+
+# %%
+equal = script.replace("[8, 16, 64, 128]", "[128, 128, 128, 128]")
+equal = equal.replace("rows[:1]", "rows[:2]").replace("rows[1:]", "rows[2:]")
+print(torchrun(equal, processes=2), end="")
+
+# %% [markdown]
 # ## 12 · What it costs in time
 #
-# The same tokens go through the same matrix products. What grows is the number of operations to start, and each is
-# smaller. First as once measured (`benchmarks/accumulation.py`; your machine has its own ratios), then counted.
+# The same tokens go through the same matrix products. But there are more operations to start, and each is smaller. The
+# next table was recorded once, on one machine (`benchmarks/accumulation.py`). Your machine has its own ratios.
 
 # %%
 from gradmem_lib.course import recorded
@@ -799,17 +835,18 @@ for k, ratio in record["accumulated"].items():
 claims.show("C16", "C29")
 
 # %% [markdown]
-# On the one thread of that record, moderate cuts cost nothing: a smaller micro-batch stays closer to the processor's caches,
-# and only the smallest ones pay. A large GPU is the other extreme: a micro-batch that cannot fill it leaves it waiting.
-# So take the largest micro-batch that fits, and measure before you believe a ratio, this one included.
+# On the one thread of that record, moderate cuts cost nothing: a smaller micro-batch stays closer to the processor's
+# caches. Only the smallest micro-batches take longer. A large GPU is the other extreme: a micro-batch that cannot fill
+# it leaves it waiting. So take the largest micro-batch that fits, and measure before you believe a ratio.
 #
 # ## 13 · What you can now do
 #
 # - **Activations follow the micro-batch. Nothing else does.** Gradients are as large as ever, and live longer.
 # - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
-# - **`loss / K` is right for equal counts only.** With lengths that differ, it is another objective.
+# - **`loss / K` is right only for equal counts.** With lengths that differ, it is another objective.
 # - **Step, zero, clip and log once a window**, the last incomplete one included.
-# - **Batch norm sees micro-batches**, and a trainer may not do what you think: one update at 1 and at K steps tells.
+# - **Batch norm sees micro-batches**, and a trainer may not do what you think. Compare one update at 1 and at K steps.
+# - **Several processes**: exchange gradients once a window (`no_sync`), and divide by the count of all processes.
 # - **Learning rate**: linear for SGD, the root for Adam, and only while the batch is noisy.
 #
-# Accumulation cannot help where one sequence does not fit. Lesson 04 takes the activations themselves apart.
+# Accumulation cannot help where one sequence does not fit. Lesson 04 makes the activations of a sequence smaller.

@@ -15,43 +15,44 @@
 #
 # *60 to 75 minutes. You need: lesson 01, and a rough idea of `torch.autograd.Function` (you will write one).*
 #
-# Forward keeps what backward will need. But most of it could be computed again, from very little. That trade has a name,
-# a famous rule (a checkpoint every √n layers), and a number of places where the rule is wrong. After this lesson you can
+# Forward stores what backward will need. Most of it could be computed again, from much less. This trade of work for
+# memory is called gradient checkpointing. It has a famous rule, a checkpoint every √n layers, and there are several
+# places where the rule is wrong. After this lesson you can
 #
 # - write a checkpoint yourself, and say what PyTorch's own does better;
 # - look at a schedule and see which layers are stored, run again and freed, and when;
 # - derive the best segment length for *your* layers, and know when √n is not it;
-# - beat every schedule of equal segments, at no extra work;
-# - say before you run it that checkpointing will not help.
+# - go below the peak of every schedule of equal segments, still with one extra forward at most;
+# - say before you run it where checkpointing will not help.
 
 # %%
+import warnings
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib import MemoryTracker, accounting, check, predict_first
-from gradmem_lib.course import claims, models, texts
-
-# %%
 from gradmem_lib import (
+    MemoryTracker,
     best_segments,
+    check,
     checkpoint_layers,
-    explore_schedule,
     extra_forwards,
-    record_schedule,
-    show_schedule,
+    predict_first,
     uniform_segments,
 )
+from gradmem_lib.course import claims, models, texts
 
 # %% [markdown]
 # ## 1 · What forward could forget
 #
-# A chain of 16 equal layers. For its backward, each keeps five tensors' worth of bytes: its input, and four times as much
-# inside. The weights are frozen and the *input* is what is trained, as when you tune a prompt. So nothing grows in
-# backward but what you are about to see.
+# You have a chain of 16 equal layers. For its backward, each layer keeps five times the bytes of its input: the input
+# itself, and four times as much inside. The weights are frozen and the *input* is trained, as in prompt tuning. So no
+# weight gets a gradient, and you see the activations almost alone.
 #
-# Two letters for the whole lesson: a **boundary** is what one layer hands to the next, **x** bytes. A layer keeps **a**
-# bytes in all, its input included. Here a = 5 x.
+# Two letters serve for the whole lesson. A **boundary** is the tensor that one layer hands to the next, and it has
+# **x** bytes. A layer keeps **a** bytes in all, its input included. Here a = 5 x. The next two cells print the size of
+# a boundary, and how many of them are alive after forward.
 
 # %%
 layers = models.chain(16, width=64, keeps=5)
@@ -71,12 +72,13 @@ with MemoryTracker(layers, live=False) as tracker:
     print("alive after forward:", boundaries(tracker.current.total, layers), "boundaries")
 
 # %% [markdown]
-# 16 × 5, and the output. Now suppose that each layer keeps its input *alone*. When backward arrives at a layer, it runs
-# the layer forward once more, with autograd watching this time, and goes on from there.
+# These are 16 × 5 boundaries, and the output of the last layer. Now suppose that each layer keeps *only* its input.
+# When backward reaches a layer, the layer runs forward once more, this time with autograd recording, and backward goes
+# on from there.
 
 # %%
 question = (
-    "16 layers that keep their inputs alone: how many boundaries are alive after forward?"
+    "16 layers that keep only their inputs: how many boundaries are alive after forward?"
 )
 guess_a = predict_first("4.a", question, unit="boundaries")
 
@@ -85,23 +87,24 @@ guess_a = predict_first("4.a", question, unit="boundaries")
 #
 # ●●○ · 10 minutes · trains: what autograd keeps, and how to run a layer again inside backward
 #
-# Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` shall return `run(x)` and keep nothing but `x`.
-# Backward is handed the gradient of the output. It returns one value for each argument of forward: `None` for `run`,
-# and the gradient of `x`. The weights inside `run` must get their gradients as well.
+# Write the two halves of `Checkpoint`. `Checkpoint.apply(run, x)` shall return `run(x)` and keep only `x`. Its backward
+# receives the gradient of the output. It returns one value for each argument of forward: `None` for `run`, and the
+# gradient of `x`. The weights inside `run` must get their gradients as well.
 #
 # <details><summary>Hint 1: forward</summary>
 #
-# `ctx.save_for_backward(x)` keeps a tensor, and `ctx.run = run` anything else. Inside a Function's `forward` autograd is
-# off already; saying `torch.no_grad()` does no harm.
+# `ctx.save_for_backward(x)` keeps a tensor, and `ctx.run = run` keeps anything else. Inside a Function's `forward`
+# autograd is off already, so you need no `torch.no_grad()`.
 #
 # <details><summary>Hint 2: backward, the second run</summary>
 #
-# `(x,) = ctx.saved_tensors`. Autograd is off here too, so run under `with torch.enable_grad():`. Start from
-# `x.detach().requires_grad_()`, or backward will run on into the layers before this one.
+# `(x,) = ctx.saved_tensors`. Autograd is off here too, so run the layer under `with torch.enable_grad():`. Start from
+# `x.detach().requires_grad_()`. Otherwise backward continues into the layers before this one.
 #
 # <details><summary>Hint 3: backward, the gradients</summary>
 #
-# `torch.autograd.backward(out, gradient)` goes through the new graph, and leaves gradients in the weights and in `x.grad`.
+# `torch.autograd.backward(out, gradient)` goes through the new graph, and leaves gradients in the weights and in
+# `x.grad`.
 #
 # </details></details></details>
 
@@ -148,9 +151,10 @@ with MemoryTracker(layers, live=False) as tracker:
 guess_a.reveal(formula=16 + 1, measured=kept)
 
 # %% [markdown]
-# Now whole steps, in one picture: everything kept, then your checkpoint on each layer. Watch the ramp shrink to a fifth. What
-# are the teeth that follow? (The ramp changes its colour, too: your Function makes its tensors with autograd off, and the
-# tracker takes them for temporaries. You know better.)
+# 16 inputs and one output are alive. Next come two whole steps in one picture: first everything is kept, then each
+# layer runs under your checkpoint. Look at the height of the two ramps. What are the teeth that follow the second one?
+# (The tracker draws the second ramp as temporaries, because your Function makes its tensors while autograd is off. They
+# are activations all the same.)
 
 # %%
 del out
@@ -162,17 +166,25 @@ with MemoryTracker(layers, title="16 layers: all kept, then your checkpoint") as
 
 # %%
 totals = tracker.timeline.totals
+with_checkpoints = max(totals[half:]) - expected.nbytes  # kept only to compare with
 print("peak, all kept:  ", boundaries(max(totals[:half]), layers), "boundaries")
-print("peak, checkpoint:", boundaries(max(totals[half:]), layers), "boundaries")
+print("peak, checkpoint:", boundaries(with_checkpoints, layers), "boundaries")
 print("the same gradient, to the bit:", torch.equal(inputs.grad, expected))
 
 # %% [markdown]
-# Each tooth is a layer that runs again, is used, and is forgotten. The peak is not 17: beside the boundaries there is one
-# layer in full, and gradients on their way through it. Keep that sentence, it is the whole theory.
+# Each tooth is a layer that runs again, is used, and is freed. The peak is 30 boundaries, not 17. It is in the backward
+# of the last layer:
 #
-# ## 2 · The dice
+# - 16 boundaries wait, one for each layer;
+# - the last layer has run again, and has its 4 boundaries inside and its output, so 5 more;
+# - 9 are gradients on their way through that layer (the largest are those of its wide inside).
 #
-# The same test with layers that have trained weights and *dropout*. How far off is the gradient?
+# **Waiting boundaries, one layer in full, and gradients on their way**: the rest of this lesson follows from this sum.
+#
+# ## 2 · Random numbers
+#
+# The next two cells compare the gradients once more, now for layers with trained weights and *dropout*. How far off
+# will your checkpoint be?
 
 
 # %%
@@ -195,15 +207,17 @@ right, found = gradient_of(plain, net), gradient_of(Checkpoint.apply, net)
 print(f"relative error: {(found - right).norm() / right.norm():.1f}")
 
 # %% [markdown]
-# The second run throws new dice. Backward then computes the gradient of a network that never ran. A tenth of its length is wrong, and no error is raised.
+# The second run draws other random numbers and drops other values. Backward then computes the gradient of a network
+# that never ran. It differs from the right gradient by a tenth of that gradient's length, and nothing warns you.
 #
 # ### Exercise 4.2 · the same dice twice
 #
 # ●●○ · 6 minutes · trains: saving the random state, and leaving the rest of the program alone
 #
-# Write `SafeCheckpoint`: it notes the random state before its first run, and in backward runs again from that state.
-# Afterwards the rest of the program must go on with *its* random numbers, as if there had been no second run.
-# You may call `Checkpoint.forward(ctx, run, x)` and `Checkpoint.backward(ctx, gradient)` for everything else.
+# Write `SafeCheckpoint`. It notes the state of the random number generator before its first run. In backward it runs
+# again from that state. Afterwards the rest of the program must go on with *its* random numbers, as if there had been
+# no second run. You may call `Checkpoint.forward(ctx, run, x)` and `Checkpoint.backward(ctx, gradient)` for everything
+# else.
 #
 # <details><summary>Hint 1: the state</summary>
 #
@@ -242,62 +256,68 @@ print("with dropout, the same to the bit:", torch.equal(found, right))
 print("the price:", torch.get_rng_state().nbytes, "bytes of random state a call")
 
 # %% [markdown]
-# On a card there is a second state, the card's own, to be kept in the same way. The tracker does not see these states,
-# which are nothing beside a boundary of a real model.
+# A card has a random state of its own, which must be kept in the same way. The tracker does not see these states.
+# Beside a boundary of a real model they are nothing.
 #
 # ## 3 · PyTorch's own
 #
-# `torch.utils.checkpoint.checkpoint(run, x, use_reentrant=...)` comes in two kinds. With `True` it is what you wrote, dice
-# included: an `autograd.Function` that calls backward *inside* backward, re-entering the engine. With `False` there is no
-# Function at all. Forward runs with its graph, and a hook takes each tensor away that the graph would save. The first
-# one that backward asks for makes the segment run again.
+# `torch.utils.checkpoint.checkpoint(run, x, use_reentrant=...)` comes in two kinds:
+#
+# - With `True` it is an `autograd.Function` like yours. It calls backward *inside* backward, so it enters autograd's
+#   engine a second time. Hence the name.
+# - With `False` there is no Function. Forward runs with its graph, and a hook drops each tensor that the graph would
+#   save. When backward asks for the first of them, the segment runs again.
 #
 # | | `use_reentrant=True` | `use_reentrant=False` |
 # |---|---|---|
-# | the input must require a gradient | yes | no |
+# | the input must require a gradient | yes (a warning if not) | no |
 # | keyword arguments for `run` | no | yes |
 # | `torch.autograd.grad` | no | yes |
 # | checkpoints inside checkpoints | yes | yes |
+# | under `torch.compile` | yes | yes |
 # | the second run | goes to the end | stops when the last missing tensor is there |
 # | notices a second run that differs | no | where shapes or dtypes differ |
 #
-# The first row is a trap. Take an embedding that is frozen, layers that are trained, and see who learns.
+# The first row is a trap. The next cell puts trained layers on a frozen embedding, and counts the layers that get a
+# gradient.
 
 # %%
-import warnings
-
 torch.manual_seed(0)
 embedding = nn.Embedding(50, 64).requires_grad_(False)
 net, ids = with_dropout(), torch.randint(0, 50, (128,))
 for reentrant in (False, True):
     net.zero_grad()
     x = embedding(ids)
-    with warnings.catch_warnings(record=True):  # there is a warning; who reads them?
+    with warnings.catch_warnings(record=True) as caught:
         for layer in net:
             x = checkpoint(layer, x, use_reentrant=reentrant)
     head = nn.Linear(64, 1)
     head(x).sum().backward()
-    learns = [layer[0].weight.grad is not None for layer in net]
-    print(f"use_reentrant={reentrant!s:<6} layers that get a gradient: {sum(learns)} of 8")
+    learn = sum(layer[0].weight.grad is not None for layer in net)
+    said = {f"\n  warning: {each.message}" for each in caught}
+    print(f"use_reentrant={reentrant!s:<6} layers with a gradient: {learn} of 8", *said)
 
 # %% [markdown]
-# With the reentrant kind, nobody but the head, and the loss still falls a little. Yours does the same. (Try to say why,
-# before you read on: what does autograd record for a Function none of whose tensors requires a gradient?)
+# With the reentrant kind only the head learns, and the loss still falls a little. A warning is all that you get. Your
+# Function has the same fault, and not even a warning. Try to say why: what does autograd record for a Function if none
+# of its tensors requires a gradient?
 #
 # ### Exercise 4.3 · the gradient that never came
 #
 # ●○○ · 5 minutes · trains: why a reentrant checkpoint needs an input that requires a gradient
 #
-# Write `from_frozen(embedding, layers, ids)`. It returns the output of `layers` on `embedding(ids)`, with each layer in a
-# checkpoint of the **reentrant** kind (older code leaves you no choice). All layers must learn, and the embedding must not.
+# Write `from_frozen(embedding, layers, ids)`. It returns the output of `layers` on `embedding(ids)`, with each layer in
+# a checkpoint of the **reentrant** kind, as older code does it. All layers must learn, and the embedding must not.
 #
 # <details><summary>Hint 1: what is missing</summary>
 #
-# The weights require a gradient, but a Function sees its arguments only, `run` and `x`. Something about `x` must change.
+# The weights require a gradient, but a Function sees only its arguments, `run` and `x`. Something about `x` must
+# change.
 #
 # <details><summary>Hint 2: in code</summary>
 #
-# `x = embedding(ids).requires_grad_()`, and then the loop. In transformers, `model.enable_input_require_grads()` does it.
+# `x = embedding(ids).requires_grad_()`, and then the loop. In transformers, `model.enable_input_require_grads()` does
+# it.
 #
 # </details></details>
 
@@ -318,27 +338,27 @@ from_frozen = check("4.3", from_frozen)
 claims.show("C42")
 
 # %% [markdown]
-# From here on we use PyTorch's kind without re-entering.
+# From here on we use the kind with `use_reentrant=False`.
 #
 # ## 4 · Segments
 #
-# One checkpoint a layer keeps n boundaries. Put k layers into one checkpoint, and n / k boundaries are left; but when
-# backward reaches such a **segment**, all k layers are there at once.
+# One checkpoint a layer keeps n boundaries. With k layers in one checkpoint, only n / k boundaries are kept. But when
+# backward reaches such a **segment**, all its k layers are in memory at once.
 #
 # ### Exercise 4.4 · segments
 #
 # ●●○ · 6 minutes · trains: cutting a list of layers, to its last one
 #
-# Write `run_in_segments(layers, x, k)` for an `nn.Sequential`: segments of `k` layers in a row, each in a checkpoint with
-# `use_reentrant=False`. Where k does not divide their number, the last segment is shorter.
+# Write `run_in_segments(layers, x, k)` for an `nn.Sequential`: segments of `k` layers in a row, each in a checkpoint
+# with `use_reentrant=False`. Where k does not divide the number of layers, the last segment is shorter.
 #
 # <details><summary>Hint 1: a segment</summary>
 #
-# A slice of an `nn.Sequential` is one too: `layers[3:6]` can be called.
+# A slice of an `nn.Sequential` is an `nn.Sequential` too: `layers[3:6]` can be called.
 #
 # <details><summary>Hint 2: the loop</summary>
 #
-# `range(0, len(layers), k)` gives where segments start, and a slice may reach past the end.
+# `range(0, len(layers), k)` gives the places where segments start, and a slice may reach past the end.
 #
 # </details></details>
 
@@ -355,18 +375,20 @@ def run_in_segments(layers, x, k):
 run_in_segments = check("4.4", run_in_segments)
 
 # %% [markdown]
-# Now look at it. `record_schedule` listens to a real step and notes which layer each operation belongs to, when each block
-# of memory appears, and when it goes. Layers from bottom to top, time from left to right. First without checkpoints, on
-# nine layers:
+# `record_schedule` watches a real step. It notes which layer each operation belongs to, when each block of memory
+# appears, and when it goes. In its picture, layers go from bottom to top and time goes from left to right. First come
+# nine layers without checkpoints:
 
 # %%
+from gradmem_lib import explore_schedule, record_schedule, show_schedule
+
 nine = models.chain(9, width=64, keeps=5)
 everything = record_schedule(nine, lambda: nine(inputs).square().sum().backward())
 show_schedule(everything, title="9 layers, all kept")
 
 # %% [markdown]
-# A triangle of stored bytes: the first layer's are stored longest. Forward fills it, backward eats it from the top. Your
-# segments of three:
+# The stored bytes form a triangle: the first layer's are stored longest. Forward fills the triangle, and backward
+# empties it from the top. The next cell runs your segments of three:
 
 # %%
 threes = record_schedule(
@@ -376,10 +398,11 @@ show_schedule(threes, title="9 layers in segments of 3, by your function")
 print("layers run again:", [layer + 1 for layer in threes.ran("recompute")])
 
 # %% [markdown]
-# Three thin lines, the boundaries, wait for their turn. Then, three times: a segment runs forward again, is there in full
-# (a small triangle), and backward eats it. The last segment has just run when backward begins; it runs again all the same.
+# The three thin lines are the boundaries, which wait for their turn. Then the same happens three times: a segment runs
+# forward again, is in memory in full (a small triangle), and is freed by backward. The last segment has only just run
+# when backward begins. It runs again all the same.
 #
-# Play with it. Each picture is a real run. Before you move a control, say what will happen:
+# Now change the schedule yourself. Each picture is a real run. Before you move a control, say what will happen:
 #
 # - Segment length from 1 to n: where do you expect the lowest peak?
 # - Layers that keep more (a/x): does the best length grow or shrink?
@@ -391,24 +414,25 @@ explore_schedule()
 # %% [markdown]
 # ## 5 · √n, where it is right
 #
-# Your chains, the explorer's, a chain of a thousand layers: one formula has the peak of them all. You have seen what it
-# must add up.
+# One formula gives the peak of all these chains, and of a chain of a thousand layers. You have seen the parts that it
+# adds up.
 #
 # ### Exercise 4.5 · the peak of a schedule
 #
 # ●●○ · 5 minutes · trains: finding the segment whose backward needs the most
 #
-# Write `kept_at_peak(lengths, a, x)`: the most bytes that are kept at any one time. `lengths` are the segments, first one
-# first; a layer keeps `a` bytes, and `x` of them are its input. Gradients on their way are not counted.
+# Write `kept_at_peak(lengths, a, x)`: the most bytes that are kept at any one time. `lengths` are the lengths of the
+# segments, first segment first. A layer keeps `a` bytes, of which `x` are its input. Do not count the gradients on
+# their way.
 #
 # <details><summary>Hint 1: when</summary>
 #
-# Take the moment when a segment has just run again. What is there? Its own layers in full, and what else?
+# Take the moment when a segment has just run again. Its own layers are there in full. What else is there?
 #
 # <details><summary>Hint 2: how many boundaries</summary>
 #
-# Those of *earlier* segments are still waiting; those of later ones are gone. Its own is the input of its first layer, and
-# a includes a layer's input.
+# Those of *earlier* segments still wait, and those of later ones are gone. The segment's own boundary is the input of
+# its first layer, which `a` counts already.
 #
 # <details><summary>Hint 3: in code</summary>
 #
@@ -427,8 +451,9 @@ def kept_at_peak(lengths, a, x):
 kept_at_peak = check("4.5", kept_at_peak)
 
 # %% [markdown]
-# For n layers in segments of k, the last segment has n/k − 1 boundaries before it. So the peak is about **n/k · x + k · a**.
-# One term falls with k, one grows. Take a chain of 64 layers that keep their input and nothing else: a = x.
+# For n layers in segments of k, the last segment has n/k − 1 boundaries before it. So the peak is about **n/k · x + k ·
+# a**. The first term falls with k, and the second one grows. Take a chain of 64 layers that keep only their input: a =
+# x.
 
 # %%
 question = "64 layers with a = x: which segment length has the lowest peak?"
@@ -456,22 +481,21 @@ for k in (1, 2, 3, 4, 6, 8, 10, 12, 16, 32, 64):
     peaks[k] = measured_peak(equal, inputs, k)
     print(f"{k:>3}{formula:>15,}{peaks[k]:>13,}  " + "█" * round(peaks[k] / boundary))
 
-# %%
 lowest = [k for k in peaks if peaks[k] == min(peaks.values())]
 print("lowest at k =", *lowest)
 guess_b.reveal(formula=64**0.5, measured=lowest[len(lowest) // 2])
 
 # %% [markdown]
-# A U, to the byte as your formula has it, with a flat bottom around √64. (Segments of 6 and of 10 leave a short last one,
-# which comes cheap.) So both halves of a popular sentence are only half true. *More checkpoints, more memory* holds on the
-# left arm alone. *Less recomputation* hardly holds at all: every layer runs once more, whatever k is. (Section 8 has the
-# small print.)
+# The bars draw a U, and your formula is right to the byte. The bottom of the U is flat, around √64. (Segments of 6 and
+# of 10 leave a short last segment, so they need no more than segments of 8.) Now you can judge a popular sentence, half
+# by half. *More checkpoints, more memory* holds only on the left arm, where segments are shorter than the best. *More
+# checkpoints, less recomputation* hardly holds at all: every layer runs once more, whatever k is.
 
 # %%
 claims.show("C26", "C27", "C19")
 
 # %% [markdown]
-# Look at the last row, k = 64. That is one checkpoint around the whole model, a way that tutorials show as the simple one.
+# Look at the last row, k = 64. It is one checkpoint around the whole model, which tutorials show as the simple way.
 
 # %%
 question = (
@@ -487,15 +511,15 @@ with MemoryTracker(layers, title="one checkpoint around the whole model") as tra
     del out
     loss.backward()
 
-# %%
 after = boundaries(tracker.peak.total, layers)
 before = round(measured_peak(layers, inputs) / boundary)
 print(f"at the peak: {after} boundaries; without a checkpoint: {before}")
 guess_c.reveal(measured=round(100 * (1 - after / before)))
 
 # %% [markdown]
-# After forward it looks like a triumph. Then backward asks for the last layer, and everything comes back at once. **A
-# checkpoint saves at the peak what is not in the segment that runs again.** Whoever measures after forward is fooled.
+# After forward, two boundaries are left and the checkpoint looks perfect. Then backward asks for the last layer, and
+# everything comes back at once. **A checkpoint saves at the peak what is not in the segment that runs again.** Do not
+# measure after forward: it shows a saving that the peak does not have.
 
 # %%
 claims.show("C21", "C28", "C40", "C50")
@@ -503,8 +527,8 @@ claims.show("C21", "C28", "C40", "C50")
 # %% [markdown]
 # ## 6 · A real Transformer
 #
-# The chain of section 5 was made for the rule: a layer kept its input and no more. A layer that keeps more makes segments
-# dearer and leaves boundaries as they are. Where is the bottom of the U then?
+# Section 5's chain was made for the rule: a layer kept its input and no more. If a layer keeps more, a segment costs
+# more and a boundary costs the same. Where is the bottom of the U then?
 #
 # ### Exercise 4.6 · the best segment length
 #
@@ -538,10 +562,13 @@ def best_length(n, a, x):
 best_length = check("4.6", best_length)
 
 # %% [markdown]
-# How large is a, in boundaries, for layers that people train? Lesson 01's closed forms know:
-
+# How large is a, in boundaries, for layers that people train? The closed forms of lesson 01 tell you. The next two
+# cells compare no checkpoint, √n and your `best_length` for four models:
 
 # %%
+from gradmem_lib import accounting
+
+
 def a_and_x(shape, seq_len=1024, precision="bf16"):
     """Bytes that one block keeps, its input included, and bytes of its input."""
     block = accounting.block_activations(shape, 1, seq_len, precision=precision)
@@ -567,10 +594,12 @@ for shape in shapes:
 
 # %% [markdown]
 # A block keeps twenty to thirty times its input. √(n · x / a) is then close to 1, for 30 layers and for 96. **One
-# checkpoint a layer**, what every library does by default, is not a crude version of √n: for Transformers it is (nearly)
-# the optimum, and √n costs two to three times as much. The rule of √n belongs to chains of small layers.
+# checkpoint a layer**, which transformers uses by default, is not a crude version of √n. For Transformers it is
+# (nearly) the optimum, and √n needs two to three times as much. The rule of √n belongs to chains of layers that keep
+# little.
 #
-# Not to be taken on trust. SmolLM2's 30 blocks with real weights and text, frozen, and trained in their input:
+# Closed forms are not a measurement. So take SmolLM2's 30 blocks with real weights and text. The blocks are frozen, and
+# their input is trained.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -613,11 +642,12 @@ print("no checkpoint:", f"{smol_peak():>7} boundaries")
 guess_d.reveal(formula=round((30 * x / a) ** 0.5, 2), measured=min(found, key=found.get))
 
 # %% [markdown]
-# Frozen matrices need no inputs for their gradients, so a is smaller than in the table above, and pairs of layers are a
-# little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is really there: **measure a, do not
-# look it up.** That is what `every="best"` does, at the cost of two more forwards and a backward in its first step.
+# A frozen matrix does not need its input, because it gets no gradient. So a is smaller than in the table above, and
+# pairs of layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is really
+# there: **measure a, do not look it up.** `every="best"` does that. Its first step costs two more forwards and a
+# backward.
 #
-# A word on names. Transformers has an option `every_n_layers=k`. It sounds like segments of k. Is it?
+# Transformers has an option `every_n_layers=k`. It sounds like segments of k layers. The next two cells compare:
 
 # %%
 llama = models.tiny_llama(layers=32, hidden=64, heads=4, intermediate=172, vocab=256)
@@ -641,21 +671,25 @@ for k in (6, 1):
         print(f"segments of {k}:       {most_activations():>12,}")
 
 # %% [markdown]
-# It checkpoints one layer in six and *keeps the other five*: a dial between no checkpoint and one a layer, for those who have
-# bytes to spare. (Before transformers 5.23 the methods are called `gradient_checkpointing_enable` and `_disable`, and
-# there is no such option.)
+# It is not the same. `every_n_layers=6` checkpoints one layer in six and *keeps the other five*. It is a dial between
+# no checkpoint and one a layer, for those who have bytes to spare. (The option came with transformers 5.16, and so did
+# `offload=True`, which keeps the boundaries in the CPU's memory. Before 5.23 the methods are called
+# `gradient_checkpointing_enable` and `gradient_checkpointing_disable`.)
 #
 # ## 7 · Beyond √n: long segments first
 #
 # Look at your formula again: earlier boundaries, and one whole segment. The *first* segment runs again last, when all
-# other boundaries are gone. The last one meets them all. So why should they be equally long?
+# other boundaries are gone. The last segment runs again first, when all boundaries are still there. So why should the
+# two be equally long?
 #
-# Fix a limit P and fill it. The first segment may have P/a layers. The next finds one boundary more and must be x/a
-# layers shorter, and so on down to nothing. Lengths that fall in a straight line are a triangle of height P/a with P/x
-# segments. Its area is the number of layers: n = P² / (2 · a · x), so **P = √(2 · a · x · n)**. Equal segments need
-# 2 · √(a · x · n): the triangle is better by the factor √2, 29 % less.
+# Fix a limit P for the peak, and fill it. The first segment may have P/a layers. Each segment after it finds one
+# boundary more, and must be x/a layers shorter, until nothing is left. So the lengths fall in a straight line from P/a
+# to 0, over P/x segments. The sum of the lengths is the area of this triangle, and it is the number of layers: n = P² /
+# (2 · a · x). So **P = √(2 · a · x · n)**. Equal segments need 2 · √(a · x · n), which is √2 times as much: you save 29
+# %.
 #
-# `best_segments` finds the exact optimum, in whole layers:
+# `best_segments` finds the exact optimum in whole layers. The next cell prints the lengths for 64 layers, and compares
+# the peaks of equal and unequal segments:
 
 # %%
 lengths = best_segments(64, internal=4, boundary=1)  # internal: a without the input
@@ -670,8 +704,8 @@ for n in (16, 64, 256, 1024):
     print(f"{n:>5} layers {row}")
 
 # %% [markdown]
-# Here is how that looks. The stored boundaries climb as a staircase, and the triangles beside them get smaller. At its
-# best, every segment reaches the same height.
+# The ratio falls towards 1 / √2 ≈ 0.71 as the chain gets longer. In the next picture, the waiting boundaries climb like
+# a staircase, and the triangles beside them get smaller:
 
 # %%
 sixteen = models.chain(16, width=64, keeps=5)
@@ -680,12 +714,13 @@ with checkpoint_layers(sixteen, every=best_segments(16, 4, 1)) as handle:
 show_schedule(unequal, title=f"16 layers in segments of {handle.segments}")
 
 # %% [markdown]
-# One segment is *not* run again: the last one. Its backward begins at once, so dropping it would save nothing at the
-# peak and cost its forward. `checkpoint_layers` keeps it, unless you ask for equal segments of k, which textbooks run
-# again to the last.
+# The last segment is *not* run again. Its backward begins at once, so dropping it would save nothing at the peak and
+# cost its forward. `checkpoint_layers` keeps the last segment of a list. With an int k it runs all segments again, as
+# textbooks do.
 #
-# And if *two* extra forwards are allowed? Then a segment that runs again may have checkpoints of its own: lists in lists.
-# All of it measured, on 64 layers with a = 5 x:
+# And if *two* extra forwards are allowed? Then a segment that runs again may have checkpoints of its own: a list inside
+# the list. The next two cells measure all these ways on 64 layers with a = 5 x. They count how often a layer is called
+# beyond the 64 calls of a forward:
 
 # %%
 deep = models.chain(64, width=64, keeps=5)
@@ -706,16 +741,20 @@ for name, segments in ways.items():
     print(row + "▇" * round(peak / 10))
 
 # %% [markdown]
-# The same layers, from 329 boundaries down to 36 for one extra forward, and to 22 for two. (Nine boundaries in each line
-# are gradients on their way: a wide layer has wide ones.) With ever more levels the memory grows like log n only, and so
-# does the number of forwards. Few need that.
+# The same layers need 329 boundaries without checkpoints, 36 with the best segments, and 22 with two extra forwards.
+# Nine boundaries in each line are gradients on their way. The best segments are not quite free: they need 63 more calls
+# where equal ones need 60 or 56. The last segment is the only one that does not run again, and theirs is the shortest.
+#
+# With ever more levels of lists, memory grows only like log n. The number of forwards grows in the same way, so few
+# people go further.
 #
 # ### Exercise 4.7 · 64 layers on a card that the root of n exceeds
 #
 # ●●● · 10 minutes · trains: choosing segments of unequal length under a budget of bytes and of forward calls
 #
-# Write `train_step(layers, x)`: forward and backward of `layers(x).square().mean()`, returning the loss as a float, with
-# a peak of at most the bytes printed below. There are 64 layers with a = 5 x. Each may run forward **twice** at most.
+# Write `train_step(layers, x)`: forward and backward of `layers(x).square().mean()`, returning the loss as a float. Its
+# peak must be at most the bytes printed below. There are 64 layers with a = 5 x. Each may run forward **twice** at
+# most.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -735,7 +774,7 @@ for k in (1, 8, 4):
 # %% [markdown]
 # <details><summary>Hint 1: which lengths?</summary>
 #
-# Long first. `best_segments(n, internal, boundary)` gives them; `internal` is a without the input.
+# Long segments first. `best_segments(n, internal, boundary)` gives them. `internal` is a without the input.
 #
 # <details><summary>Hint 2: how to run them</summary>
 #
@@ -743,7 +782,7 @@ for k in (1, 8, 4):
 #
 # <details><summary>Hint 3: both</summary>
 #
-# `best_segments(64, internal=4, boundary=1)`, the ratio is all that matters.
+# `best_segments(64, internal=4, boundary=1)`. Only the ratio of the two matters.
 #
 # </details></details></details>
 
@@ -770,8 +809,9 @@ print(f"loss {loss:.3f}, peak {tracker.peak.total:,} of {card:,} bytes")
 # %% [markdown]
 # ## 8 · What it costs
 #
-# "One extra forward, 33 % more." The 33 % assume that backward costs two forwards: one for the gradients of the inputs,
-# one for those of the weights. With frozen weights (LoRA, a tuned prompt) the second half is not there.
+# You often read "one extra forward, 33 % more work". The 33 % assume that backward costs two forwards: one for the
+# gradients of the inputs, one for those of the weights. With frozen weights (LoRA, a tuned prompt) there is no second
+# one.
 
 # %%
 question = (
@@ -806,12 +846,13 @@ for name, every in {"1": 1, "4": 4, "8": 8, "one of 32": 32, "unequal": lengths}
 guess_e.reveal(formula=50, measured=round(more["one of 32"]))
 
 # %% [markdown]
-# Up to 33 % where all weights are trained, and up to 50 % where they are frozen. And *less* than that: PyTorch stops the
-# second run as soon as the last missing tensor is there, which spares the last product of each segment. One layer a
-# segment spares it in every layer. Your own `Checkpoint` does not know when to stop.
-
-# Between keeping all of a layer and dropping all of it there is a middle. **Selective** checkpointing keeps the results of
-# the matrix products, which cost much, and computes the cheap rest again: norms, activation functions, sums.
+# The extra work is up to 33 % where all weights are trained, and up to 50 % where they are frozen. With short segments
+# it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
+# of each segment. One layer a segment spares it in every layer. Your own `Checkpoint` runs to the end.
+#
+# There is a middle between keeping all of a layer and dropping all of it. **Selective** checkpointing keeps the results
+# of the matrix products, which cost much work. It computes the cheap rest again: norms, activation functions, sums.
+# PyTorch's own trainer for large models, torchtitan, does so by default.
 
 # %%
 from functools import partial
@@ -823,41 +864,39 @@ costly = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.defa
 keep_costly = partial(create_selective_checkpoint_contexts, costly)
 
 
-def llama_work():
+def llama_work(net):
     with FlopCounterMode(display=False) as counter:
-        llama(input_ids=tokens, labels=tokens).loss.backward()
-    llama.zero_grad()
+        net(input_ids=tokens, labels=tokens).loss.backward()
+    net.zero_grad()
     return counter.get_total_flops()
 
 
 # %%
-before = llama_work()
+before = llama_work(llama)
 for name, option in {"all of it": {}, "selective": {"context_fn": keep_costly}}.items():
     llama.activation_checkpointing_enable({"use_reentrant": False} | option)
-    kept, more_work = most_activations(), 100 * (llama_work() / before - 1)
+    kept, more_work = most_activations(), 100 * (llama_work(llama) / before - 1)
     print(f"{name:<11}{kept:>12,} bytes of activations, work {more_work:+.1f} %")
     llama.activation_checkpointing_disable()
 print(f"nothing    {most_activations():>12,}")
 
 # %% [markdown]
-# Four tenths of the bytes go for no matrix product at all. (The list names CPU kernels; on a card attention has other names.)
+# Four tenths of the bytes are freed, and no matrix product runs twice. The counter has a gap, though: `FlopCounterMode`
+# does not count the CPU's fused attention. That attention is kept here you know from the list, not from the 0.0 %. (The
+# list names CPU kernels. On a card attention has other names.)
+#
+# Work is not time. A second run also reads and writes memory again, and a card that waits for data anyway may hide it.
+# The last entry below quotes the times that `benchmarks/checkpointing.py` recorded on one machine. Measure on yours
+# before you quote a figure.
 
 # %%
-claims.show("C20", "C39", "C41")
-
-# %% [markdown]
-# Work is not time. A second run also reads and writes memory again, and a card that waits for data anyway may hide it. What
-# `benchmarks/checkpointing.py` recorded on one machine stands beside C15. Measure on yours before you quote a figure, that
-# one included.
-
-# %%
-claims.show("C15")
+claims.show("C20", "C39", "C41", "C15")
 
 # %% [markdown]
 # ## 9 · Where it does not help
 #
-# SmolLM2 again, and now fine-tune **all** of it, on 64 tokens. With 30 layers under checkpoints most activations go. How
-# much lower is the peak of forward and backward?
+# Take SmolLM2 again, and now fine-tune **all** of it, on 64 tokens. With 30 layers under checkpoints most activations
+# go. How much lower is the peak of forward and backward?
 
 # %%
 question = (
@@ -878,14 +917,13 @@ for every in (None, 1):
     print(f"{name:<14}{saved:>12,} of activations, peak {tracker.peak.total:>13,}")
     smol.zero_grad()
 handle.remove()
-
-# %%
 guess_f.reveal(measured=round(100 * (1 - full[1] / full[None])))
 
 # %% [markdown]
-# Nothing, and the activations fell to a fraction. While backward eats activations, gradients grow, 4 bytes a parameter; with
-# few tokens the *end* of backward is the highest point, and no activation is left there to save. The optimizer's step
-# keeps that height. In one picture, on a tiny Llama:
+# Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
+# bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
+# save. The optimizer's step keeps that height. The next picture shows it for a tiny Llama, in two pairs of steps: first
+# with 8 tokens, then with 256, each without and then with a checkpoint a layer.
 
 # %%
 small = models.tiny_llama(layers=12, hidden=64, heads=4, intermediate=172, vocab=256)
@@ -907,22 +945,24 @@ with MemoryTracker(small, optimizer, title="8 tokens, then 256: without, with") 
             update(batch)
 
 # %% [markdown]
-# Two pairs of steps, each without and then with a checkpoint a layer. The first pair has 8 tokens, and there is nothing
-# to see. The second has 256, and it is a different world. So ask where the peak is (`tracker.peak.phase`) before you
-# buy anything. Three more places where checkpoints buy little:
+# In the first pair there is nothing to see. In the second pair the checkpoints remove most of the activations, and the
+# peak falls with them. So ask where the peak is (`tracker.peak.phase`) before you choose a technique. In three more
+# places the rules above do not hold as they stand:
 #
 # - **Shallow networks.** The last segment is always there in full. With 4 layers that is a quarter of all.
-# - **Frozen layers below the first trained one.** They keep nothing anyway: no gradient goes there.
-# - **The loss of a small model with a large vocabulary.** SmolLM2's logits are 85 times as wide as a boundary (lesson 01).
-#   At that moment boundaries count and segments do not, so fewer, longer segments win, which nothing above told you.
+# - **Frozen layers below the first trained one.** They keep nothing anyway, because no gradient goes there.
+# - **The loss of a small model with a large vocabulary.** SmolLM2's logits are 85 times as wide as a boundary (lesson
+#   01). When the loss is computed all boundaries wait, and no segment is there in full. So fewer, longer segments win.
 #
-# The last two, measured:
+# The next cell measures the last two:
 
 # %%
 smol.requires_grad_(False)
-for every in (1, 5):
+for every in (1, "best", 5):
     with checkpoint_layers(smol, every):
-        print(f"SmolLM2 and its loss, every={every}: {smol_peak(loss=True):>6} boundaries")
+        smol_peak(loss=True)  # "best" measures the layers in its first step
+        peak = smol_peak(loss=True)
+    print(f"SmolLM2 and its loss, every={every!s:<4}: {peak:>6} boundaries")
 
 top = models.chain(16, width=64, keeps=5)
 top[14:].requires_grad_(True)  # the last two layers are trained, and the input is not
@@ -931,12 +971,35 @@ for every in (None, 1):
     print(f"2 trained layers of 16, every={every!s:<4}: {peak / boundary:>5.1f} boundaries")
 
 # %% [markdown]
-# With its loss, SmolLM2 prefers segments of five to single layers: the opposite of section 6. And of the 16 layers only the
-# two that are trained ever kept anything.
+# With its loss, SmolLM2 prefers segments of five, the opposite of section 6. `"best"` looks only at the layers. It is
+# never above one a layer, but it is not the lowest here. And of the 16 layers only the two trained ones ever kept much.
+#
+# Frozen layers can even become expensive. transformers' `activation_checkpointing_enable` makes the *input* require a
+# gradient, so that no checkpoint falls into the trap of section 3. Backward then goes through the frozen layers as
+# well. The next cell counts the work of a tiny Llama that trains the last 4 of its 32 layers:
+
+# %%
+tuned = models.tiny_llama(layers=32, hidden=64, heads=4, intermediate=172, vocab=256)
+tuned.requires_grad_(False)
+tuned.model.layers[28:].requires_grad_(True)
+before = llama_work(tuned)
+tuned.activation_checkpointing_enable()
+print(f"checkpoints on:                {llama_work(tuned) / before:.2f} times the work")
+tuned.activation_checkpointing_disable()
+print(f"off again:                     {llama_work(tuned) / before:.2f}")
+tuned.disable_input_require_grads()
+print(f"no gradient for the input:     {llama_work(tuned) / before:.2f}")
+with checkpoint_layers(tuned.model.layers[28:], every=1):
+    print(f"only the last 4 checkpointed:  {llama_work(tuned) / before:.2f}")
+
+# %% [markdown]
+# The input's gradient costs far more than the checkpoints, and it stays when they are switched off. If the first layers
+# are frozen, call `disable_input_require_grads()`, or give `checkpoint_layers` only the trained layers.
 #
 # ## 10 · Is it still the same training?
 #
-# Running a layer twice must be invisible. The gradient is the same to the last bit, for every schedule:
+# A layer that runs twice must not change the training. The next cell shows that the gradient is the same to the last
+# bit, for every schedule:
 
 # %%
 net = with_dropout(12)
@@ -951,9 +1014,9 @@ for every in ("sqrt", "best", 1, 5, [6, 3, 2, 1], [[4, 2], [2, 1], 2, 1]):
     print(f"{every!s:<26} the same to the bit: {torch.equal(found, right)}")
 
 # %% [markdown]
-# Five things that are *not* invisible, and what to do:
+# Five things do need your attention:
 #
-# **Batch norm** updates its running statistics whenever it runs in training mode, so twice. The gradient is right; the
+# **Batch norm** updates its running statistics whenever it runs in training mode, so twice. The gradient is right. The
 # statistics move further than they should, as if the momentum were larger.
 
 # %%
@@ -965,8 +1028,8 @@ for use in (False, True):
     print(f"checkpoint: {use!s:<6} batches that it has counted: {norm.num_batches_tracked}")
 
 # %% [markdown]
-# **Autocast.** Backward runs outside your `with torch.autocast`. PyTorch's checkpoint switches it on again for the second
-# run. Yours does not, and there the layers suddenly compute in another precision:
+# **Autocast.** Backward runs outside your `with torch.autocast`. PyTorch's checkpoint switches autocast on again for
+# the second run. Yours does not, so its layers suddenly compute in another precision:
 
 
 # %%
@@ -984,8 +1047,9 @@ print("yours:    ", in_bf16(SafeCheckpoint.apply))
 print("PyTorch's:", in_bf16(lambda layer, x: checkpoint(layer, x, use_reentrant=False)))
 
 # %% [markdown]
-# **A second run that differs.** Code that counts its calls, reads a clock or drops tokens by chance outside torch's random
-# numbers. PyTorch compares the *shapes and dtypes* of what the second run saves with the first. It does not compare values.
+# **A second run that differs.** Some code counts its calls, reads a clock, or drops tokens by random numbers that are
+# not torch's. PyTorch compares the *shapes and dtypes* of what the second run saves with those of the first. It does
+# not compare values.
 
 
 # %%
@@ -1009,11 +1073,12 @@ for by_shape in (True, False):
         print("other shapes: CheckpointError")
 
 # %% [markdown]
-# **Keyword arguments.** A Hugging Face layer takes its mask and positions by name. Reentrant checkpoints take no names, so
-# older code wraps the layer in a `functools.partial`; the other kind, and `checkpoint_layers`, pass them on.
+# **Keyword arguments.** A Hugging Face layer takes its mask and positions by name. Reentrant checkpoints take no names,
+# so older code wraps the layer in a `functools.partial`. The other kind, and `checkpoint_layers`, pass names on.
 #
-# **What layers share.** All layers of a model are handed the *same* mask and the same rotary tables. Those wait for the
-# second run as well; they must be counted once, not once a layer. With eager attention the mask is a square:
+# **What layers share.** All layers of a model receive the *same* mask and the same tables of position angles (rotary
+# embeddings). These wait for the second run as well, and must be counted once, not once a layer. With eager attention
+# the mask is a square:
 
 # %%
 eager = models.tiny_llama(layers=16, hidden=64, heads=4, vocab=256, attention="eager")
@@ -1029,7 +1094,7 @@ for every in (None, 1, 4):
         handle.remove()
 
 # %% [markdown]
-# The mask has as many bytes as a boundary here. Were it kept for each layer, the last line could not be so small.
+# The mask has as many bytes as a boundary here. If it were kept for each layer, the last line could not be so small.
 
 # %%
 claims.show("C30")
@@ -1037,12 +1102,14 @@ claims.show("C30")
 # %% [markdown]
 # ## 11 · What you can now do
 #
-# - **A checkpoint keeps a boundary** and runs its segment again: same dice, same precision, same gradient to the bit.
-# - **The peak is earlier boundaries and one whole segment.** After forward proves nothing; the whole model in one saves nothing.
-# - **k = √(n · x / a).** √n is right where a ≈ x. Transformers have a ≈ 20 x or more: one a layer, or two.
-# - **Long segments first**: √(2·a·x·n) instead of 2·√(a·x·n), for the same work.
+# - **A checkpoint keeps a boundary** and runs its segment again: same random numbers, same precision, same gradient to
+#   the bit.
+# - **The peak is earlier boundaries and one whole segment.** One checkpoint around the whole model saves nothing.
+# - **k = √(n · x / a).** √n is right where a ≈ x. Transformers have a ≈ 20 x or more: one layer a segment, or two.
+# - **Long segments first**: √(2·a·x·n) instead of 2·√(a·x·n), for the same one extra forward.
 # - **One extra forward** at most: up to 33 % more work with trained weights, up to 50 % with frozen ones, often less.
 # - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
 #
-# `with checkpoint_layers(model, every="best"):` does it for the models that you use. Lesson 05 puts the techniques of all
-# lessons together, and asks which of them your card needs.
+# `with checkpoint_layers(model, every="best"):` measures a and x for you, and never peaks higher than one checkpoint a
+# layer. If the vocabulary is large, try a few longer segments as well, as in section 9. Lesson 05 puts the techniques
+# of all lessons together, and asks which of them your card needs.

@@ -15,13 +15,13 @@
 #
 # *60 to 75 minutes, of which your machine computes some twelve. You need: lessons 01, 03 and 04.*
 #
-# One task, one card that is too small for it, and everything that you have built so far. You will bring a real
+# You have one task, one card that is too small for it, and everything that you have built so far. You will bring a real
 # fine-tuning run of Hugging Face's `Trainer` under a quarter of its memory, one technique at a time, and see what each
-# of them is worth. Some are worth nothing, here. After this lesson you can
+# of them is worth. Some are worth nothing here. After this lesson you can
 #
 # - read from a breakdown which technique comes next, and which will do nothing;
 # - say for each what it costs: in time, in exactness, in what is trained;
-# - tell the switches of `transformers` that do something from those that are swallowed;
+# - tell the switches of `transformers` that do something from those that are ignored;
 # - say before you rent a card what a 7B needs on it, and write the recipe that fits.
 
 # %%
@@ -55,8 +55,8 @@ from gradmem_lib import (
 # %% [markdown]
 # ## 1 · The task
 #
-# SmolLM2-135M writes English. It is to write *Python's language reference*: rows of 128 tokens, 8 rows an update, and 8
-# rows of topics that it never trains on.
+# SmolLM2-135M writes English. You will train it to write *Python's language reference*. Rows have 128 tokens, and an
+# update sees 8 rows. Another 8 rows come from topics that the model never trains on.
 
 # %%
 model, tokenizer = models.smollm2()
@@ -66,7 +66,7 @@ train_rows = list(training)
 print(tokenizer.decode(train_rows[0]["input_ids"][:60]))
 
 # %% [markdown]
-# How it goes on with a sentence now. Keep yours in mind for later:
+# First, let the untrained model continue a sentence. You will compare it later. (You may use a prompt of your own.)
 
 
 # %% tags=["nbval-ignore-output"]
@@ -90,16 +90,17 @@ STEPS = {"full": 20, "ci": 2}[SIZE]
 # %% [markdown]
 # ## 2 · The card
 #
-# Plain AdamW, float32, the batch in one piece: the naive run. What will a step need? You can do most of this sum
-# since lesson 01: weights, gradients, two states, each 4 bytes, for 134,515,008 parameters. And the activations?
+# The **naive run** is plain AdamW in float32, with the batch in one piece. What will a step need? You can do most of
+# this sum since lesson 01: weights, gradients and two states, each 4 bytes, for 134,515,008 parameters. And the
+# activations?
 
 # %%
 question = "SmolLM2, AdamW, float32, 8 × 128 tokens at once: the peak of a step?"
 guess_a = predict_first("5.a", question)
 
 # %% [markdown]
-# Your card has **0.8 GiB**. `make_trainer` puts a `Recipe`, which holds every decision about memory, on a `Trainer`;
-# the budget is the one that you know from the tracker.
+# Your card has **0.8 GiB**. A `Recipe` holds every decision about memory, and `make_trainer` makes a `Trainer` that
+# follows it. The budget is the one that you know from the tracker.
 
 # %%
 BUDGET = "0.8 GiB"
@@ -119,8 +120,8 @@ except BudgetExceeded as error:
     print(error)
 
 # %% [markdown]
-# Not even the first forward fits. The trainer stopped, and the model is as it was, so you can ask how well it does on
-# the rows that it will never see. (A loss in nats per token.)
+# Not even the first forward fits. The trainer stopped and the model is as it was. So you can ask how well the model
+# does on the rows that it will never see. (The loss is in nats per token.)
 
 # %% tags=["nbval-ignore-output"]
 loss_before = trainer.evaluate(held_out)["eval_loss"]
@@ -130,8 +131,8 @@ del model, trainer
 # %% [markdown]
 # ## 3 · Where the bytes are
 #
-# Your laptop is larger than that card, so measure the naive run without a budget. Two helpers first. A callback takes
-# the time of a step:
+# Your laptop is larger than that card, so measure the naive run without a budget. First come three helpers. This
+# callback takes the time of a step:
 
 
 # %%
@@ -146,8 +147,8 @@ class Clock(TrainerCallback):
 
 
 # %% [markdown]
-# To know the bytes of a step, one step is enough, if AdamW has its states already. Another callback makes them, by a
-# step on gradients of zero, which moves nothing:
+# To know the bytes of a step, one step is enough, if AdamW has its states already. This callback makes them by a step
+# on gradients of zero, which changes no weight:
 
 
 # %%
@@ -161,7 +162,7 @@ class States(TrainerCallback):
 
 
 # %% [markdown]
-# And `train` loads SmolLM2 anew, trains it by a recipe, and returns the trainer with the seconds of its last step.
+# `train` loads SmolLM2 again, trains it by a recipe, and returns the trainer with the seconds of its last step.
 
 
 # %%
@@ -180,8 +181,8 @@ def train(recipe, rows, steps, **more):
 
 
 # %% [markdown]
-# `trainer.memory` is a `MemoryCallback`, which any `Trainer` takes. Its `by_step` has the peak of each step, here that
-# of the last one, to be put beside what `predict` says without running anything:
+# `trainer.memory` is a `MemoryCallback`, which any `Trainer` takes. Its `by_step` has the peak of each step. The next
+# cells put the last step's peak beside what `predict` says without running anything:
 
 
 # %%
@@ -219,8 +220,8 @@ def bar(name, changes, run=None, aside=False, **more):
 
 
 # %% [markdown]
-# The naive run trains for all its steps, since its losses will be needed. It is the longest wait of the lesson, some
-# minutes: a good time for section 4's question.
+# The naive run trains for all its steps, because you will need its losses. It is the longest wait of the lesson, some
+# minutes. You can think about section 4's question meanwhile.
 
 # %%
 curve_rows = train_rows
@@ -248,13 +249,13 @@ guess_a.reveal(formula=predicted().total, measured=naive_peak.total)
 print(f"a quarter of it: {naive_peak.total // 4:,} bytes; the card: {chart.budget:,}")
 
 # %% [markdown]
-# Every part is predicted to the byte but the smallest. `predict` feeds one tensor as inputs and as labels; a
-# `DataLoader` makes two, and has one micro-batch more in its hand. Those are the kilobytes of "other" in every run
-# below. (The 4 or 8 bytes of activations are losses that `Trainer` keeps for its log.)
+# Almost every part is predicted to the byte. The smallest one, "other", is some kilobytes off: `predict` feeds one
+# tensor as inputs and as labels, while a `DataLoader` makes two and prefetches one more micro-batch. You will see these
+# kilobytes in every run below. (The 4 or 8 bytes of activations are losses that `Trainer` keeps for its log.)
 #
 # ## 4 · Which first?
 #
-# More than half of the peak is activations and the logits' temporaries; you know two techniques that shrink those,
+# More than half of the peak is activations and the logits' temporaries. You know two techniques that shrink those:
 # accumulation and checkpointing. **Decide from the breakdown, before you read on:** which of them would you take first?
 # Will you need both? Will both be enough?
 
@@ -263,7 +264,8 @@ question = "Cut into 8 micro-batches of one row, how many per cent lower is the 
 guess_b = predict_first("5.b", question, unit="percent")
 
 # %% [markdown]
-# Cut into 8, that half should be next to nothing. But lesson 03 knew something else. All four ways, predicted:
+# If the batch is cut into 8, that half should almost vanish. But lesson 03 showed something else. Here are all four
+# ways, predicted:
 
 # %%
 cut, rerun = {"accumulation": 8}, {"checkpointing": "per-layer"}
@@ -274,27 +276,27 @@ for name, changes in orders.items():
     print(f"{name:<12}{peak.total:>14,}  MiB:", ", ".join(row))
 
 # %% [markdown]
-# The naive peak is the *beginning* of backward, where no gradient exists. Accumulation keeps the gradients of the
-# micro-batches before, 513 MiB of them; checkpoints move the peak to the *end* of backward, where they are all there as
-# well. Checkpointing alone comes out lower than accumulation here, and both together no lower than accumulation alone.
-# The rest is what neither of them touches: weights, gradients, states.
+# The naive peak is at the *beginning* of backward, where no gradient exists. Accumulation keeps the gradients of the
+# earlier micro-batches, 513 MiB of them. Checkpoints move the peak to the *end* of backward, where all gradients are
+# there as well. So checkpointing alone comes out lower than accumulation here, and both together no lower than
+# accumulation alone. The rest is what neither of them changes: weights, gradients, states.
 #
-# Which is the better buy? Checkpointing costs up to a third more time, always. What accumulation costs depends on the
+# Which is the better buy? Checkpointing always costs up to a third more work. What accumulation costs depends on the
 # micro-batch: little where one row keeps the machine busy, a lot where rows are short, as here. But the card decides
-# first. This is what the planner makes of yours, with all weights trained:
+# first. The planner says what fits on yours, with all weights trained:
 
 # %%
 print(plan(config, card=BUDGET, seq_len=128, global_batch=8, target="cpu"))
 
 # %% [markdown]
-# Read it from the end. Float32 is out before any activation is counted; autocast too, which changes no weight and no
-# state; and bf16 with AdamW. (8-bit AdamW passes that sum and fails the prediction; section 9 measures it.) What is
-# left is an optimizer with next to no states, which you will meet there. With it *either* technique will do: one row at
-# a time without checkpoints; or all rows at once with checkpoints, and with the loss in chunks, since no checkpoint
-# shrinks the logits.
+# Read it from the end. Float32 is ruled out before any activation is counted. So is autocast, which changes neither
+# weights nor states, and so is bf16 with AdamW. (8-bit AdamW passes that sum and fails the prediction.) What is left is
+# an optimizer with almost no states, Adafactor. With it *either* technique is enough: one row at a time without
+# checkpoints, or all rows at once with checkpoints and with the loss in chunks, because no checkpoint shrinks the
+# logits.
 #
-# So which of the two comes first is a question for the part of the peak that they can move, *after* the rest fits.
-# About that part, the documents say:
+# So the question of which comes first concerns the part of the peak that the two can change, *after* the rest fits. The
+# documents say about that part:
 
 # %%
 claims.show("C57", "C58")
@@ -303,7 +305,7 @@ claims.show("C57", "C58")
 # ## 5 · Micro-batches
 #
 # `Trainer` has two names for your decision: `per_device_train_batch_size` and `gradient_accumulation_steps`. The global
-# batch is their product, times the number of GPUs, and nothing reminds you of it when you change one of the three.
+# batch is their product, times the number of GPUs. Nothing reminds you of that when you change one of the three.
 
 # %% [markdown]
 # ### Exercise 5.1 · the same batch on one card
@@ -312,7 +314,7 @@ claims.show("C57", "C58")
 #
 # Someone trained with these `TrainingArguments` on several GPUs. You have one card, which takes at most `fits` rows at
 # a time. Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card, as few
-# micro-batches as possible, all of the same size. Let an evaluation take its rows by the micro-batch too. All other
+# micro-batches as possible, all of the same size. An evaluation shall take its rows by the micro-batch too. All other
 # fields stay what they need to be: which of them count micro-batches?
 #
 # <details><summary>Hint 1: the global batch</summary>
@@ -321,7 +323,7 @@ claims.show("C57", "C58")
 #
 # <details><summary>Hint 2: when `fits` does not divide it</summary>
 #
-# 24 rows where 5 fit: 4 × 6. The largest size that fits and leaves no remainder.
+# For 24 rows where 5 fit, it is 4 × 6: the largest size that fits and leaves no remainder.
 #
 # <details><summary>Hint 3: the other fields</summary>
 #
@@ -362,7 +364,7 @@ guess_b.reveal(measured=round(100 * (1 - cut_peak.total / naive_peak.total)))
 # %% [markdown]
 # ### On the same curve?
 #
-# It must train the same thing. Step by step, the two loss curves:
+# Both runs must train the same thing. Here are the two loss curves, step by step:
 
 # %% tags=["nbval-ignore-output"]
 print("step    whole batch    8 × 1")
@@ -374,11 +376,11 @@ apart = max(abs(a - b) for a, b in zip(naive_losses, cut_losses, strict=True))
 print(f"{len(cut_losses)} steps, everywhere less than 0.005 apart: {apart < 0.005}")
 
 # %% [markdown]
-# Rounding alone is between them. `Trainer` divides by the tokens of the whole window, as you did in lesson 03.
+# They differ only by rounding. `Trainer` divides by the tokens of the whole window, as you did in lesson 03.
 #
 # ## 6 · Checkpointing
 #
-# Next, a checkpoint a layer on top of it: Trainer's `activation_checkpointing=True`. How much lower is the peak?
+# Next comes a checkpoint a layer on top of it: Trainer's `activation_checkpointing=True`. How much lower is the peak?
 
 # %%
 question = "A checkpoint on each of the 30 layers: how many MiB lower is the peak?"
@@ -395,16 +397,17 @@ measured_lower = cut_peak.total - checkpointed.total
 guess_c.reveal(formula=lower / 2**20, measured=round(measured_lower / 2**20, 1))
 
 # %% [markdown]
-# **It does not move.** Look where the peak is: *in backward*, activations next to nothing. It is the end of a backward,
-# with every gradient there, and every state. The temporaries are three tables of 49,152 × 576 numbers: the embedding is
-# the output layer as well, so its next gradient is two tables and their sum. No activation is left that a checkpoint
-# could save. The time of a second forward is paid all the same.
+# **It does not move.** The peak is at the end of backward, where activations are almost gone and all gradients and
+# states are there. The temporaries are three tables of 49,152 × 576 numbers. The embedding is the output layer as well,
+# so its next gradient is two tables and their sum. No activation is left that a checkpoint could save. You pay for the
+# second forward all the same.
 #
-# Still, keep it on, and remember this moment: you will take it away again when it matters.
+# Still, leave it on, and remember this moment: later you will switch it off, and it will matter.
 #
 # ### The switch and its names
 #
-# Since version 5.23 transformers calls it `activation_checkpointing`; the older name warns, and goes in version 6:
+# Since version 5.23 transformers calls it `activation_checkpointing`. The older name warns, and will be removed in
+# version 6:
 
 # %%
 fields = TrainingArguments.__dataclass_fields__
@@ -415,15 +418,16 @@ with warnings.catch_warnings(record=True) as caught:
 print(caught[0].message)
 
 # %% [markdown]
-# What a recipe becomes, in the words of `TrainingArguments`; `make_trainer` passes this on, and `plan` prints the same:
+# The next cell prints what a recipe becomes in the words of `TrainingArguments`. `make_trainer` passes this on, and
+# `plan` prints the same:
 
 # %%
 for name, value in arguments(Recipe(**cut | rerun), micro_batch=1).items():
     print(f"{name} = {value!r}")
 
 # %% [markdown]
-# In older code you will also meet `model.config.use_cache = False` beside it, and a warning when it is missing. A cache
-# keeps keys and values of tokens that were read, for generating. Training has no use for it. Does it cost anything?
+# Older code also sets `model.config.use_cache = False`, and a warning appears when that line is missing. A cache keeps
+# keys and values of earlier tokens, for generating. Training has no use for it. Does it cost anything?
 
 # %%
 claims.show("C43")
@@ -436,14 +440,13 @@ claims.show("C43")
 #
 # ●●○ · 6 minutes · trains: making sure that a switch has switched something
 #
-# `model` is a small Llama as `from_pretrained` leaves one. Write `switch_on(model)`: afterwards a training step on it
-# must stay under **5 MiB**, where it takes 10.0 MiB now, with every gradient what it was. (The check takes two steps:
-# on token ids, and on vectors given as `inputs_embeds`, as models of pictures and soft prompts do.)
+# `model` is a small Llama as `from_pretrained` leaves it. Write `switch_on(model)`: afterwards a training step on the
+# model must stay under **5 MiB**, where it takes 10.0 MiB now, and every gradient must be what it was. (The check takes
+# two steps: on token ids, and on vectors given as `inputs_embeds`, as models of pictures and soft prompts do.)
 #
 # <details><summary>Hint 1: the switch</summary>
 #
-# `model.activation_checkpointing_enable()`; its old name, `gradient_checkpointing_enable`, goes on working until
-# version 6.
+# `model.activation_checkpointing_enable()`. Its old name, `gradient_checkpointing_enable`, works until version 6.
 #
 # <details><summary>Hint 2: nothing has changed</summary>
 #
@@ -470,8 +473,8 @@ switch_on = check("5.2", switch_on)
 # %% [markdown]
 # ## 7 · The loss stays right
 #
-# Two things change with the micro-batch that are not supposed to. The first is what counts as a *step*: schedules and
-# warm-ups count updates, and so do `max_steps`, `warmup_steps` and `logging_steps`. In a loop of your own, you do.
+# Two things must not change with the micro-batch. The first is what counts as a *step*. Schedules and warm-ups count
+# updates, and so do `max_steps`, `warmup_steps` and `logging_steps`. In a loop of your own, you have to count them.
 
 # %% [markdown]
 # ### Exercise 5.3 · a schedule in optimizer steps
@@ -479,7 +482,7 @@ switch_on = check("5.2", switch_on)
 # ●●○ · 8 minutes · trains: counting updates, not micro-batches, in a loop that accumulates
 #
 # Write one epoch with a learning rate that climbs from 0 during the first part `warmup` of the updates (0.25: a
-# quarter), then falls in a line to 0. `micro_batches` is a list; `accumulate(some)` runs forward and backward on a list
+# quarter), then falls in a line to 0. `micro_batches` is a list. `accumulate(some)` runs forward and backward on a list
 # of them. Every `window` of them make one update, and what is left makes a last one.
 #
 # <details><summary>Hint 1: how long is the schedule?</summary>
@@ -489,7 +492,7 @@ switch_on = check("5.2", switch_on)
 #
 # <details><summary>Hint 2: the order</summary>
 #
-# The schedule has set the first learning rate when it is made. So: accumulate, optimizer, schedule, zero.
+# The schedule sets the first learning rate when it is made. So the order is: accumulate, optimizer, schedule, zero.
 #
 # </details></details>
 
@@ -513,7 +516,7 @@ def train_epoch(optimizer, micro_batches, window, warmup, accumulate):
 train_epoch = check("5.3", train_epoch)
 
 # %% [markdown]
-# The second is the loss, in the log and in what is trained.
+# The second thing is the loss, in the log and in what is trained.
 
 # %% [markdown]
 # ### Exercise 5.4 · the loss in the log
@@ -522,12 +525,12 @@ train_epoch = check("5.3", train_epoch)
 #
 # `window` is a list of micro-batches, dicts for the model, and `model(**micro).loss` is a micro-batch's *mean*. Write
 # `train_and_log(model, window)`: leave in `.grad` the gradient of the mean loss over all predicted tokens of the
-# window, and return that mean for the log. Under a budget of **1.4 MB**: one micro-batch's logits at a time.
+# window, and return that mean for the log. The budget of **1.4 MB** allows one micro-batch's logits at a time.
 #
 # <details><summary>Hint 1: shares</summary>
 #
-# `count_targets(micro["labels"])` tokens of `sum` over the window: what part of the window's mean is this micro-batch's
-# mean?
+# A micro-batch predicts `count_targets(micro["labels"])` tokens, and the window predicts the sum of these numbers. What
+# part of the window's mean is this micro-batch's mean?
 #
 # <details><summary>Hint 2: the log</summary>
 #
@@ -554,8 +557,8 @@ train_and_log = check("5.4", train_and_log)
 
 # %% [markdown]
 # And if the model does not cooperate? You met the trap in lesson 03: transformers' classifiers take the number of items
-# and ignore it, and `Trainer` relies on it. Four examples, one update, in 4 accumulation steps against one batch; first
-# a plain `Trainer`, then `make_trainer`:
+# and ignore it, and `Trainer` relies on it. The next cells compare 4 accumulation steps with one batch, for one update
+# on four examples. A plain `Trainer` comes first, then `make_trainer`:
 
 # %%
 from gradmem_lib.course import trainer_logs, trainer_setting
@@ -581,13 +584,12 @@ for kind in ("LlamaForCausalLM", *classifiers):
         print(f"make_trainer × {ours[1][name] / ours[0][name]:.3f}")
 
 # %% [markdown]
-# The trainer of this course does not ask whether a model divides. It takes the mean that the model returns, and weighs
-# it by the micro-batch's share of the labels. With a plain `Trainer`, `model.accepts_loss_kwargs = False` is the way
-# out.
+# The trainer of this course does not ask whether a model divides. It takes the mean that the model returns, and weights
+# it by the micro-batch's share of the labels. With a plain `Trainer`, set `model.accepts_loss_kwargs = False`.
 #
 # ## 8 · Precision
 #
-# "Turn on `bf16=True`, it halves the memory." One flag, and every tutorial has it. Halves what?
+# "Turn on `bf16=True`, it halves the memory." Every tutorial has this flag. What does it halve?
 
 # %%
 question = "bf16=True on top of this run: how many per cent lower is the peak?"
@@ -604,8 +606,8 @@ claims.show("C11")
 # The flag is *autocast*: matrices are multiplied in bf16, and weights, gradients and states stay in float32. Where
 # activations are the peak it helps. Here the peak moved into forward, where autocast keeps a bf16 copy of every weight.
 #
-# `fp16=True` is the same with float16, and needs a card. And without one? This is `MemoryCallback` in a plain
-# `Trainer`:
+# `fp16=True` is the same with float16, and needs a card. What does it do without one? The next cells put
+# `MemoryCallback` into a plain `Trainer`:
 
 # %%
 ids = torch.randint(0, 8192, (32, 64), generator=torch.Generator().manual_seed(0))
@@ -632,10 +634,10 @@ for dtype in (torch.float32, torch.bfloat16):
         print(row.replace("torch.", ""), f"peak {memory.by_step[2].total:>11,}")
 
 # %% [markdown]
-# Two traps in six lines. **On the CPU `fp16=True` does nothing**, and says nothing. And the last three lines are all
-# alike: transformers loads a checkpoint in the dtype that it was saved in, which is bf16 for most. Then the *weights*
-# are in bf16, and so are AdamW's states, whatever the flag says. Less memory, indeed, and an update much smaller than
-# 1/256 of its weight is rounded away.
+# These six lines show two traps. **On the CPU `fp16=True` does nothing**, and says nothing. And the last three lines
+# are equal, because transformers loads a checkpoint in the dtype in which it was saved, which is bf16 for most. Then
+# the *weights* are in bf16, and so are AdamW's states, whatever the flag says. That is less memory, but an update much
+# smaller than 1/256 of its weight is rounded away.
 
 # %% [markdown]
 # ### Exercise 5.5 · a checkpoint in bf16, states in float32
@@ -643,12 +645,13 @@ for dtype in (torch.float32, torch.bfloat16):
 # ●●○ · 6 minutes · trains: knowing where autocast ends and a model's own dtype begins
 #
 # `model` comes from a checkpoint in bf16, as most do today. Write `train_mixed(model, batches, lr)`: one AdamW update
-# for each batch, on this very model. Matrices are to be multiplied in bf16; weights, gradients and AdamW's states are
+# for each batch, on this very model. Matrices are to be multiplied in bf16. Weights, gradients and AdamW's states are
 # to be float32. The learning rate is 1e-5: in bf16, about six weights in seven of this model would not move at all.
 #
 # <details><summary>Hint 1: what does autocast cast?</summary>
 #
-# The inputs of some operations, while they run. Never the weights that it finds, and never what the optimizer makes.
+# It casts the inputs of some operations, while they run. It never casts the weights themselves, nor what the optimizer
+# makes.
 #
 # <details><summary>Hint 2: when?</summary>
 #
@@ -677,9 +680,9 @@ def train_mixed(model, batches, lr):
 train_mixed = check("5.5", train_mixed)
 
 # %% [markdown]
-# What halves everything is to load the model in bf16 and train it so, weights, gradients and states. You know the
-# price. Frozen weights will not pay it, since nothing updates them; adapters, a few sections on, start near zero and pay
-# little.
+# To halve everything, load the model in bf16 and train it so: weights, gradients and states. You know the price,
+# rounded updates. Frozen weights do not pay it, because nothing updates them. Section 10 adds adapters, which start near zero and
+# pay little.
 
 # %%
 recipe = cut | rerun | {"precision": "bf16"}
@@ -688,8 +691,12 @@ bar("+ all in bf16", recipe)
 # %% [markdown]
 # ## 9 · The optimizer
 #
-# The longest part of the bar is AdamW's states. Two ways to have less of them: one byte a number instead of two (8-bit
-# AdamW), or row and column sums instead of the second moment, and no first one (Adafactor). Guess who wins.
+# The longest part of the bar is AdamW's states. There are two ways to have less of them:
+#
+# - **8-bit AdamW** keeps the same two moments in one byte a number, with a scale for each block of numbers.
+# - **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment.
+#
+# Guess which of them has the lower peak.
 
 # %%
 question = "Adafactor's states for 134,515,008 parameters: how many bytes?"
@@ -706,10 +713,10 @@ bar("or: Adafactor", recipe | {"optimizer": "adafactor"}, aside=True)
 guess_e.reveal(measured=chart.bars[-1].by_category["optimizer"])
 
 # %% [markdown]
-# States of one and a half MiB, and the higher peak of the two. It is *in the optimizer's step* now: transformers'
-# Adafactor makes float32 copies of a tensor while it updates it, and the largest tensor, the embedding, is a fifth of
-# this model. The algorithm does not ask for that. PyTorch has an Adafactor, too, which makes do with one copy in the
-# weights' own dtype:
+# Adafactor's states are one and a half MiB, and its peak is the higher of the two. It is *in the optimizer's step* now:
+# transformers' Adafactor makes float32 copies of a tensor while it updates it, and the largest tensor, the embedding,
+# is a fifth of this model. The algorithm does not need these copies. PyTorch has an Adafactor too. It makes one copy,
+# in the weights' own dtype:
 
 # %%
 every_weight = cut | {"precision": "bf16", "optimizer": "adafactor-torch"}
@@ -721,25 +728,35 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 del full
 
 # %% [markdown]
-# **It fits**, with every weight trained, for all the steps. (In bf16 a large weight does not move in every one of
-# them. Checkpoints were left out: they cost time, and would lower this peak by less than one MiB.) Same name, same
-# paper, other bytes: an optimizer is what its step does, and the breakdown knows; a rule of thumb does not. What it has
-# learned you will see in section 12.
+# **It fits**, with every weight trained, for all the steps. (In bf16 a large weight does not move in each of them.
+# Checkpoints were left out: they cost time, and would lower this peak by less than one MiB.) The two optimizers have
+# the same name and come from the same paper, and they need different bytes. To know an optimizer's memory, look at what
+# its step does.
 #
-# `optim="adafactor"` is transformers' own. Torch's has no name in `TrainingArguments`: `make_trainer` knows it, and for
-# a plain `Trainer` it goes into `optimizer_cls_and_kwargs`. Two of its defaults are not for this. Its learning rate is
-# relative to the typical size of a tensor's weights, and 0.01 is for training from nothing; 0.001 is what T5 was
-# fine-tuned with. And its `eps` is the gap after 1 in the weights' dtype: in bf16 1/128,
-# above nearly every gradient, and then nothing is normalized. A recipe sets it to `1e-16`.
+# `optim="adafactor"` is transformers' own. Torch's has no name in `TrainingArguments`. `make_trainer` knows it, and a
+# plain `Trainer` takes it through `optimizer_cls_and_kwargs`. Two of its defaults do not suit fine-tuning:
 #
-# As long as all gradients wait for the optimizer, there is not much below: in bf16, weights and gradients alone are 513
-# MiB. (An optimizer that steps *during* backward, and frees each gradient at once, goes lower still. Then accumulation
-# is impossible, and `Trainer` cannot do it; section 14 comes back to it.)
+# - Its learning rate is relative to the typical size of a tensor's weights, and the default 0.01 is for training from
+#   nothing. T5 was fine-tuned with 0.001.
+# - By default `eps` is the dtype's machine epsilon. In bf16 that is 1/128, larger than almost every gradient, and then
+#   nothing is normalized. A recipe sets it to `1e-16`.
+#
+# As long as all gradients wait for the optimizer, little can be saved below this. In bf16, weights and gradients alone
+# are 513 MiB. An optimizer that steps *during* backward and frees each gradient at once goes lower still. Then
+# accumulation is impossible.
 #
 # ## 10 · LoRA
 #
-# So train fewer weights: freeze the model, and add two thin matrices of rank 16 to each linear layer. What is frozen
-# needs no gradient and no state. On top of the bar with 8-bit AdamW:
+# The next idea is to train fewer weights. LoRA (low-rank adaptation) freezes the matrix W of a linear layer and adds
+# two thin ones, **A** and **B**:
+#
+# $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
+#
+# A maps the input to r numbers, and B maps these to the output. r is the **rank**, and the number **alpha** sets how
+# much the addition counts (`LoRALinear` takes 2 r unless you say otherwise). A starts random and B starts at zero, so
+# the model begins as it was. Only A and B are trained: what is frozen needs no gradient and no state.
+#
+# The next bar adds LoRA of rank 16 on each linear layer to the bar with 8-bit AdamW:
 
 # %%
 question = "LoRA of rank 16 on every linear layer: the peak in bytes?"
@@ -754,16 +771,16 @@ lora = chart.bars[-1]
 guess_f.reveal(formula=predicted(**recipe).total, measured=lora.total)
 
 # %% [markdown]
-# **Less than half of the card.** Gradients and states are twenty MiB together, and look what has come back: activations
-# and logits. Beside frozen weights they are the peak now. So take the checkpoints away, and see whether they are still
-# worth nothing:
+# **It is less than half of the card.** Gradients and states are twenty MiB together. Activations and logits have come
+# back: beside frozen weights they are the peak now. So switch the checkpoints off, and see whether they are still worth
+# nothing:
 
 # %%
 bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
 
 # %% [markdown]
-# The same switch that moved nothing in section 6. A technique is not good or bad; it works on a part, and the part is
-# at the peak or it is not.
+# The switch that moved nothing in section 6 moves the peak here. A technique works on one part, and that part is at the
+# peak or it is not.
 
 # %% [markdown]
 # ### Exercise 5.6 · adapters with something to train
@@ -772,7 +789,7 @@ bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
 #
 # Write `add_adapters(model, names, rank, lr)`: freeze the model, replace each layer called by one of `names` (such as
 # `"q_proj"`) by `LoRALinear(layer, rank)`, and return an AdamW for all that is trained. Two steps of it must stay under
-# **4.5 MiB**; with every weight trained they take 7.3 MiB.
+# **4.5 MiB**. With every weight trained they take 7.3 MiB.
 #
 # <details><summary>Hint 1: a layer's place</summary>
 #
@@ -785,7 +802,7 @@ bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
 #
 # <details><summary>Hint 3: the order</summary>
 #
-# Freeze, add, and then look which parameters `require_grad`.
+# Freeze, add, and then look which parameters have `requires_grad`.
 #
 # </details></details></details>
 
@@ -809,17 +826,17 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 11 · The loss in chunks, and room to spend
 #
-# The yellow part of the bar is two tables of gradients of the logits, 49,152 float32 numbers a token each; a third such
-# table, which the loss saved, is in the orange. `chunked_loss` never has more than 128 tokens' worth of them.
+# The temporaries of the bar are two tables of gradients of the logits, 49,152 float32 numbers a token each. A third
+# such table, which the loss saved, is among the activations. `chunked_loss` never has more than 128 tokens of them.
 
 # %%
 recipe |= {"chunked_loss": True}
 bar("+ loss in chunks", recipe)
 
 # %% [markdown]
-# One table less, and the other two are orange now: this loss makes its gradient in forward already. One row is a chunk
-# itself, so there is no more to win here. But now logits do not grow with the micro-batch. You have
-# more than half a card to spare, and unspent memory is time given away. What could be taken back?
+# There is one table less. The other two count as activations now, because this loss makes its gradient in forward
+# already. One row is one chunk, so there is no more to save here. But now logits do not grow with the micro-batch, and
+# more than half of the card is free. Unused memory can buy time. The next table predicts how many rows at a time fit:
 
 # %%
 print(f"{'rows at a time':<18}{'checkpointed':>14}{'not':>16}{'whole loss, not':>18}")
@@ -831,9 +848,9 @@ for pieces in (8, 2, 1):
 print("* within the budget")
 
 # %% [markdown]
-# Four rows at a time without a checkpoint: no layer runs twice, and there are two passes instead of eight. (Without
-# chunks four would not fit.) AdamW may have its plain states back, too; for adapters, 8 bits save next to nothing. This
-# recipe now trains for all its steps, **under the budget**:
+# Four rows at a time fit without a checkpoint, so no layer runs twice, and there are two passes instead of eight.
+# (Without chunks four rows would not fit.) AdamW may have its plain states back, too: for adapters, 8 bits save almost
+# nothing. This recipe now trains for all its steps, **under the budget**:
 
 # %%
 recipe |= {"accumulation": 2, "checkpointing": None, "optimizer": "adamw"}
@@ -850,13 +867,13 @@ final = train(
 bar("2 × 4, no checkpoints", recipe, run=final)
 
 # %% [markdown]
-# Less than a quarter of the naive peak, and on most machines the fastest bar as well: no layer runs twice, and frozen
-# weights need no gradients. Times are your machine's, with the tracker watching; on a card each technique has another
-# price.
+# The peak is less than a quarter of the naive one. On most machines it is also the fastest bar, because no layer runs
+# twice and frozen weights need no gradients. The times are your machine's, with the tracker watching. On a card each
+# technique has another price.
 #
 # ## 12 · Did it learn the same?
 #
-# A quarter of the memory is worth nothing if the model is worse. The rows that nobody trained on decide; but an
+# A quarter of the memory is worth nothing if the model is worse. The rows that nobody trained on decide that. But an
 # evaluation has to fit the card as well.
 
 # %% [markdown]
@@ -864,13 +881,14 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 #
 # ●●○ · 8 minutes · trains: what an evaluation holds, and what it must leave as it was
 #
-# Training fits; then comes the first evaluation, and the card is full. Write `held_out_loss(model, rows)`: the mean
+# Training fits. Then comes the first evaluation, and the card is full. Write `held_out_loss(model, rows)`: the mean
 # loss over all predicted tokens of 18 rows of unequal lengths, under **2.5 MiB**. The model is a small GPT-2 with
-# dropout in the midst of its training, its config as `from_pretrained` leaves it.
+# dropout in the middle of its training, and its config is as `from_pretrained` leaves it.
 #
 # <details><summary>Hint 1: what an evaluation needs to hold</summary>
 #
-# Weights, one layer at a time, and the logits of one piece. No graph, and nothing from layers that are through.
+# It needs the weights, one layer at a time, and the logits of one piece. It needs no graph, and nothing from earlier
+# layers.
 #
 # <details><summary>Hint 2: still too much</summary>
 #
@@ -918,17 +936,17 @@ for name, sentence in sentences.items():
     print(f"\n--- {name}\n{sentence}")
 
 # %% [markdown]
-# (Stored in this notebook: the runs of two updates, which change little. Yours made twenty.)
+# (This notebook is stored with runs of two updates, which change little. Yours made twenty.)
 #
-# After twenty, all three are clearly below the start. The differences between them say little: eight rows, and three
-# learning rates of which none was tuned. *Not worse* is what you may conclude. Why LoRA, then, if every weight can be
-# trained in as many bytes? Most of its bar is room that you chose to spend; it can do with half, and it is the faster
-# one.
+# After twenty updates, all three losses are clearly below the start. The differences between them say little: eight
+# rows, and three learning rates of which none was tuned. You may conclude *not worse*. Why LoRA, then, if every weight
+# can be trained in as many bytes? Most of LoRA's bar is room that you chose to spend. It needs only half of it, and it
+# is the faster one.
 #
 # ### Keep it
 #
-# Adapters can be written into the weights, and what remains is an ordinary model: no adapter, no course, anyone can
-# load it.
+# Adapters can be written into the weights. What remains is an ordinary model without adapters, which anyone can load
+# without this course.
 
 # %%
 import tempfile
@@ -951,8 +969,9 @@ del final, tuned, merged, loaded
 # %% [markdown]
 # ### Stop, and go on
 #
-# A run of hours will be interrupted. The notebook's stop button sends `KeyboardInterrupt`; the course's trainer then
-# finishes its step, saves, and stops. A tiny Llama, and a callback that presses the button in step 3 of 6:
+# A run of hours will be interrupted. The notebook's stop button sends `KeyboardInterrupt`. The course's trainer then
+# finishes its step, saves, and stops. The next cells train a tiny Llama with a callback that presses the button in step
+# 3 of 6:
 
 # %%
 import signal
@@ -988,10 +1007,10 @@ print(f"after step {step}, the same as without a stop, to the bit: {same}")
 
 # %% [markdown]
 # A checkpoint holds the weights, the optimizer's states, the schedule, the place in the data and, for dropout, the
-# random state; without one of the others, the last line would say so. To have one now and then:
+# random state. If one of them were missing, the last line would not say True. To save a checkpoint now and then, use
 # `save_strategy="steps", save_steps=100`.
 #
-# ## 13 · What is swallowed
+# ## 13 · What is ignored
 #
 # You cannot spell a flag wrong in `TrainingArguments` without an error. But some of what the documents advise is
 # accepted and does something else, or nothing:
@@ -1000,13 +1019,13 @@ print(f"after step {step}, the same as without a stop, to the bit: {same}")
 claims.show("C46", "C47", "C56")
 
 # %% [markdown]
-# The way to be sure is always the same: one step, and look. `MemoryCallback` puts `by_step` into any `Trainer`.
+# To be sure, always run one step and look. `MemoryCallback` puts `by_step` into any `Trainer`.
 #
 # ## 14 · The same for a 7B
 #
-# No card was at hand when this was written, and none is needed to say what a 7B wants: everything in this section is
-# **predicted**. Llama-2-7B, rows of 2,048 tokens, 8 of them an update. You have seen on a small model what each
-# technique works on, so begin with the answer: the recipe. The planner judges it.
+# No card was at hand when this was written. Everything in this section is **predicted**: Llama-2-7B, rows of 2,048
+# tokens, 8 of them an update. You have seen on a small model what each technique works on, so begin with the answer,
+# the recipe. The planner judges it.
 
 # %%
 from gradmem_lib import find_card
@@ -1062,8 +1081,8 @@ needs, spare = option.needs / 2**30, option.spare / 2**30
 print(f"needs {needs:.1f} GiB, and leaves {spare:.1f} of the card")
 
 # %% [markdown]
-# Now the long way, technique by technique. Beside the peak of live bytes stands what the run needs on a card, with the
-# driver's context and a rough share for the allocator.
+# Now the long way, technique by technique. Beside the peak of live bytes, the next tables show what the run needs on a
+# card, with the driver's context and a rough share for the allocator.
 
 # %%
 ladder = {
@@ -1098,20 +1117,21 @@ guess_g.reveal(measured=round(peak / 2**30, 1), what="predicted")
 claims.show("C12", "C54")
 
 # %% [markdown]
-# Accumulation cannot be it, in full fine-tuning: it *keeps* the gradients, and in bf16 weights and gradients are 25 GiB
-# before the first token. What fits either has few gradients (LoRA) or lets none wait (a step in backward). The prices:
+# In full fine-tuning accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are
+# 25 GiB before the first token. What fits has either few gradients (LoRA) or no waiting ones (a step in backward). The
+# prices:
 #
 # | technique | its price |
 # |---|---|
 # | accumulation | the gradients stay; time, where a micro-batch is too small for the card |
-# | checkpointing | up to a third more time, up to half more with frozen weights |
+# | checkpointing | up to a third more work, up to half more with frozen weights; measure the time |
 # | bf16 throughout | small updates are rounded away |
 # | 8-bit AdamW, Adafactor | approximate moments, or fewer of them; another learning rate |
 # | a step in backward | no accumulation, no clipping of the whole gradient |
 # | LoRA | a smaller space to learn in |
 # | a base in 4 bits | a rounded model, and time to write its weights out |
 #
-# Which cards would these do for? A star where it fits:
+# On which cards does each of them fit? The next table has a star where it does:
 
 # %%
 cards = ("RTX 3070 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090 24GB")
@@ -1127,9 +1147,9 @@ for name, option in on_card.items():
     print(row + "".join(f"{mark:>6}" for mark in fits))
 
 # %% [markdown]
-# The last line steps in backward, with torch's Adafactor; the 14.9 GB of C54 are the peak of *one* row. Does it matter
-# which Adafactor? Llama-3.1-8B has 128,256 words, and two tables of them, embedding and output, of 525 million numbers
-# each. Two rows at a time:
+# The last line steps in backward, with torch's Adafactor. The 14.9 GB of C54 are the peak of *one* row. Does it matter
+# which Adafactor you take? Llama-3.1-8B has 128,256 words, and two tables of them, embedding and output, of 525 million
+# numbers each. The next cell runs two rows at a time:
 
 # %%
 from gradmem_lib import known_model
@@ -1143,11 +1163,11 @@ for optimizer in ("adafactor", "adafactor-torch"):
     print(f"{optimizer:<16}peak {peak.total / 2**30:.1f} GiB, {most}, in {peak.phase}")
 
 # %% [markdown]
-# Float32 copies of one table are 7.8 GiB, one copy in bf16 is 1.0. With the second, every weight of the 8B can be
-# trained on 24 GB; with the first it cannot.
+# Float32 copies of one table are 7.8 GiB, and one copy in bf16 is 1.0. With the second, every weight of the 8B can be
+# trained on 24 GB. With the first it cannot.
 #
-# Back to the 7B. The two smaller cards are what 4 bits are for. A card of 16 GB takes LoRA with or without
-# them, and with them two thirds of it are left. What would the planner do with the room?
+# Back to the 7B. The two smaller cards need a base in 4 bits. A card of 16 GB takes LoRA with or without them, and with
+# them two thirds of it are left. What would the planner do with the room?
 
 # %%
 found = plan(
@@ -1160,7 +1180,7 @@ print("The next faster one does not fit:", found.next_faster)
 # Half of the layers keep their activations and need not run twice. That is the largest step up that fits.
 #
 # More claims of this kind have been made, for other models and larger cards. Before you look at a verdict, add up
-# weights, gradients and states in your head; that decides most of them.
+# weights, gradients and states in your head. That decides most of them.
 
 # %%
 claims.show("C23", "C25", "C51", "C53", "C55")
@@ -1170,8 +1190,8 @@ claims.show("C23", "C25", "C51", "C53", "C55")
 #
 # In 2022 the documentation of transformers fine-tuned BERT-large on a V100 in nine ways, and printed what the card's
 # own tool showed. No published table names all of its conditions. Can its figures be *predicted*, four years later and
-# without the card? Row by row, in MiB: what a step needs today, then one column for each thing that was different, and
-# what is left over.
+# without the card? The next table goes row by row, in MiB. It has what a step needs today, then one column for each
+# thing that was different, and what is left over.
 
 # %%
 from gradmem_lib.course import bert_large
@@ -1179,7 +1199,7 @@ from gradmem_lib.course import bert_large
 print(bert_large.table())
 
 # %% [markdown]
-# The sums come out within one per cent; the step's tensors alone are far off. Context and idle blocks are a good part
+# The sums come out within one per cent. The step's tensors alone are far off. Context and idle blocks are a good part
 # of what the tool shows, and the software of that year kept things that today's does not. Ask of any published figure:
 # which versions, and does it count tensors, the allocator, or the whole process?
 
@@ -1189,19 +1209,18 @@ claims.show("C13", "C14", "C24")
 # %% [markdown]
 # ## 16 · What you can now do
 #
-# - **Look where the peak is**, in which phase and of which category; then choose. Not the other way round.
-# - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
-#   LoRA, or a step in backward.
-# - **An optimizer is its states *and* its step.** Same name, other temporaries.
-# - **Accumulation** shrinks activations, costs little as long as a micro-batch keeps the card busy, and holds the
-#   gradients. **Checkpointing** shrinks activations,
-#   costs a forward, and is worth nothing where they are not the peak.
-# - **`bf16=True` is autocast.** What halves the memory is the dtype that the model was *loaded* in, states included.
-# - **The global batch, the schedule and the logged loss** must not change with the micro-batch. One update at 1 and at
-#   K tells.
+# - **Look where the peak is**, in which phase and of which category. Then choose.
+# - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: use bf16, fewer
+#   states, LoRA, or a step in backward.
+# - **An optimizer is its states *and* its step.** The same name can have other temporaries.
+# - **Accumulation** shrinks activations and keeps the gradients. It costs little as long as a micro-batch keeps the
+#   card busy. **Checkpointing** shrinks activations, costs a forward, and is worth nothing where they are not the peak.
+# - **`bf16=True` is autocast.** What halves the memory is the dtype in which the model was *loaded*, states included.
+# - **The global batch, the schedule and the logged loss** must not change with the micro-batch. Compare one update at 1
+#   and at K steps.
 # - **Spend what is left.** A recipe that leaves half the card empty gives time away.
 # - **Measure a switch** before you rely on it, and **predict** a run before you rent the card.
 #
-# That is the course. Two ways on: `python -m gradmem_lib plan --help` for your model and your card, and `LEDGER.md`,
-# which has every claim that these lessons put to the test, with its figures. If you find one that is wrong, its test
-# will tell you where.
+# That is the course. There are two ways on: `python -m gradmem_lib plan --help` for your model and your card, and
+# `LEDGER.md`, which has every claim that these lessons put to the test, with its figures. If you find a wrong one, its
+# test will tell you where.
