@@ -124,6 +124,8 @@ def assert_same(predicted, tracker) -> None:
     assert predicted.peak_by_phase == tracker.peak_by_phase
     assert predicted.current.by_category == tracker.current.by_category
     assert predicted.timeline.rows[:, 2].max() == tracker.timeline.rows[:, 2].max()
+    timeline, at = predicted.timeline, predicted.timeline.peak_index
+    assert {name: n[at] for name, n in timeline.by_category.items()} == predicted.peak.by_category
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value)

@@ -80,11 +80,10 @@ class Recording(Recorder):
 
     # What it tells
 
-    def rows(self, *, as_seen: bool = False) -> np.ndarray:
-        """int64 (samples, 9): operation, phase, total, bytes by category. ``as_seen``: as they looked at that moment."""
+    def rows(self) -> np.ndarray:
+        """int64 (samples, 9): operation, phase, total, and bytes by the category that they turned out to belong to."""
         rows = self._all_rows()
-        if not as_seen:
-            rows[:, BY] += self._corrections(rows[:, 0])
+        rows[:, BY] += self._corrections(rows[:, 0])
         return rows[:, 1:]
 
     def timeline(self) -> Timeline:

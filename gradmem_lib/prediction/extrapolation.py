@@ -13,7 +13,6 @@ from ..names import CATEGORIES
 
 OP, PHASE, TOTAL = 0, 1, 2
 BY = slice(3, 3 + len(CATEGORIES))
-OWNED = slice(3 + len(CATEGORIES), 3 + 2 * len(CATEGORIES))
 
 
 def repeated_layers(model: nn.Module) -> nn.Module | None:
@@ -62,11 +61,7 @@ Part = tuple[np.ndarray, list]  # differences from sample to sample, and the ope
 
 @dataclass(frozen=True)
 class Trace:
-    """The samples of one step: ``rows`` (samples, 15), the operation behind each, and where each part of the step begins.
-
-    Columns of ``rows``: operation index, phase, total bytes, bytes by category at that moment, and bytes by the category that
-    they turned out to belong to (a gradient is a temporary until its parameter has it).
-    """
+    """The samples of one step: ``rows`` as in a ``Timeline``, the operation behind each, and where each part of the step begins."""
 
     rows: np.ndarray
     operations: tuple[str, ...]

@@ -25,7 +25,7 @@ from ..training.recipe import Recipe
 from . import allocator, fakes
 from .configs import find_config, model_class, most_positions, skeleton, title_of
 from .copies import batch_leaves
-from .extrapolation import BY, OWNED, PHASE, TOTAL, Part, Trace, extrapolate, trace_parts
+from .extrapolation import BY, PHASE, TOTAL, Part, Trace, extrapolate, trace_parts
 from .question import CannotTrace, Question, Source, config_key
 from .trace import traced
 
@@ -308,16 +308,16 @@ def _prediction(rows: np.ndarray, question: Question, traced: tuple[int, ...]) -
     }
     return Prediction(
         target=question.target,
-        timeline=Timeline(rows[:, : BY.stop].copy()).decimate(MOST_SAMPLES),
-        peak=_snapshot(rows[rows[:, TOTAL].argmax()], OWNED),
+        timeline=Timeline(rows).decimate(MOST_SAMPLES),
+        peak=_snapshot(rows[rows[:, TOTAL].argmax()]),
         peak_by_phase=phases,
-        current=replace(_snapshot(rows[-1], BY), phase="idle"),
+        current=replace(_snapshot(rows[-1]), phase="idle"),
         title=f"{question.source.title}, predicted for {question.target}",
         traced_layers=traced,
         _question=question,
     )
 
 
-def _snapshot(row: np.ndarray, columns: slice) -> MemorySnapshot:
-    by = dict(zip(CATEGORIES, row[columns].tolist(), strict=True))
+def _snapshot(row: np.ndarray) -> MemorySnapshot:
+    by = dict(zip(CATEGORIES, row[BY].tolist(), strict=True))
     return MemorySnapshot(int(row[TOTAL]), by, PHASES[row[PHASE]])

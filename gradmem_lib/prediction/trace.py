@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from logging import CRITICAL, getLogger
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from ..training.step import autocast, cut_batch, loss_of, step
 from . import allocator, corrections, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
-from .extrapolation import BY, Trace
+from .extrapolation import Trace
 from .question import CannotTrace, Question
 
 
@@ -70,8 +69,7 @@ class CpuRecorder(Recording):
         self.operations.append(str(func))
 
     def trace(self) -> Trace:
-        rows = np.concatenate([self.rows(as_seen=True), self.rows()[:, BY]], axis=1)
-        return Trace(rows, tuple(self.operations), tuple(self.starts), tuple(self.requests))
+        return Trace(self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests))
 
 
 class CudaRecorder(CpuRecorder):
