@@ -24,7 +24,7 @@
 # - tell four precision recipes apart by what they really cost.
 #
 # Every number here is counted on your machine, with or without a GPU. Where a box asks for a guess, commit to one
-# before you run the next cell. Being wrong is what makes the right number stick.
+# before you run the next cell. You will remember best the numbers that you guessed wrong.
 
 # %%
 import torch
@@ -48,7 +48,8 @@ from gradmem_lib.course import claims, models, texts
 #
 # Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
 #
-# We start with a model so small that you can add up every byte: a Llama with 4 blocks.
+# We start with a model so small that you can add up every byte: a Llama with 4 blocks. `foreach=False` makes AdamW
+# update one parameter after the other.
 
 # %%
 model = models.tiny_llama()
@@ -65,7 +66,7 @@ guess_a = predict_first(
 )
 
 # %% [markdown]
-# Here is the step that the whole course is about. It has four lines, and we will come to know each by its bytes.
+# Here is the step that the whole course is about. It has four lines, and you will come to know each by its bytes.
 
 
 # %%
@@ -83,10 +84,10 @@ with MemoryTracker(
     step(model, optimizer, ids)
 
 # %% [markdown]
-# Look at the picture from left to right. The parameters are there from the start. Activations pile up in forward and
-# are eaten up in backward, while gradients grow in their place. The optimizer's states appear *inside* the first
-# `step()` and never leave. The second step starts from a higher floor than the first: **a run that survives its first
-# step can still fail in its second.**
+# Look at the picture from left to right. The parameters are there from the start. Activations pile up in forward. In
+# backward they go, while gradients grow in their place. The optimizer's states appear *inside* the first `step()` and
+# never leave. So the second step starts from a higher floor than the first: **a run that survives its first step can
+# still fail in its second.**
 
 # %%
 lines = tracker.timeline.by_category
@@ -96,17 +97,17 @@ for name, nbytes in residents.items():
 guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 
 # %% [markdown]
-# Sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula misses a few
-# bytes. AdamW also keeps a *step counter*, one float32 number for each parameter tensor. Small, but this course does
-# not round away what it can count.
+# These are sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula
+# misses a few bytes, because AdamW also keeps a *step counter*, one float32 number for each parameter tensor. That is
+# little, but this course does not round away what it can count.
 #
 # ### Exercise 1.1 · the bytes that stay
 #
 # ●○○ · 6 minutes · trains: adding up parameters, gradients and AdamW's states
 #
-# Write `resident_bytes(model)`. It returns a dict with the bytes of `"parameters"`, `"gradients"` and `"optimizer"`
-# for a model that trains with AdamW, in any dtype, with frozen parameters and tied weights where it has them.
-# Nothing needs to run: shapes and dtypes tell all of it.
+# Write `resident_bytes(model)`. It returns a dict with the bytes of `"parameters"`, `"gradients"` and `"optimizer"` for
+# a model that trains with AdamW. The model may have any dtype, frozen parameters and tied weights (one tensor under two
+# names). You need not run anything: shapes and dtypes tell all of it.
 #
 # <details><summary>Hint 1: where to begin</summary>
 #
@@ -115,12 +116,12 @@ guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 #
 # <details><summary>Hint 2: who has a gradient</summary>
 #
-# Only parameters with `p.requires_grad`. Adam keeps states for the same ones, in the same dtype.
+# Only parameters with `p.requires_grad`. Adam keeps states for the same parameters, in the same dtype.
 #
 # <details><summary>Hint 3: the last few bytes</summary>
 #
-# Two moments as large as the gradient, and one float32 step counter for each trained tensor: 4 bytes, however large
-# the tensor.
+# AdamW keeps two moments as large as the gradient, and one float32 step counter for each trained tensor: 4 bytes,
+# however large the tensor.
 #
 # </details></details></details>
 
@@ -146,8 +147,8 @@ resident_bytes = check("1.1", resident_bytes)
 print(resident_bytes(model) == residents, resident_bytes(model))
 
 # %% [markdown]
-# Your function and the tracker agree to the byte, and neither knows of the other. Two claims of our source documents
-# can be settled with it. (Every claim in this course has a number. `LEDGER.md` lists them all, with every figure found.)
+# Your function and the tracker agree to the byte, and neither knows of the other. With it you can settle two claims of
+# our source documents. (Every claim in this course has a number. `LEDGER.md` lists them all, with every figure found.)
 
 # %%
 claims.show("C02", "C03")
@@ -155,9 +156,9 @@ claims.show("C02", "C03")
 # %% [markdown]
 # ## 2 · The life of a step: where is the peak?
 #
-# Residents are the floor. What kills a run is the *peak*, and the peak is one moment. Which one? Now with a real
-# model: SmolLM2-135M, pretrained, on real text (the Python language reference). The first load unpacks the weights
-# and can take a minute; after that it is quick.
+# Residents are the floor. A run fails at its *peak*, and the peak is one moment. Which one? Now take a real model:
+# SmolLM2-135M, pretrained, on real text (the Python language reference). The first load unpacks the weights and can
+# take a minute. After that it is quick.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -191,15 +192,20 @@ for phase in ("forward", "backward", "optimizer_step"):
 print("the formula expects the peak at:", estimate.moment)
 
 # %% [markdown]
-# Did you expect the peak where the activations are highest? So did we. With this few tokens they are the small part, and
+# Did you expect the peak where the activations are highest? So did we. With so few tokens they are the small part, and
 # backward and the optimizer's step are almost level. Three moments compete for the peak:
 #
-# 1. **the loss**: when backward begins, all activations are alive and the logits are at their widest;
+# 1. **the loss**: when backward begins, all activations are alive and the logits (the scores of all words) are at their
+#    widest;
 # 2. **the end of backward**: activations are gone, gradients are complete, and the last operation, the embedding's
 #    gradient, makes a table as large as the embedding itself;
 # 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
-# The winner depends on how many tokens you feed. Let the tiny Llama show it.
+# One more thing in the picture: a band of temporaries, 108 MiB high, lies under the whole of backward. It is the
+# gradient of the output layer. In SmolLM2 this layer *is* the embedding table, so its gradient waits for the
+# embedding's, and the two are added at the end.
+#
+# Which moment wins depends on how many tokens you feed. The tiny Llama shows it:
 
 # %%
 print("    tokens   peak in                 bytes of which activations")
@@ -211,8 +217,8 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     print(f"{batch:>4} × {seq_len:<6} {peak.phase:<15}{peak.total:>14,}{activations:>15,}")
 
 # %% [markdown]
-# Few tokens: the optimizer's step. Many: the loss. The peak *moved*. That matters for what follows in this course: a
-# technique that shrinks activations cannot lower a peak that sits in the optimizer's step.
+# With few tokens the peak is in the optimizer's step, with many at the loss. The peak *moved*. That matters for what
+# follows in this course: a technique that shrinks activations cannot lower a peak in the optimizer's step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
@@ -226,8 +232,8 @@ for holder in tracker.largest_at_peak(6):
     )
 
 # %% [markdown]
-# Three tensors of the same size stand on top, and none of them belongs to a Transformer block. We come back to them
-# in section 5.
+# The three largest tensors have the same size, and none of them belongs to a Transformer block. Section 5 explains
+# them.
 
 # %% [markdown]
 # ## 3 · What autograd really saves
@@ -276,9 +282,12 @@ guess_c.reveal(measured=len(different))
 claims.show("C05", "C06")
 
 # %% [markdown]
-# Why so few? Backward of `Linear` needs its *input*, not its output. Backward of `ReLU` needs its *output*, and that
-# is the very tensor that the next `Linear` saves as its input. One storage, two users. **Count storages, not tensors
-# and not layers.**
+# Why so few? The backward of `Linear` needs its *input*, not its output. The backward of `ReLU` needs its *output*, and
+# that is the same tensor that the next `Linear` saves as its input: one storage (the block of memory behind a tensor),
+# two users. **Count storages, not tensors and not layers.**
+#
+# And why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
+# input of the first `Linear` is the data, which needs no gradient.
 #
 # ### Exercise 1.2 · the bytes that autograd saves
 #
@@ -298,7 +307,7 @@ claims.show("C05", "C06")
 #
 # <details><summary>Hint 3: a slice is not small</summary>
 #
-# A saved view keeps its whole storage alive. `tensor.nbytes` gives the view's bytes; you want the storage's.
+# A saved view keeps its whole storage alive. `tensor.nbytes` gives the view's bytes, and you want the storage's.
 #
 # </details></details></details>
 
@@ -325,9 +334,9 @@ saved_bytes = check("1.2", saved_bytes)
 # %% [markdown]
 # ## 4 · A Transformer block, tensor by tensor
 #
-# Now a block of the tiny Llama: 2 sequences of 128 tokens, hidden size h = 256, MLP width f = 688, float32, fused
-# attention. Write T = 2 × 128 for the tokens. Go through the block and ask at each operation: *what does its backward
-# need?*
+# Now take a block of the tiny Llama: 2 sequences of 128 tokens, hidden size h = 256, MLP width f = 688, float32, fused
+# attention. T = 2 × 128 is the number of tokens. Attention cuts h into 8 **heads** of 32 numbers. Go through the block
+# and ask at each operation: *what does its backward need?*
 #
 # | part | saved for backward | numbers |
 # |---|---|---|
@@ -338,8 +347,10 @@ saved_bytes = check("1.2", saved_bytes)
 # | gate, up | their common input | T·h |
 # | gate × up | gate, silu(gate), up, the product | 4 T·f |
 #
-# The attention's result is also the input of its output layer; the product is also the input of `down`: each counts
-# once. Add the column up, times 4 bytes, and you have your prediction.
+# rms is the root mean square of a token's numbers. The **log-sum-exp** is the logarithm of the softmax's denominator.
+# Each head has its own softmax for each token, hence T·heads. The attention's result is also the input of its output
+# layer, and the product is also the input of `down`: each counts once. Add up the column, times 4 bytes, and you have
+# your prediction.
 
 # %%
 guess_d = predict_first(
@@ -379,9 +390,9 @@ for name, nbytes in items.items():
     print(f"{nbytes:>10,}  {name}")
 
 # %% [markdown]
-# To the byte. And notice what is *not* in the list: the attention scores. Fused attention (PyTorch's
-# `scaled_dot_product_attention`) never keeps that square of sequence × sequence; it computes it again in backward, tile
-# by tile. Eager attention keeps it. How much is that?
+# Your sum is right to the byte. And notice what is *not* in the list: the attention scores. Fused attention (PyTorch's
+# `scaled_dot_product_attention`) never keeps that square of sequence × sequence. It computes the square again in
+# backward, tile by tile. Eager attention keeps it. How much is that?
 
 # %%
 print(f"{'':14}{'fused':>14}{'eager':>14}")
@@ -397,14 +408,18 @@ for seq_len in (64, 128, 256, 512):
     )
 
 # %% [markdown]
-# Double the sequence and fused doubles; eager more than doubles, because one of its terms grows with the square.
+# If you double the sequence, fused attention doubles. Eager attention more than doubles, because one of its terms grows
+# with the square.
+#
+# Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
+# input. Dropout keeps a mask as large as its input.
 #
 # ### Exercise 1.3 · what eager attention saves on top
 #
 # ●●○ · 5 minutes · trains: the one term that grows with the square of the sequence
 #
 # Write `eager_surplus(batch, seq_len, heads)`: the bytes that one float32 block saves *more* with eager attention than
-# with fused attention. (As many key and value heads as query heads, no dropout.)
+# with fused attention. (There are as many key and value heads as query heads, and no dropout.)
 #
 # <details><summary>Hint 1: what eager keeps</summary>
 #
@@ -413,7 +428,7 @@ for seq_len in (64, 128, 256, 512):
 #
 # <details><summary>Hint 2: what fused keeps instead</summary>
 #
-# The log-sum-exp, one float32 number for each row of scores. Take it off.
+# The log-sum-exp, one float32 number for each row of scores. Subtract it.
 #
 # </details></details>
 
@@ -433,17 +448,17 @@ print("measured above, 2 × 512 tokens:", f"{row[1] - row[0]:,}")
 print("your formula:                  ", f"{eager_surplus(2, 512, 8):,}")
 
 # %% [markdown]
-# Several claims in our source documents compute the memory of a large block and find that the scores dominate. Their
-# arithmetic can be checked, and so can the thing itself:
+# Several claims in our source documents compute the memory of a large block and find that the scores dominate. You can
+# check their arithmetic, and the block itself:
 
 # %%
 claims.show("C37", "C38", "C52")
 
 # %% [markdown]
-# The lesson in those lines: **advice about attention memory has an age.** It was right for eager attention. With a fused
-# kernel the largest tensors of a block are in the MLP.
+# **Advice about attention memory has an age.** It was right for eager attention. With a fused kernel the largest
+# tensors of a block are in the MLP.
 #
-# What grows with what? Gradients do not care how much you feed. Activations do.
+# What grows with what? Gradients do not depend on how much you feed. Activations do. The next table has both:
 
 # %%
 print(f"{'tokens':>10}{'gradients':>14}{'activations':>14}")
@@ -458,8 +473,8 @@ claims.show("C07")
 # %% [markdown]
 # ## 5 · The logits spike
 #
-# Back to the three mysterious tensors on top of the peak. The last layer turns each token into one number *per word of
-# the vocabulary*, and the loss is computed in float32, whatever the precision of the model.
+# Here are the three tensors on top of the peak again. The last layer turns each token into one number *per word of the
+# vocabulary*, and the loss is computed in float32, whatever the precision of the model.
 
 # %%
 vocab, hidden = smol.config.vocab_size, smol.config.hidden_size
@@ -478,7 +493,8 @@ print(f"a token's logits are as wide as {vocab / hidden:.0f} of its hidden state
 #
 # <details><summary>Hint 1: the shape</summary>
 #
-# One number for each sequence, position and word. Transformers shifts the *labels* by one; the logits keep their length.
+# One number for each sequence, position and word. Transformers shifts the *labels* by one, and the logits keep their
+# length.
 #
 # <details><summary>Hint 2: the dtype</summary>
 #
@@ -506,13 +522,12 @@ print(f"share of that peak: {spike / tracker.peak.total:.0%}")
 print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152)))
 
 # %% [markdown]
-# A model of half a gigabyte asks for gigabytes when it computes its loss. This is the first thing to look at when a
-# *small* model with a *large* vocabulary runs out of memory. Lesson 05 takes the spike apart with a chunked loss.
+# A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
+# *large* vocabulary runs out of memory. Lesson 05 makes the spike smaller with a chunked loss.
 #
 # ## 6 · Precision recipes
 #
-# "Mixed precision halves the memory" is one of those sentences that are true of something. Four recipes are in use,
-# and they keep different things:
+# "Mixed precision halves the memory" is true of something. Four recipes are in use, and they keep different things:
 #
 # | recipe | weights | gradients | Adam's moments | compute |
 # |---|---|---|---|---|
@@ -525,8 +540,8 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152))
 #
 # ●○○ · 5 minutes · trains: telling precision recipes apart by what they keep
 #
-# Write `bytes_per_parameter(recipe)` for the four names `"float32"`, `"bf16"`, `"autocast-bf16"` and `"float32-master"`:
-# weight, gradient, both of AdamW's moments, and the master copy where there is one.
+# Write `bytes_per_parameter(recipe)` for the four names `"float32"`, `"bf16"`, `"autocast-bf16"` and
+# `"float32-master"`: weight, gradient, both of AdamW's moments, and the master copy where there is one.
 #
 # <details><summary>Hint 1: autocast</summary>
 #
@@ -555,7 +570,7 @@ def bytes_per_parameter(recipe):
 bytes_per_parameter = check("1.5", bytes_per_parameter)
 
 # %% [markdown]
-# Measured, on the tiny Llama (three of the four recipes are a line or two of PyTorch):
+# Now measure it on the tiny Llama. (Three of the four recipes are a line or two of PyTorch.)
 
 
 # %%
@@ -587,12 +602,12 @@ for recipe, dtype, autocast in [
     print(f"{recipe:<14}{cells}{sum(row[:3]) / n:>14.3f}")
 
 # %% [markdown]
-# Two surprises. Pure bf16 halves the residents and barely touches the activations: most of them here are the logits of
-# section 5, and the loss works on those in float32. And autocast halves *nothing* of the residents, while its activations *grow*: what the blocks save
-# shrinks, but the cached bf16 copies of all weights live through forward and backward, and on a small batch they cost
-# more than the gain.
+# Two things may surprise you. Pure bf16 halves the residents and barely changes the activations: most of them here are
+# the logits of section 5, and the loss works on those in float32. And autocast halves *nothing* of the residents, while
+# its activations *grow*. What the blocks save shrinks, but autocast keeps bf16 copies of all weights through forward
+# and backward. With a small batch the copies cost more than the blocks save.
 #
-# Now put a 7B model to the test. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
+# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
@@ -611,12 +626,12 @@ claims.show("C01", "C33", "C32", "C36")
 # %% [markdown]
 # ## 7 · Predict SmolLM2's peak, then run it
 #
-# You have a formula for every term of the sum now. A formula is a story about a program, and leaves out what its teller
-# did not think of. There is another way to know beforehand: **run the step without the memory.** `predict` runs the
-# very training step on *fake tensors*. They have a shape and a dtype, and no bytes behind them; the tracker counts them
-# like real ones. Layers that are alike are traced a few times only, so that a 7B model takes no longer than a small one.
+# You now have a formula for every term of the sum. But a formula leaves out what its author did not think of. There is
+# another way to know beforehand: **run the step without the memory.** `predict` runs the same training step on *fake
+# tensors*. They have a shape and a dtype and no bytes behind them, and the tracker counts them like real ones. If many
+# layers are alike, `predict` traces only a few of them, so a 7B model takes no longer than a small one.
 #
-# One thing changes since section 2: SmolLM2 attends the old way, with eager attention, over one longer sequence.
+# One thing changes since section 2: SmolLM2 now uses eager attention, over one longer sequence.
 
 # %%
 guess_e = predict_first(
@@ -634,8 +649,8 @@ predicted = predict(smol.config, **sizes, recipe=recipe, target="cpu")
 print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
 
 # %% [markdown]
-# The prediction is made, and nothing of SmolLM2 has been touched: `predict` was given its config alone. Now the step
-# itself, with every byte of it:
+# The prediction is made, and SmolLM2 has not been touched: `predict` received only its config. Now run the step itself,
+# with every byte of it:
 
 # %%
 smol.set_attn_implementation("eager")
@@ -656,17 +671,18 @@ print(f"{'total':<14}" + "".join(f"{total:>15,}" for total in totals))
 print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} bytes off")
 
 # %% [markdown]
-# To the byte, line by line. The formula is a hair off, and it had to be *written*, for Llama and GPT-2, by someone who saw
-# where the peaks would be. The prediction knew nothing beforehand: it ran the program.
+# The prediction is right to the byte, line by line. The formula is a little off, and someone had to *write* it, for
+# Llama and GPT-2, who knew where the peaks would be. The prediction knew nothing beforehand: it ran the program.
 #
 # ### What the popular formulas say
 #
-# Now you hold a measure for the rules that everyone quotes:
+# Now you can test the rules that everyone quotes:
 #
-# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision. Tokens play no part.
+# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision. Tokens play no
+#   part.
 # - **states only**: weights, gradients and Adam in the bytes that the recipe really uses.
-# - **34·s·b·h a layer** (Korthikanti et al. 2022): the activations of a GPT layer in 16 bits, for sequence *s*, batch *b* and
-#   hidden size *h*. Eager attention with *a* heads adds **5·a·s²·b**. We add them to the states.
+# - **34·s·b·h a layer** (Korthikanti et al. 2022): the activations of a GPT layer in 16 bits, for sequence *s*, batch
+#   *b* and hidden size *h*. Eager attention with *a* heads adds **5·a·s²·b**. We add them to the states.
 
 
 # %%
@@ -707,11 +723,12 @@ print(accounting.Shape.from_config(seven_config, seven.name) == seven)
 compare(seven, seven_config, 1, 2048)
 
 # %% [markdown]
-# With fused attention, the 7B model on one sequence flatters "states only": its peak sits in the optimizer's step, where no
-# activation is left. The small model on many tokens shows what a rule without tokens is: blind. Korthikanti's 34 was
-# counted for GPT layers with dropout, an MLP of four times the hidden size, and models of 22 billion parameters and more,
-# whose logits are small change; in SmolLM2 they are the largest layer. And whoever adds all states to all activations
-# counts gradients that have not arrived yet. **A rule of thumb is right for the model it was made for.**
+# For the 7B model on one sequence with fused attention, "states only" looks good: the peak is in the optimizer's step,
+# where no activation is left. The small model on many tokens shows that a rule without tokens cannot see them.
+# Korthikanti's 34 was counted for GPT layers with dropout, an MLP of four times the hidden size, and models of 22
+# billion parameters and more. Their logits are a small part. In SmolLM2 they are the largest layer. And a sum of all
+# states and all activations counts gradients that have not arrived yet. **A rule of thumb is right for the model it was
+# made for.**
 #
 # ## 8 · Tied weights: two names, one storage
 #
@@ -730,13 +747,13 @@ print(f"the table is {share:.0%} of the model")
 print(f"in training, tying saves as much again: {format_bytes(16 * table.numel())}")
 
 # %% [markdown]
-# Code that adds up by name gets it wrong, and for a small model with a large vocabulary it gets it very wrong.
+# Code that adds up by name counts the table twice. For a small model with a large vocabulary that is a large error.
 #
 # ## 9 · Three steps under a budget
 #
 # A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
-# `BudgetExceeded`, and says who holds what. Here is a training loop as one finds it everywhere. It holds something
-# that it does not need.
+# `BudgetExceeded`, and says who holds what. The next cell has a training loop as you find it everywhere. It holds
+# something that it does not need.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -773,7 +790,8 @@ except BudgetExceeded as error:
 # ●●● · 10 minutes · trains: finding what a training loop holds without needing it
 #
 # Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, with a peak
-# of at most the bytes printed above. Same model, same batches, same losses; only let go of what is no longer needed.
+# of at most the bytes printed above. Keep the model, the batches and the losses as they are, and only let go of what is
+# no longer needed.
 #
 # <details><summary>Hint 1: who is alive?</summary>
 #
@@ -817,14 +835,16 @@ print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 # %% [markdown]
 # ## 10 · Explore
 #
-# Predictions under your fingers. While you move a control, the closed forms of this lesson answer; as soon as you rest,
-# the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a CUDA card,
-# going by PyTorch's sources; nothing here was measured on one. The dashed line is the card's room for tensors: the driver,
-# cuBLAS and the allocator take the rest. The verdict above the bar counts them too. Try to answer before you move a control:
+# Here you can change a prediction with controls. While you move a control, the closed forms of this lesson answer. When
+# you stop, the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a
+# CUDA card, by PyTorch's sources. Nothing here was measured on a card. The dashed line is the card's room for tensors,
+# because the driver, cuBLAS and the allocator take the rest. The verdict above the bar counts them too. Try to answer
+# before you move a control:
 #
 # - Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
 # - With SmolLM2 and eager attention: at which sequence length do the activations overtake everything else?
-# - Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar, and which section of this lesson was about it?
+# - Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar, and which section of this lesson was about
+#   it?
 
 # %%
 from gradmem_lib import explore
@@ -835,11 +855,13 @@ explore()
 # ## 11 · What you can now do
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
-# - **The peak is a moment.** Few tokens: the optimizer's step. Many tokens: the loss. Ask `tracker.peak_by_phase`.
+# - **The peak is a moment.** With few tokens it is the optimizer's step, with many the loss. Ask
+#   `tracker.peak_by_phase`.
 # - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
 #   and no scores, if attention is fused.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
-# - **`predict` runs the step without its memory**, and is exact. Rules of thumb are right for the model they were made for.
+# - **`predict` runs the step without its memory**, and is exact. Rules of thumb are right for the model they were made
+#   for.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
 # `python -m gradmem_lib progress` shows how far you have come. Next is lesson 02, where you write Adam yourself and see

@@ -95,8 +95,8 @@ claims.show("C34")
 # %% [markdown]
 # ## 2 · What shrinks, and what does not
 #
-# Here is a tiny Llama and 16 sequences of 64 tokens. They run first in one go, then in four micro-batches of 4. All
-# micro-batches between two updates are a **window**.
+# Here is a tiny Llama and 16 sequences of 64 tokens. They run first in one go, then in four micro-batches of 4. The
+# micro-batches between two updates form a **window**.
 
 # %%
 model = models.tiny_llama()
