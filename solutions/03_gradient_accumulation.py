@@ -88,8 +88,8 @@ plan_window = check("3.1", plan_window)
 
 # %%
 guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 2048, 1)[0])
-print("on 8 GPUs:        ", plan_window(524_288, 4, 2048, 8))
-print("half a million:   ", plan_window(500_000, 4, 2048, 1))
+print("on 8 GPUs:             ", plan_window(524_288, 4, 2048, 8))
+print("500,000 tokens, 1 GPU:", plan_window(500_000, 4, 2048, 1))
 claims.show("C34")
 
 # %% [markdown]
@@ -378,7 +378,7 @@ total = count_targets(ragged["labels"])
 known = accumulate_gradients(split(ragged, 1), loss_and_count, total_items=total)
 print(known.items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
 
-stream = (micro for micro in split(ragged, 1))  # read once, and nobody knows how long it is
+stream = (micro for micro in split(ragged, 1))  # of a length that is not known
 corrected = accumulate_gradients(stream, loss_and_count)
 print(corrected.items, "items; exact:", relative_error(take_gradient(exact), right) < 1e-12)
 

@@ -852,7 +852,8 @@ guess_e.reveal(formula=50, measured=round(more["one of 32"]))
 #
 # There is a middle between keeping all of a layer and dropping all of it. **Selective** checkpointing keeps the results
 # of the matrix products, which cost much work. It computes the cheap rest again: norms, activation functions, sums.
-# PyTorch's own trainer for large models, torchtitan, does so by default.
+# PyTorch's own trainer for large models, torchtitan, does so by default. The next two cells checkpoint all of each
+# layer, then selectively, then nothing:
 
 # %%
 from functools import partial

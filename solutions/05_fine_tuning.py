@@ -167,7 +167,7 @@ class States(TrainerCallback):
 
 # %%
 def train(recipe, rows, steps, **more):
-    gc.collect()  # a Trainer refers to itself; the one before must go first
+    gc.collect()  # a Trainer refers to itself: free the last one first
     torch.manual_seed(0)  # adapters start from random numbers
     model, _ = models.smollm2(dtype=recipe.weight_dtype)
     clock = Clock()
@@ -281,9 +281,9 @@ for name, changes in orders.items():
 # there as well. So checkpointing alone comes out lower than accumulation here, and both together no lower than
 # accumulation alone. The rest is what neither of them changes: weights, gradients, states.
 #
-# Which is the better buy? Checkpointing always costs up to a third more work. What accumulation costs depends on the
-# micro-batch: little where one row keeps the machine busy, a lot where rows are short, as here. But the card decides
-# first. The planner says what fits on yours, with all weights trained:
+# Which is the better buy? Checkpointing costs up to a third more work, whatever the batch. What accumulation costs
+# depends on the micro-batch: little where one row keeps the machine busy, a lot where rows are short, as here. But the
+# card decides first. The planner says what fits on yours, with all weights trained:
 
 # %%
 print(plan(config, card=BUDGET, seq_len=128, global_batch=8, target="cpu"))
@@ -681,8 +681,8 @@ train_mixed = check("5.5", train_mixed)
 
 # %% [markdown]
 # To halve everything, load the model in bf16 and train it so: weights, gradients and states. You know the price,
-# rounded updates. Frozen weights do not pay it, because nothing updates them. Section 10 adds adapters, which start near zero and
-# pay little.
+# rounded updates. Frozen weights do not pay it, because nothing updates them. Section 10 adds adapters, which start
+# near zero and pay little.
 
 # %%
 recipe = cut | rerun | {"precision": "bf16"}
@@ -854,7 +854,7 @@ print("* within the budget")
 
 # %%
 recipe |= {"accumulation": 2, "checkpointing": None, "optimizer": "adamw"}
-rate = 1e-3  # adapters start at nothing; weights that are good already take smaller steps
+rate = 1e-3  # adapters start at zero, and take larger steps than good weights
 final = train(
     Recipe(**recipe),
     curve_rows,
