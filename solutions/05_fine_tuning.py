@@ -66,7 +66,7 @@ train_rows = list(training)
 print(tokenizer.decode(train_rows[0]["input_ids"][:60]))
 
 # %% [markdown]
-# First, let the untrained model continue a sentence. You will compare it later. (You may use a prompt of your own.)
+# First, let the model continue a sentence, before you train it. You will compare later.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -696,7 +696,7 @@ bar("+ all in bf16", recipe)
 # - **8-bit AdamW** keeps the same two moments in one byte a number, with a scale for each block of numbers.
 # - **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment.
 #
-# Guess which of them has the lower peak.
+# Which of them will have the lower peak? First guess the size of Adafactor's states:
 
 # %%
 question = "Adafactor's states for 134,515,008 parameters: how many bytes?"
@@ -1166,8 +1166,10 @@ for optimizer in ("adafactor", "adafactor-torch"):
 # Float32 copies of one table are 7.8 GiB, and one copy in bf16 is 1.0. With the second, every weight of the 8B can be
 # trained on 24 GB. With the first it cannot.
 #
-# Back to the 7B. The two smaller cards need a base in 4 bits. A card of 16 GB takes LoRA with or without them, and with
-# them two thirds of it are left. What would the planner do with the room?
+# Back to the 7B. The two smaller cards need a base in 4 bits (QLoRA). Each frozen weight is then one of 16 values,
+# times a scale that its block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and thrown
+# away again. A card of 16 GB takes LoRA with or without 4 bits, and with them two thirds of it are left. What would the
+# planner do with the room?
 
 # %%
 found = plan(
