@@ -9,6 +9,7 @@ _HOMES = {
     "measure.tracker": "MemoryTracker",
     "measure.timeline": "MemorySnapshot Timeline",
     "measure.budget": "BudgetExceeded",
+    "measure.diagnosis": "diagnose",
     "techniques.adam": "Adam AdamW",
     "techniques.accumulation": "Accumulated accumulate_gradients split",
     "techniques.losses": "count_targets next_token_loss",
