@@ -190,6 +190,7 @@ guess_b.reveal(formula=estimate.total, measured=tracker.peak.total)
 for phase in ("forward", "backward", "optimizer_step"):
     print(f"  most in {phase:<15}{tracker.peak_by_phase[phase]:>15,} bytes")
 print("the formula expects the peak at:", estimate.moment)
+print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 
 # %% [markdown]
 # Did you expect the peak where the activations are highest? So did we. With so few tokens they are the small part, and
@@ -201,7 +202,7 @@ print("the formula expects the peak at:", estimate.moment)
 #    gradient, makes a table as large as the embedding itself;
 # 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
-# One more thing in the picture: a band of temporaries, 108 MiB high, lies under the whole of backward. It is the
+# A band of temporaries, 108 MiB high like the output layer's weight, lies under the whole of backward. It is the
 # gradient of the output layer. In SmolLM2 this layer *is* the embedding table, so its gradient waits for the
 # embedding's, and the two are added at the end.
 #
@@ -412,7 +413,7 @@ for seq_len in (64, 128, 256, 512):
 # with the square.
 #
 # Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
-# input. Dropout keeps a mask as large as its input.
+# input. Dropout keeps a mask with a number for each number of its input.
 #
 # ### Exercise 1.3 · what eager attention saves on top
 #

@@ -517,8 +517,8 @@ for beta2 in (0.999, 0.99, 0.95):
     print(f"v * {beta2:<5} is smaller than v for {n_smaller:>3} of the 128 numbers")
 
 # %% [markdown]
-# For none at all: `v.mul_(0.999)` gives back v. So v takes every addition in full until the additions stop counting,
-# and it never falls. The steps stay too short, training stalls, and no error is raised.
+# It does for none at all: `v.mul_(0.999)` gives back v. So v takes every addition in full until the additions stop
+# counting, and it never falls. The steps stay too short, training stalls, and no error is raised.
 #
 # The numbers depend on the kernel, the reason does not. `fused=True`, the default of Hugging Face's `Trainer`, computes
 # $v + 0.001\,(g^2 - v)$ in float32 and rounds once. What it adds gets smaller as v rises. Where does its v stop?
@@ -685,6 +685,8 @@ print("the same weights:", torch.allclose(p, q, rtol=1e-6))
 print("states:", *ours.state_dict()["state"][0])
 
 # %% [markdown]
+# The weights agree, and the states have the names that PyTorch gives them.
+#
 # ## 10 · What you can now do
 #
 # - **Adam** is two moving averages and two divisions. m gives the direction, v the length, and the corrections make up

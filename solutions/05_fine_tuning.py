@@ -200,7 +200,7 @@ def compare(expected, measured):
 
 
 # %% [markdown]
-# Every bar of the chart is a run of this notebook.
+# Every bar of the next chart is a run of this notebook.
 
 # %%
 chart = Waterfall(budget=BUDGET, title="SmolLM2-135M, 8 × 128 tokens an update")
@@ -349,7 +349,7 @@ def on_one_card(arguments, gpus, fits):
 on_one_card = check("5.1", on_one_card)
 
 # %% [markdown]
-# Now the second bar, with as many steps as the naive one:
+# Now run the second bar, with as many steps as the naive one:
 
 # %%
 accumulated = train(Recipe(**cut), curve_rows, STEPS, learning_rate=5e-5)
@@ -1081,8 +1081,8 @@ needs, spare = option.needs / 2**30, option.spare / 2**30
 print(f"needs {needs:.1f} GiB, and leaves {spare:.1f} of the card")
 
 # %% [markdown]
-# Now the long way, technique by technique. Beside the peak of live bytes, the next tables show what the run needs on a
-# card, with the driver's context and a rough share for the allocator.
+# Now take the long way, technique by technique. Beside the peak of live bytes, the next tables show what the run needs
+# on a card, with the driver's context and a rough share for the allocator.
 
 # %%
 ladder = {
@@ -1166,7 +1166,7 @@ for optimizer in ("adafactor", "adafactor-torch"):
 # Float32 copies of one table are 7.8 GiB, and one copy in bf16 is 1.0. With the second, every weight of the 8B can be
 # trained on 24 GB. With the first it cannot.
 #
-# Back to the 7B. The two smaller cards need a base in 4 bits (QLoRA). Each frozen weight is then one of 16 values,
+# Now back to the 7B: the two smaller cards need a base in 4 bits (QLoRA). Each frozen weight is then one of 16 values,
 # times a scale that its block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and thrown
 # away again. A card of 16 GB takes LoRA with or without 4 bits, and with them two thirds of it are left. What would the
 # planner do with the room?
