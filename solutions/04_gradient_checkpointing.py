@@ -263,8 +263,8 @@ print("the price:", torch.get_rng_state().nbytes, "bytes of random state a call"
 #
 # `torch.utils.checkpoint.checkpoint(run, x, use_reentrant=...)` comes in two kinds:
 #
-# - With `True` it is an `autograd.Function` like yours. It calls backward *inside* backward. So it enters autograd's
-#   engine a second time, and is called reentrant.
+# - With `True` it is an `autograd.Function` like yours, random state included. It calls backward *inside* backward. So
+#   it enters autograd's engine a second time, and is called reentrant.
 # - With `False` there is no Function. Forward runs with its graph, and a hook drops each tensor that the graph would
 #   save. When backward asks for the first of them, the segment runs again.
 #
