@@ -17,9 +17,32 @@ from .tiny import VOCABULARY, tiny_model
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
 
+def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The summed cross-entropy of a causal language model on ``batch``, and how many tokens it predicts.
+
+    ``batch`` has ``input_ids`` and ``labels`` (rows, tokens), and ``attention_mask`` where there is padding. A label
+    of -100 is ignored. The logits at position t are compared with the label at t + 1.
+    """
+    logits = model(**_without_labels(batch)).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 has too few digits for a sum
+    labels = batch["labels"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, count_targets(batch["labels"])
+
+
+def count_targets(labels: Tensor) -> int:
+    """How many tokens a causal language model predicts: the labels (rows, tokens) that are not -100, without those
+    at position 0, which nothing comes before."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def _without_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
 def label_count(model: nn.Module, batch: Any) -> Tensor | None:
-    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, and after the shift where the
-    model shifts them. ``None`` where the batch has no tensor of labels by that name."""
+    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, after the shift where
+    the model shifts them. ``None`` where the batch has no tensor of labels by that name."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
         return None
@@ -38,18 +61,13 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in chunks.
-
-    The mean over the predicted tokens. ``ValueError`` for a model whose own loss is another (``chunked_loss_refusal``).
-    """
-    if (
-        not isinstance(batch, Mapping)
-        or not all(isinstance(value, Tensor) for value in batch.values())
-        or "labels" not in batch
-    ):
+    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in
+    chunks: the mean over the predicted tokens. ``ValueError`` for a model whose own loss is another."""
+    tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
+    if not tensors or "labels" not in batch:
         raise ValueError(
-            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's loss: leave "
-            "chunked_loss out"
+            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's "
+            "loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
     return _in_chunks(model, batch)
@@ -63,8 +81,7 @@ def check_chunked_loss(model: nn.Module) -> None:
 
 
 def _in_chunks(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    hidden = model.base_model(**inputs).last_hidden_state
+    hidden = model.base_model(**_without_labels(batch)).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     return chunked_cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten())
 
@@ -75,21 +92,17 @@ _refusals: dict[tuple[type, str], str | None] = {}
 def chunked_loss_refusal(cls: type, config: Any) -> str | None:
     """Why ``chunked_loss`` is not the own loss of a model of class ``cls`` made from ``config``; ``None`` where it is.
 
-    Found by running both, with their gradients, on a tiny copy of the model (``tiny.tiny_model``), once for each config: about a
-    second. A model whose output layer is more than a matrix has another loss (a bias, scaled or capped logits), and so has one
-    that adds something to it (a router's loss). A model that has no such copy is refused too.
+    Found by running both, with their gradients, on a tiny copy of the model, once for each config: about a second.
+    An output layer that is more than a matrix (a bias, scaled or capped logits) has another loss, and so has a model
+    that adds something (a router's loss). A model that has no tiny copy is refused too.
     """
     if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
         return f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _refusals:
         # Whatever watches, replaces or records what is done outside has nothing to do with this.
-        with (
-            compat.without_modes(),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng([]),
-        ):
+        modes, autocast = compat.without_modes(), torch.autocast("cpu", enabled=False)
+        with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
             _refusals[key] = _compared(cls, config)
     return _refusals[key]
 
@@ -108,8 +121,9 @@ def _compared(cls: type, config: Any) -> str | None:
     if all(math.isclose(a, b, rel_tol=limit) for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)):
         return None
     return (
-        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output matrix "
-        f"(on a tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a router's loss)"
+        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output "
+        f"matrix (on a tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a "
+        "router's loss)"
     )
 
 
@@ -129,8 +143,8 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
         torch.manual_seed(1)  # dropout
         loss = loss_of(model, {"input_ids": ids, "labels": labels})
         loss.backward()
-        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-        found.append((loss.item(), torch.stack(norms).norm().item()))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        found.append((loss.item(), norm.item()))
         model.zero_grad(set_to_none=True)
     return found
 
@@ -138,11 +152,11 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, holding the logits of ``tokens`` rows at a time.
+    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, with the logits of ``tokens`` rows at a time.
 
-    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count. The gradients are computed
-    on the way forward, since a chunk's logits will not come back. torch 2.13's ``F.linear_cross_entropy`` does the same in
-    one operator, where nobody can see the bytes of a chunk; here they can be seen, in every version.
+    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count. Gradients are
+    computed on the way forward, since a chunk's logits will not come back. torch 2.13's ``F.linear_cross_entropy``
+    does the same in one operator, where nobody can see the bytes of a chunk.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, tokens)
 
@@ -190,25 +204,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
-
-
-def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The summed cross-entropy of a causal language model on ``batch``, and how many tokens it predicts.
-
-    ``batch`` has ``input_ids`` and ``labels`` of shape (batch, sequence), and ``attention_mask`` where there is padding.
-    A label of -100 is ignored. The logits at position t are compared with the label at t + 1.
-    """
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1]
-    logits = logits.to(
-        torch.promote_types(logits.dtype, torch.float32)
-    )  # a sum needs more digits than bf16 has
-    labels = batch["labels"][:, 1:]
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss, count_targets(batch["labels"])
-
-
-def count_targets(labels: Tensor) -> int:
-    """How many tokens a causal language model predicts: the labels (batch, sequence) that are not -100, without those at
-    position 0, which nothing comes before."""
-    return int((labels[:, 1:] != IGNORED).sum())
