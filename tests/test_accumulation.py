@@ -63,7 +63,7 @@ def accumulated(net, micro_batches, **options):
     return gradient(net), result
 
 
-# The same gradient ----------------------------------------------------------------------------------------------------
+# The same gradient.
 
 
 @st.composite
@@ -207,7 +207,7 @@ def test_clipping_after_the_window_is_clipping_the_full_batch():
     assert error(gradient(model), full_gradient_ * 0.01 / (norm + 1e-6)) <= 1e-9
 
 
-# Gradients that are there already -------------------------------------------------------------------------------------
+# Gradients that are there already.
 
 
 @pytest.mark.parametrize("way", ["total_items", "count_items"])
@@ -279,7 +279,7 @@ def test_parameters_inside_a_checkpoint(reentrant):
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
+# Bytes.
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -318,7 +318,7 @@ def test_what_the_micro_batch_holds_follows_its_size_and_the_gradients_do_not():
     assert {gradients for _, gradients in most.values()} == {sum(p.nbytes for p in model.parameters())}
 
 
-# What cannot be right -------------------------------------------------------------------------------------------------
+# What cannot be right.
 
 W = nn.Parameter(torch.ones(3))
 
