@@ -45,7 +45,7 @@ def distance(ones, others) -> float:
     return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs), default=0.0)
 
 
-# The same trajectory --------------------------------------------------------------------------------------------------
+# The same trajectory.
 
 
 @both
@@ -169,7 +169,7 @@ def test_a_step_leaves_no_graph_and_updates_in_place():
     assert not any(state.requires_grad for state in optimizer.state[p].values())
 
 
-# The same checkpoint --------------------------------------------------------------------------------------------------
+# The same checkpoint.
 
 
 def shape_of(state_dict) -> dict:
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_needs_more_is_refused_and_changes_nothing(option):
         AdamW([{"params": parameters(), option: True}])
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
+# Errors.
 
 
 @both
@@ -284,7 +284,7 @@ def test_what_is_no_parameter_is_refused():
         Adam([torch.ones(2, requires_grad=True) * 2])
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
+# Bytes.
 
 
 def network(dtype) -> nn.Sequential:

@@ -21,28 +21,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# What torch.optim's Adam can do and this one cannot: a checkpoint may ask for it.
-NOT_HERE = ("amsgrad", "maximize", "differentiable")
-
 
 class Adam(Optimizer):
     """Adam, with weight decay (if any) added to the gradient.
 
     Keeps, for each parameter that has had a gradient: ``exp_avg`` (m) and ``exp_avg_sq`` (v), with the parameter's
-    shape and dtype, and ``step``, one float32 number. That is 8 bytes a parameter in float32, 4 in bf16, and 4 for each
-    tensor; they appear in the first ``step()``.
+    shape and dtype, and ``step``, one float32 number. That is 8 bytes a parameter in float32, 4 in bf16, and 4 for
+    each tensor; they appear in the first ``step()``.
 
     Args:
         params: parameters, or dicts with ``"params"`` and settings of their own, as for any ``torch.optim`` optimizer.
         lr: how far a step goes, at least 0.
         betas: what m and v keep of their old values, each at least 0 and below 1.
         eps: added to the root of v, at least 0.
-        weight_decay: at least 0.
+        weight_decay: at least 0; without it 0 in Adam, 0.01 in AdamW.
 
-    Raises ``ValueError`` for settings outside these ranges, in any group. ``state_dict`` has ``torch.optim.Adam``'s form.
+    Raises ``ValueError`` for settings outside these ranges, in any group. ``state_dict`` is that of ``torch.optim``.
     """
 
-    decoupled = False
+    decoupled, usual_decay = False, 0.0
 
     def __init__(
         self,
@@ -50,16 +47,25 @@ class Adam(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
     ):
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, {**defaults, "decoupled_weight_decay": self.decoupled})
+        decay = self.usual_decay if weight_decay is None else weight_decay
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
+        super().__init__(params, defaults | {"decoupled_weight_decay": self.decoupled})
 
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters with settings of their own. Raises ``ValueError`` for settings that it cannot use."""
         if isinstance(param_group, dict):
-            _check({**self.defaults, **param_group}, type(self).__name__)
+            _check(self.defaults | param_group, type(self).__name__)
         super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict) -> None:
+        """The last part of ``load_state_dict``. Raises ``ValueError`` for settings that it cannot use."""
+        for group in state["param_groups"]:
+            # As in torch.optim: AdamW decouples whatever wrote the checkpoint, and Adam goes on as it was.
+            group["decoupled_weight_decay"] = self.decoupled or group.get("decoupled_weight_decay", False)
+            _check(group, type(self).__name__)
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -73,7 +79,11 @@ class Adam(Optimizer):
                 loss = closure()
         updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p, _ in updates:
-            _refuse_sparse(p)
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and Adam's moments are dense: make "
+                    "the gradient dense (nn.Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
+                )
         for p, group in updates:
             self._update(p, group)
         return loss
@@ -104,35 +114,12 @@ class Adam(Optimizer):
         denominator = v.sqrt().div_(sqrt(1 - beta2**t)).add_(group["eps"])
         p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
 
-    def __setstate__(self, state: dict) -> None:
-        """The last part of ``load_state_dict``. Raises ``ValueError`` for settings that it cannot use."""
-        for group in state["param_groups"]:
-            group.setdefault("decoupled_weight_decay", self.decoupled)
-            _check(group, type(self).__name__)
-        super().__setstate__(state)
-
 
 class AdamW(Adam):
     """Adam with decoupled weight decay: each step first takes ``lr * weight_decay`` of the parameter away, and the
-    moments never see it. Everything else is as for ``Adam``; ``state_dict`` has ``torch.optim.AdamW``'s form."""
+    moments never see it. Everything else is as for ``Adam``."""
 
-    decoupled = True
-
-    def __init__(
-        self,
-        params: Iterable,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ):
-        super().__init__(params, lr, betas, eps, weight_decay)
-
-    def __setstate__(self, state: dict) -> None:
-        # Like torch.optim.AdamW: whatever wrote the checkpoint, this class decouples.
-        for group in state["param_groups"]:
-            group["decoupled_weight_decay"] = True
-        super().__setstate__(state)
+    decoupled, usual_decay = True, 0.01
 
 
 def _check(group: dict, name: str) -> None:
@@ -145,17 +132,13 @@ def _check(group: dict, name: str) -> None:
         raise ValueError(
             f"betas={betas}: give two numbers, each at least 0 and below 1, such as (0.9, 0.999)"
         )
-    for option in NOT_HERE:
+    for option in (
+        "amsgrad",
+        "maximize",
+        "differentiable",
+    ):  # which a checkpoint of torch.optim's may ask for
         if group.get(option):
             raise ValueError(
-                f"{option}=True is not in this {name}, and without it training would go on differently: "
-                f"use torch.optim.{name}"
+                f"{option}=True is not in this {name}, and without it training would go on differently: use "
+                f"torch.optim.{name}"
             )
-
-
-def _refuse_sparse(p: Tensor) -> None:
-    if p.grad.layout != torch.strided:
-        raise RuntimeError(
-            f"a parameter of shape {tuple(p.shape)} has a sparse gradient, and Adam's moments are dense: make the gradient "
-            "dense (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam for that parameter"
-        )

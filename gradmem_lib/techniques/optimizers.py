@@ -1,23 +1,24 @@
-"""Optimizers whose states have dtypes of their own: float32 beside bf16 weights, and one byte a number."""
+"""AdamW whose states have dtypes of their own: float32 beside bf16 weights, and one byte a number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
+
+from .adam import AdamW
+
+BLOCK = 256
+SMALLEST_8BIT = 4096
 
 
-class _OwnDtypes(Optimizer):
-    """An optimizer whose states have dtypes of their own.
-
-    ``Optimizer.load_state_dict`` casts what it loads to the parameter's dtype: a float32 copy of the weights would come back
-    rounded to bf16, and 8-bit codes as numbers.
-    """
+class _OwnDtypes(AdamW):
+    """``load_state_dict`` leaves what it loads in its dtype, and not in the parameter's: a float32 copy of the weights
+    would come back rounded to bf16, and 8-bit codes as numbers."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -31,23 +32,13 @@ class _OwnDtypes(Optimizer):
 class MasterAdamW(_OwnDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
-    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32 copy,
-    and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a time;
-    ``foreach`` and ``fused`` want all of them at once.
+    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32
+    copy, and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a
+    time; ``foreach`` and ``fused`` want all of them at once.
     """
 
-    def __init__(
-        self,
-        params: Iterable,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        foreach: bool = False,
-        fused: bool = False,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any):
+        super().__init__(*arguments, **settings)
         self.foreach, self.fused = foreach, fused
 
     @torch.no_grad()
@@ -63,36 +54,21 @@ class MasterAdamW(_OwnDtypes):
                         "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
                     }
             for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
-                self._update(some, group)
+                self._update_masters(some, group)
 
-    def _update(self, parameters: list[Tensor], group: dict) -> None:
+    def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
         from torch.optim.adamw import adamw
 
         states = [self.state[p] for p in parameters]
-        beta1, beta2 = group["betas"]
+        masters, m, v, steps = ([s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step"))
+        gradients = [p.grad.float() for p in parameters]
+        (beta1, beta2), settings = group["betas"], {k: group[k] for k in ("lr", "eps", "weight_decay")}
         adamw(
-            [s["master"] for s in states],
-            [p.grad.float() for p in parameters],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            foreach=self.foreach,
-            fused=self.fused,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for p, s in zip(parameters, states, strict=True):
-            p.copy_(s["master"])
-
-
-BLOCK = 256
-SMALLEST_8BIT = 4096
+            masters, gradients, m, v, [], steps, foreach=self.foreach, fused=self.fused, amsgrad=False,
+            maximize=False, beta1=beta1, beta2=beta2, **settings,
+        )  # fmt: skip
+        for p, master in zip(parameters, masters, strict=True):
+            p.copy_(master)
 
 
 class AdamW8bit(_OwnDtypes):
@@ -103,15 +79,8 @@ class AdamW8bit(_OwnDtypes):
     operator, as it does in their kernel, so that it needs no memory that an allocator would see.
     """
 
-    def __init__(
-        self,
-        params: Iterable,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -125,36 +94,27 @@ class AdamW8bit(_OwnDtypes):
             self._codes[device] = (code_table(True, device), code_table(False, device))
         return self._codes[device]
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    self._start(p, state)
-                state["step"] += 1
-                small = "code" not in state
-                none = p.grad.new_empty(0) if small else None
-                _adamw_8bit()(
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"],
-                    *([none] * 4 if small else [state[k] for k in ("absmax", "absmax_sq", "code", "code_sq")]),
-                    state["step"], group["lr"], *group["betas"], group["eps"], group["weight_decay"],
-                )  # fmt: skip
+    def _update(self, p: Tensor, group: dict) -> None:
+        state = self.state[p]
+        if not state:
+            self._start(p, state)
+        state["step"] += 1
+        none = None if "code" in state else p.grad.new_empty(0)
+        _adamw_8bit()(
+            p, p.grad, state["exp_avg"], state["exp_avg_sq"],
+            *(state.get(name, none) for name in ("absmax", "absmax_sq", "code", "code_sq")),
+            state["step"], group["lr"], *group["betas"], group["eps"], group["weight_decay"],
+        )  # fmt: skip
 
     def _start(self, p: Tensor, state: dict) -> None:
         state["step"] = 0
-        if p.numel() < SMALLEST_8BIT:
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(p, dtype=torch.float32)
-            return
-        blocks = -(-p.numel() // BLOCK)
+        small = p.numel() < SMALLEST_8BIT
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(p.shape, dtype=torch.uint8, device=p.device)
-        for name in ("absmax", "absmax_sq"):
-            state[name] = torch.zeros(blocks, device=p.device)
-        state["code"], state["code_sq"] = self._tables(p.device)
+            state[name] = torch.zeros(p.shape, dtype=torch.float32 if small else torch.uint8, device=p.device)
+        if not small:
+            for name in ("absmax", "absmax_sq"):
+                state[name] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+            state["code"], state["code_sq"] = self._tables(p.device)
 
 
 def code_table(signed: bool, device: torch.device | None) -> Tensor:
@@ -197,37 +157,22 @@ def _adamw_8bit():
                 flat_m[part], absmax[blocks] = quantized_blocks(m, code)
                 flat_v[part], absmax_sq[blocks] = quantized_blocks(v, code_sq)
 
-    @adamw_8bit.register_fake
-    def _(
-        p,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        absmax,
-        absmax_sq,
-        code,
-        code_sq,
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-    ):
-        return None
-
+    adamw_8bit.register_fake(lambda *arguments: None)
     return adamw_8bit
 
 
 def dequantized_blocks(codes: Tensor, absmax: Tensor, code: Tensor) -> Tensor:
-    scale = absmax.repeat_interleave(BLOCK)[: codes.numel()]
-    return code[codes.long()] * scale
+    return code[codes.long()] * absmax.repeat_interleave(BLOCK)[: codes.numel()]
 
 
 def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     """(uint8 indices into ``code``, largest magnitude of each block) of a flat tensor."""
     padded = F.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     absmax = padded.abs().amax(dim=1)
-    scaled = (padded / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: values.numel()]
-    between = (code[1:] + code[:-1]) / 2
-    return torch.bucketize(scaled, between).to(torch.uint8), absmax
+    scaled = padded / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return nearest(scaled.view(-1)[: values.numel()], code), absmax
+
+
+def nearest(values: Tensor, code: Tensor) -> Tensor:
+    """uint8 indices of the values of ``code``, which increase, that lie next to ``values``."""
+    return torch.bucketize(values, (code[1:] + code[:-1]) / 2).to(torch.uint8)
