@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer plus a trained addition of low rank: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
+    """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
 
-    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have the
-    base's dtype. ``base`` is an ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is the other way round.
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have
+    the base's dtype. ``base`` is an ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
     """
 
     def __init__(self, base: nn.Module, rank: int, alpha: float | None = None):
@@ -27,8 +27,9 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Base and addition as one matrix, for models that multiply by it without calling the layer (Mamba's ``dt_proj``)."""
-        return self.base.weight + self._addition()
+        """Base and addition as one new matrix in the base's shape. Mamba multiplies by its ``dt_proj`` so."""
+        addition = self.scale * (self.B @ self.A)
+        return self.base.weight + (addition if isinstance(self.base, nn.Linear) else addition.T)
 
     @property
     def bias(self) -> Tensor | None:
@@ -39,36 +40,36 @@ class LoRALinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.A), self.B) * self.scale
 
     @torch.no_grad()
-    def merged_weight(self) -> Tensor:
-        """A new tensor: the base's weight with the addition in it, in the base's shape and dtype."""
-        return self.weight
-
-    @torch.no_grad()
     def merged(self) -> nn.Module:
         """The base with the addition written into its weight, for use after training."""
-        self.base.weight.copy_(self.merged_weight())
+        self.base.weight.copy_(self.weight)
         return self.base
 
-    def _addition(self) -> Tensor:
-        addition = self.scale * (self.B @ self.A)
-        return addition if isinstance(self.base, nn.Linear) else addition.T
 
-
+@torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, ``None`` for any other module, such as a router that is a Linear and returns a pair."""
-    if isinstance(module, nn.Linear) and _returns_tensor(module):
+    """(in, out) of a linear layer, ``None`` for any other module, such as a router that is a Linear and returns a pair:
+    a forward of its own is tried on one row."""
+    if isinstance(module, nn.Linear):
+        own = type(module).forward is not nn.Linear.forward
+        if own and not isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor):
+            return None
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == module.weight.shape[1]:
         return tuple(module.weight.shape)
     return None
 
 
-@torch.no_grad()
-def _returns_tensor(module: nn.Linear) -> bool:
-    """Tried on one row where a subclass has a forward of its own."""
-    if type(module).forward is nn.Linear.forward:
-        return True
-    return isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor)
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear layers by name, without the output layer."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name: m for name, m in model.named_modules() if m is not head and linear_sizes(m)}
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put ``module`` where ``model`` has the module ``name``."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
 
 
 def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
@@ -77,20 +78,16 @@ def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
     ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``); none means all but the output layer.
     """
     model.requires_grad_(False)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = {n: m for n, m in model.named_modules() if linear_sizes(m) and m is not head}
-    chosen = {
-        n: m for n, m in linear.items() if not targets or f".{n}".endswith(tuple(f".{t}" for t in targets))
-    }
+    linear, ends = linear_layers(model), tuple(f".{target}" for target in targets)
+    chosen = [name for name in linear if not targets or f".{name}".endswith(ends)]
     if not chosen:
-        ends = sorted({name.rpartition(".")[2] for name in linear})
+        there = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
             f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: lora_targets are the last parts of "
-            f"layers' names, and this model has {', '.join(map(repr, ends)) or 'no linear layer'}"
+            f"layers' names, and this model has {', '.join(map(repr, there)) or 'no linear layer'}"
         )
-    for name, module in chosen.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, LoRALinear(module, rank))
+    for name in chosen:
+        replace(model, name, LoRALinear(linear[name], rank))
     return len(chosen)
 
 

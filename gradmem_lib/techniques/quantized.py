@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .lora import linear_sizes
+from .lora import linear_layers, linear_sizes, replace
 from .optimizers import BLOCK as SCALES_BLOCK
-from .optimizers import code_table, dequantized_blocks, quantized_blocks
+from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
 
 BLOCK = 64
 SLICE = 2**20  # weights written out at a time
 _OUTERMOST = 0.9677083  # the quantile of the largest value, as bitsandbytes sets it
 
 
+@cache
 def nf4_values(device: torch.device | None = None) -> Tensor:
     """The 16 values of NF4, increasing from -1 to 1, 0 among them: 8 below 0 and 8 from 0 on (the paper's appendix E)."""
     above = torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 9, dtype=torch.float64))
@@ -35,8 +36,9 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
 class Linear4bit(nn.Module):
     """What is left of a frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) when its weight is kept in 4 bits.
 
-    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a byte for
-    every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias stays as it was.
+    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte;
+    ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean.
+    The bias stays as it was.
     """
 
     def __init__(self, base: nn.Module):
@@ -49,14 +51,13 @@ class Linear4bit(nn.Module):
         self.bias = base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = (self.out_features, self.in_features)
-        y = _Multiply.apply(x, self.packed, self.magnitudes, self.scales, self.offset, shape)
+        y = _Multiply.apply(x, self)
         return y if self.bias is None else y + self.bias
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out, in) that the layer multiplies with."""
-        shape = (self.out_features, self.in_features)
-        return _written_out(self.packed, self.magnitudes, self.scales, self.offset, shape, dtype)
+        magnitudes = _operators().magnitudes(self.magnitudes, self.scales, self.offset)
+        return _operators().dequantize(self.packed, magnitudes, self.out_features, self.in_features, dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -64,46 +65,31 @@ class Linear4bit(nn.Module):
         )
 
 
-def quantize_base(model: nn.Module) -> int:
-    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, those inside LoRA layers included; returns how many.
-
-    The output layer, the embedding and the norms stay as they are. ``ValueError`` where no linear layer is frozen.
-    """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    chosen = [
-        name
-        for name, module in model.named_modules()
-        if module is not head and linear_sizes(module) and not module.weight.requires_grad
-    ]
-    if not chosen:
-        raise ValueError(
-            "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes the model), since 4-bit weights "
-            "cannot be trained"
-        )
-    for name in chosen:
-        parent, _, own = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        setattr(owner, own, Linear4bit(getattr(owner, own)))
-    return len(chosen)
-
-
 class _Multiply(torch.autograd.Function):
-    """``x @ W.T``, keeping the packed weight for backward rather than the matrix that was written out."""
+    """``x @ W.T`` of a 4-bit layer. Backward writes the frozen weight out again, so that nothing is saved for it."""
 
     @staticmethod
-    def forward(ctx, x, packed, magnitudes, scales, offset, shape):
-        ctx.save_for_backward(packed, magnitudes, scales, offset)
-        ctx.shape = shape
-        return F.linear(x, _written_out(packed, magnitudes, scales, offset, shape, x.dtype))
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return F.linear(x, layer.dequantized(x.dtype))
 
     @staticmethod
     def backward(ctx, d_y):
-        return d_y @ _written_out(*ctx.saved_tensors, ctx.shape, d_y.dtype), None, None, None, None, None  # type: ignore[call-arg]
+        return d_y @ ctx.layer.dequantized(d_y.dtype), None
 
 
-def _written_out(packed, magnitudes, scales, offset, shape, dtype) -> Tensor:
-    operators = _operators()
-    return operators.dequantize(packed, operators.magnitudes(magnitudes, scales, offset), *shape, dtype)
+def quantize_base(model: nn.Module) -> int:
+    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, those inside LoRA layers included; returns
+    how many. The output layer, the embedding and the norms stay. ``ValueError`` where no linear layer is frozen."""
+    frozen = {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}
+    if not frozen:
+        raise ValueError(
+            "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes the model), since "
+            "4-bit weights cannot be trained"
+        )
+    for name, module in frozen.items():
+        replace(model, name, Linear4bit(module))
+    return len(frozen)
 
 
 @cache
@@ -115,28 +101,20 @@ def _operators() -> SimpleNamespace:
         flat = weight.reshape(-1).float()
         blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         absmax = blocks.abs().amax(dim=1)
-        offset = absmax.mean()
-        magnitudes, scales = quantized_blocks(absmax - offset, code_table(True, weight.device))
-        kept = dequantized_blocks(magnitudes, scales, code_table(True, weight.device)) + offset
-        values = nf4_values(weight.device)
+        offset, code = absmax.mean(), code_table(True, weight.device)
+        magnitudes, scales = quantized_blocks(absmax - offset, code)
+        kept = dequantized_blocks(magnitudes, scales, code) + offset
         scaled = blocks / kept.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        nearest = (
-            torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).view(-1)[: len(flat)].to(torch.uint8)
-        )
-        pairs = F.pad(nearest, (0, len(flat) % 2)).view(-1, 2)
+        nibbles = nearest(scaled.view(-1)[: len(flat)], nf4_values(weight.device))
+        pairs = F.pad(nibbles, (0, len(flat) % 2)).view(-1, 2)
         return pairs[:, 0] * 16 + pairs[:, 1], magnitudes, scales, offset
 
     @quantize.register_fake
     def _(weight):
-        n = weight.numel()
-        blocks = -(-n // BLOCK)
-        new = weight.new_empty
-        return (
-            new(-(-n // 2), dtype=torch.uint8),
-            new(blocks, dtype=torch.uint8),
-            new(-(-blocks // SCALES_BLOCK), dtype=torch.float32),
-            new((), dtype=torch.float32),
-        )
+        new, blocks = weight.new_empty, -(-weight.numel() // BLOCK)
+        packed, magnitudes = (new(n, dtype=torch.uint8) for n in (-(-weight.numel() // 2), blocks))
+        scales, offset = (new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), ()))
+        return packed, magnitudes, scales, offset
 
     @torch.library.custom_op("gradmem::nf4_magnitudes", mutates_args=())
     def magnitudes(codes: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
@@ -146,14 +124,10 @@ def _operators() -> SimpleNamespace:
     def _(codes, scales, offset):
         return codes.new_empty(codes.shape, dtype=torch.float32)
 
-    tables: dict[torch.device, Tensor] = {}
-
     # In slices, so that it needs no memory beside its result that an allocator would notice.
     @torch.library.custom_op("gradmem::nf4_dequantize", mutates_args=())
     def dequantize(packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        if packed.device not in tables:
-            tables[packed.device] = nf4_values(packed.device)
-        values, out = tables[packed.device], packed.new_empty(rows * columns, dtype=dtype)
+        values, out = nf4_values(packed.device), packed.new_empty(rows * columns, dtype=dtype)
         for start in range(0, rows * columns, SLICE):
             part = out[start : start + SLICE]
             pairs = packed[start // 2 : (start + SLICE) // 2]

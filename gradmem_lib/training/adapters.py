@@ -32,7 +32,7 @@ def merged_state(model: nn.Module, adapters: dict[str, LoRALinear]) -> dict[str,
         for own in [key for key in state if key.startswith(f"{name}.")]:
             tensor = state.pop(own)
             if own == f"{name}.base.weight":
-                state[f"{name}.weight"] = module.merged_weight()
+                state[f"{name}.weight"] = module.weight
             elif own.startswith(f"{name}.base."):
                 state[f"{name}{own.removeprefix(f'{name}.base')}"] = tensor
     return state
