@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,9 @@ class Shape:
     @property
     def matrices(self) -> dict[str, int]:
         """Entries of each weight matrix of one block."""
-        h, f = self.hidden, self.intermediate
-        names = {
-            "query": h * h,
-            "key": h * self.kv_hidden,
-            "value": h * self.kv_hidden,
-            "attention output": h * h,
-        }
-        return names | ({"gate": h * f} if self.gated else {}) | {"up": h * f, "down": f * h}
+        h, kv, f = self.hidden, self.kv_hidden, self.intermediate
+        attention = {"query": h * h, "key": h * kv, "value": h * kv, "attention output": h * h}
+        return attention | ({"gate": h * f} if self.gated else {}) | {"up": h * f, "down": f * h}
 
     @property
     def norm_parameters(self) -> int:
@@ -54,14 +50,8 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        bias = (
-            self.hidden
-            + 2 * self.kv_hidden
-            + self.hidden
-            + self.intermediate * (1 + self.gated)
-            + self.hidden
-        )
-        return sum(self.matrices.values()) + bias * self.biases + 2 * self.norm_parameters
+        biases = 3 * self.hidden + 2 * self.kv_hidden + self.intermediate * (1 + self.gated)
+        return sum(self.matrices.values()) + biases * self.biases + 2 * self.norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -71,60 +61,49 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Trainable numbers, each storage once: equal to ``sum(p.numel() for p in model.parameters())``."""
-        tables = self.embedding_parameters * (1 if self.tied else 2) + self.positions * self.hidden
+        tables = self.embedding_parameters * (2 - self.tied) + self.positions * self.hidden
         return tables + self.layers * self.block_parameters + self.norm_parameters
 
     @property
     def tensors(self) -> int:
-        """Parameter tensors: AdamW keeps a step counter of 4 bytes for each. GPT-2 holds query, key and
-        value in one."""
+        """Parameter tensors: AdamW keeps a counter of 4 bytes for each. GPT-2 holds query, key and value in one."""
+        norm = self.norm_parameters // self.hidden
         matrices = len(self.matrices) - 2 * bool(self.positions)
-        per_block = matrices * (1 + self.biases) + 2 * (1 + (self.norm == "layer"))
-        return (
-            (1 if self.tied else 2)
-            + bool(self.positions)
-            + self.layers * per_block
-            + 1
-            + (self.norm == "layer")
-        )
+        tables = 2 - self.tied + bool(self.positions)
+        return tables + self.layers * (matrices * (1 + self.biases) + 2 * norm) + norm
 
     @property
     def largest_tensor(self) -> int:
-        """Entries of the largest parameter tensor: an optimizer that works tensor by tensor needs room for
-        it."""
-        return max(
-            self.embedding_parameters, 3 * self.hidden**2 * bool(self.positions), *self.matrices.values()
-        )
+        """Entries of the largest parameter: an optimizer that works tensor by tensor needs room for it."""
+        joined = 3 * self.hidden**2 * bool(self.positions)
+        return max(self.embedding_parameters, joined, *self.matrices.values())
 
     @classmethod
-    def from_config(cls, config, name: str | None = None) -> Shape:
-        """The shape of a Hugging Face ``LlamaConfig`` or ``GPT2Config``. ``ValueError`` for any other
-        architecture."""
+    def from_config(cls, config: Any, name: str | None = None) -> Shape:
+        """The shape of a ``LlamaConfig`` or ``GPT2Config``. ``ValueError`` for any other architecture."""
         kind = getattr(config, "model_type", type(config).__name__)
-        name = name or getattr(config, "name_or_path", "") or kind
-        tied = bool(config.tie_word_embeddings) if hasattr(config, "tie_word_embeddings") else True
-        if kind == "gpt2":
-            h = config.n_embd
-            return cls(
-                name, config.vocab_size, h, config.n_layer, config.n_head, config.n_head, config.n_inner or 4 * h,
-                tied=tied, gated=False, norm="layer", biases=True, positions=config.n_positions,
-            )  # fmt: skip
         plain = kind == "llama" and not config.attention_bias and not config.mlp_bias
-        if not plain or config.head_dim * config.num_attention_heads != config.hidden_size:
+        if kind != "gpt2" and (
+            not plain or config.head_dim * config.num_attention_heads != config.hidden_size
+        ):
             raise ValueError(
                 "the closed forms know GPT-2 and Llama (no biases, heads x head_dim = hidden), not this "
                 f"{kind!r} config: give one of those, or describe the model yourself with Shape(...)"
             )
-        return cls(
-            name, config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads,
-            config.num_key_value_heads, config.intermediate_size, tied=tied,
-        )  # fmt: skip
+        name = name or getattr(config, "name_or_path", "") or kind
+        width, heads = config.hidden_size, config.num_attention_heads
+        sizes = (name, config.vocab_size, width, config.num_hidden_layers, heads)
+        tied = bool(getattr(config, "tie_word_embeddings", True))
+        if kind == "gpt2":
+            inner = config.n_inner or 4 * width
+            return cls(*sizes, heads, inner, tied=tied, positions=config.n_positions, **_GPT2)
+        return cls(*sizes, config.num_key_value_heads, config.intermediate_size, tied=tied)
 
-    def config(self, *, positions: int = 131072, dropout: float = 0.0):
+    def config(self, *, positions: int = 131072, dropout: float = 0.0) -> Any:
         """A transformers config of this shape: ``from_config`` turned round.
 
-        ``positions``: the longest sequence, for rotary positions; a learned table has its own length. ``dropout`` is GPT-2's
-        alone, in all three places.
+        ``positions``: the longest sequence, for rotary positions; a learned table has its own length.
+        ``dropout`` is GPT-2's alone, in all three places.
         """
         from transformers import GPT2Config, LlamaConfig
 
@@ -141,14 +120,7 @@ class Shape:
         )  # fmt: skip
 
 
-def _gpt2(
-    name: str, hidden: int, layers: int, heads: int, vocab: int = 50257, positions: int = 1024
-) -> Shape:
-    return Shape(
-        name, vocab, hidden, layers, heads, heads, 4 * hidden,
-        tied=True, gated=False, norm="layer", biases=True, positions=positions,
-    )  # fmt: skip
-
+_GPT2: dict[str, Any] = {"gated": False, "norm": "layer", "biases": True}
 
 SHAPES: dict[str, Shape] = {
     shape.name: shape
@@ -159,7 +131,7 @@ SHAPES: dict[str, Shape] = {
         Shape("Llama-2-7B", 32000, 4096, 32, 32, 32, 11008),
         Shape("Llama-2-13B", 32000, 5120, 40, 40, 40, 13824),
         Shape("Llama-2-70B", 32000, 8192, 80, 64, 8, 28672),
-        _gpt2("GPT-2", 768, 12, 12),
-        _gpt2("GPT-2 XL", 1600, 48, 25),
+        Shape("GPT-2", 50257, 768, 12, 12, 12, 3072, tied=True, positions=1024, **_GPT2),
+        Shape("GPT-2 XL", 50257, 1600, 48, 25, 25, 6400, tied=True, positions=1024, **_GPT2),
     )
 }
