@@ -59,11 +59,6 @@ class Linear4bit(nn.Module):
         magnitudes = _operators().magnitudes(self.magnitudes, self.scales, self.offset)
         return _operators().dequantize(self.packed, magnitudes, self.out_features, self.in_features, dtype)
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
-
 
 class _Multiply(torch.autograd.Function):
     """``x @ W.T`` of a 4-bit layer. Backward writes the frozen weight out again, so that nothing is saved for it."""
