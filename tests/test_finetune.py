@@ -1,84 +1,26 @@
-"""A recipe on transformers' ``Trainer``: same bytes as predicted, same steps as ``recipe.step``, and nothing left behind."""
+"""A recipe on transformers' ``Trainer``: same bytes as predicted, same steps as ``step``, and what contradicts it refused."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from trainers import ROWS, SEQ, Classified, classifier, rows, small, trainer_for
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from gradmem_lib import BudgetExceeded, MemoryTracker
-from gradmem_lib.course import models, texts
+from gradmem_lib import make_trainer, merge_adapters
+from gradmem_lib.course import texts
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.lora import LoRALinear
-from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
-from gradmem_lib.training.adapters import merge_adapters
 from gradmem_lib.training.prepare import RELATIVE_RATE, make_optimizer, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.training.trainer import (
-    MemoryCallback,
-    arguments,
-    checkpointing_argument,
-    make_trainer,
-)
+from gradmem_lib.training.trainer import arguments, checkpointing_argument
 
-ROWS, SEQ = 8, 48
 pytestmark = pytest.mark.usefixtures("interruptible")
-
-
-def small(**sizes):
-    return models.tiny_llama(**({"layers": 3, "hidden": 64, "intermediate": 160, "vocab": 512} | sizes))
-
-
-def rows(n: int = 4 * ROWS, seq_len: int = SEQ, vocab: int = 512) -> texts.Rows:
-    return texts.Rows(torch.randint(0, vocab, (n, seq_len), generator=torch.Generator().manual_seed(1)))
-
-
-def trainer_for(model, recipe, tmp_path, **given):
-    # Without clipping, decay and shuffling, so that steps can be compared with a plain loop's.
-    settings = {
-        "batch_size": ROWS,
-        "train_dataset": rows(),
-        "output_dir": str(tmp_path / "out"),
-        "live": False,
-        "progress": False,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-    }
-    return make_trainer(model, recipe, **(settings | given))
-
-
-class InOrder(Trainer):
-    """Rows in their order, so that two trainings see the same ones."""
-
-    def _get_train_sampler(self, train_dataset=None):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-@pytest.fixture
-def in_order(monkeypatch):
-    monkeypatch.setattr(Trainer, "_get_train_sampler", InOrder._get_train_sampler)
-
-
-# --- the bytes --------------------------------------------------------------------------------------------
-
 RECIPES = {
     "naive": Recipe(),
     "accumulation": Recipe(accumulation=4),
@@ -128,9 +70,6 @@ def test_a_trainers_peak_is_the_predicted_one(recipe, tmp_path):
             assert 0 <= more <= 16, category  # the loss and its weight
 
 
-# --- the steps --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -142,7 +81,7 @@ def test_a_trainers_peak_is_the_predicted_one(recipe, tmp_path):
     ],
     ids=str,
 )
-def test_it_takes_the_steps_of_recipe_step(recipe, tmp_path, in_order):
+def test_it_takes_the_steps_of_recipe_step(recipe, tmp_path):
     data = rows(3 * ROWS)
     by_hand = small()
     torch.manual_seed(0)
@@ -157,7 +96,7 @@ def test_it_takes_the_steps_of_recipe_step(recipe, tmp_path, in_order):
     undo.close()
     other = small()
     torch.manual_seed(0)
-    trainer = trainer_for(other, recipe, tmp_path, train_dataset=data, max_steps=3)
+    trainer = trainer_for(other, recipe, tmp_path, in_order=True, train_dataset=data, max_steps=3)
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, rel=1e-6)
@@ -165,35 +104,7 @@ def test_it_takes_the_steps_of_recipe_step(recipe, tmp_path, in_order):
         assert torch.equal(ours, theirs), name
 
 
-def classifier(num_labels: int = 3):
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        num_labels=num_labels,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
-
-
-class Classified(torch.utils.data.Dataset):
-    def __init__(self, n: int):
-        generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(0, 100, (n, 12), generator=generator)
-        self.labels = torch.randint(0, 3, (n,), generator=generator)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
-
-
-def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path, in_order):
+def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path):
     def gradient(accumulation):
         seen = {}
 
@@ -223,7 +134,7 @@ def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path, in_ord
     assert plain.state.log_history[0]["loss"] == pytest.approx(4 * loss, rel=1e-4)
 
 
-def test_labels_that_do_not_count_do_not_weigh(tmp_path, in_order):
+def test_labels_that_do_not_count_do_not_weigh(tmp_path):
     class Ragged(texts.Rows):
         def __getitem__(self, index):
             labels = self.ids[index].clone()
@@ -252,166 +163,6 @@ def test_evaluation_is_the_mean_and_keeps_no_logits(tmp_path):
         expected = model.eval()(input_ids=held.ids, labels=held.ids).loss.item()
     assert found == pytest.approx(expected, rel=1e-5)
     assert trainer.args.prediction_loss_only and trainer.args.per_device_eval_batch_size == 2
-
-
-# --- watching -----------------------------------------------------------------------------------------------
-
-
-def plain_trainer(tmp_path, memory, **given):
-    settings = {
-        "per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
-        "save_strategy": "no", "logging_strategy": "no",
-    }  # fmt: skip
-    args = TrainingArguments(str(tmp_path / "plain"), **(settings | given))
-    return Trainer(small(), args, train_dataset=rows(), eval_dataset=rows(16), callbacks=[memory])
-
-
-def test_any_trainer_can_be_watched(tmp_path):
-    with MemoryCallback(live=False, title="mine") as memory:
-        plain_trainer(tmp_path, memory, eval_strategy="steps", eval_steps=3).train()
-    assert sorted(memory.by_step) == [1, 2, 3]
-    assert memory.by_step[2] == memory.by_step[3]
-    assert memory.by_step[1].total <= memory.by_step[2].total
-    highest = max(s.total for s in [*memory.by_step.values(), memory.evaluation])
-    assert memory.peak.total == highest == max(memory.tracker.timeline.totals)
-    assert sum(holder.nbytes for holder in memory.tracker.largest_at_peak(10**6)) == highest
-    assert memory.tracker.title == "mine" and MemoryTracker._running is None
-    assert memory.evaluation.by_category["gradients"] == 0
-
-
-def test_a_budget_ends_a_run_and_leaves_nothing_behind(tmp_path):
-    with MemoryCallback(live=False, budget="2 MiB") as memory:
-        trainer = plain_trainer(tmp_path, memory)
-        with pytest.raises(BudgetExceeded):
-            trainer.train()
-    assert MemoryTracker._running is None
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
-    with MemoryCallback(live=False) as memory:
-        plain_trainer(tmp_path, memory).train()
-    assert memory.peak.total > 0
-
-
-def test_outside_its_with_it_refuses(tmp_path):
-    memory = MemoryCallback(live=False)
-    with pytest.raises(RuntimeError, match="with block"):
-        plain_trainer(tmp_path, memory).train()
-    with pytest.raises(RuntimeError, match="nothing was trained"):
-        _ = memory.peak
-
-
-# --- errors, Ctrl-C, resuming -------------------------------------------------------------------------------
-
-
-class At(TrainerCallback):
-    """Does something in the middle of a step."""
-
-    def __init__(self, number, what):
-        self.number, self.what = number, what
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.number:
-            self.what()
-
-
-def assert_clean(trainer):
-    model = trainer.model
-    assert MemoryTracker._running is None
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    assert not any("_call_impl" in vars(module) for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("checkpointing", ["per-layer", "sqrt"])
-def test_an_error_leaves_nothing_behind(checkpointing, tmp_path):
-    def fail():
-        raise ArithmeticError("mine")
-
-    recipe = Recipe(accumulation=2, checkpointing=checkpointing)
-    trainer = trainer_for(small(), recipe, tmp_path, callbacks=[At(2, fail)])
-    with pytest.raises(ArithmeticError, match="mine"):
-        trainer.train()
-    assert_clean(trainer)
-    trainer.remove_callback(At)
-    trainer.train()
-    assert_clean(trainer)
-
-
-def test_a_run_over_budget_can_be_repeated_with_a_smaller_micro_batch(tmp_path):
-    model = small(layers=2)
-    least = predict(
-        model, batch_size=ROWS, seq_len=256, recipe=Recipe(accumulation=8), target="cpu"
-    ).peak.total
-    budget, data = round(1.2 * least), rows(2 * ROWS, 256)
-    trainer = trainer_for(model, Recipe(), tmp_path, budget=budget, train_dataset=data)
-    with pytest.raises(BudgetExceeded):
-        trainer.train()
-    assert_clean(trainer)
-    trainer_for(model, Recipe(accumulation=8), tmp_path, budget=budget, train_dataset=data).train()
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(accumulation=2, checkpointing="sqrt"),
-        Recipe(precision="bf16", optimizer="adamw-8bit", lora_rank=4, checkpointing="per-layer"),
-        Recipe(precision="float32-master"),
-        Recipe(precision="bf16", optimizer="adamw-8bit"),
-    ],
-    ids=str,
-)
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_path, capsys):
-    def run(folder, callbacks=(), resume=None):
-        torch.manual_seed(0)
-        trainer = trainer_for(
-            small(vocab=1024),
-            recipe,
-            tmp_path / folder,
-            max_steps=4,
-            callbacks=list(callbacks),
-            train_dataset=rows(vocab=1024),
-        )
-        if callbacks:
-            with pytest.raises(KeyboardInterrupt, match="stopped after step 2"):
-                trainer.train()
-            assert_clean(trainer)
-            assert torch.isfinite(trainer.model(input_ids=rows(2).ids, labels=rows(2).ids).loss)
-        else:
-            trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    whole = run("whole")
-    run("cut", callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGINT))])
-    assert "Finishing step 2, then saving" in capsys.readouterr().out
-    assert (tmp_path / "cut" / "out" / "checkpoint-2").is_dir()
-    resumed = run("cut", resume=True)
-    assert resumed.state.global_step == 4
-    for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
-def test_ctrl_c_after_the_last_step_promises_no_checkpoint(tmp_path):
-    class AtTheEnd(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    trainer = trainer_for(small(), Recipe(), tmp_path, callbacks=[AtTheEnd()])
-    with pytest.raises(KeyboardInterrupt, match="the training is complete"):
-        trainer.train()
-    assert_clean(trainer)
-    assert trainer.state.global_step == 2 and not list(tmp_path.glob("out/checkpoint-*"))
-
-
-def test_a_second_ctrl_c_stops_at_once(tmp_path):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    trainer = trainer_for(small(), Recipe(checkpointing="sqrt"), tmp_path, callbacks=[At(1, twice)])
-    with pytest.raises(KeyboardInterrupt, match="at once"):
-        trainer.train()
-    assert_clean(trainer)
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -451,62 +202,6 @@ def test_torchs_adafactor_has_a_rate_that_is_relative_to_the_weights(tmp_path):
     assert min(moved) > 0 and max(moved) == pytest.approx(RELATIVE_RATE, rel=0.05)
 
 
-def test_a_run_in_the_background_goes_on_ignoring_the_ctrl_c_of_others(tmp_path):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    press = At(1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    trainer = trainer_for(small(), Recipe(), tmp_path, callbacks=[press])
-    trainer.train()
-    assert trainer.state.global_step == 2 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_it_trains_outside_the_main_thread(tmp_path):
-    trainer, failed = trainer_for(small(), Recipe(), tmp_path), []
-
-    def work():
-        try:
-            trainer.train()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not failed and trainer.state.global_step == 2
-
-
-@pytest.mark.parametrize("kind", [AdamW8bit, MasterAdamW])
-def test_states_keep_their_dtypes_when_they_are_loaded(kind):
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(80, 80, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))]
-
-    def one_step(optimizer):
-        generator = torch.Generator().manual_seed(len(optimizer.state))
-        for p in parameters:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-    first = kind(parameters)
-    one_step(first)
-    saved = first.state_dict()
-    second = kind(parameters)
-    second.load_state_dict(saved)
-    for p in parameters:
-        for name, value in first.state[p].items():
-            other = second.state[p][name]
-            if isinstance(value, torch.Tensor):
-                assert other.dtype == value.dtype and torch.equal(other, value), name
-                assert name in ("step", "code", "code_sq") or other.data_ptr() != value.data_ptr()
-            else:
-                assert other == value
-    if kind is AdamW8bit:
-        codes = {state["code"].data_ptr() for state in second.state.values() if "code" in state}
-        assert len(codes) == 1
-    one_step(second)
-
-
-# --- what comes out -----------------------------------------------------------------------------------------
-
-
 def test_merged_adapters_are_an_ordinary_model(tmp_path):
     model = small()
     trainer_for(model, Recipe(lora_rank=4), tmp_path).train()
@@ -534,9 +229,6 @@ def test_four_bits_are_not_merged_into(tmp_path):
     trainer_for(model, Recipe(lora_rank=4, quantized_base=True, precision="bf16"), tmp_path)
     with pytest.raises(ValueError, match="4 bits"):
         merge_adapters(model)
-
-
-# --- what is asked for --------------------------------------------------------------------------------------
 
 
 def test_arguments_are_transformers_own():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from .. import compat
 from ..compat import is_persistent, own_tensors
+from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
 from ..techniques.losses import check_chunked_loss
 from ..techniques.optimizers import AdamW8bit, MasterAdamW
+from ..techniques.quantized import quantize_base
 from .recipe import Recipe
 
 RATE = 1e-4
-# Of torch's Adafactor, relative to a weight's size: T5's in fine-tuning (Raffel et al. 2020). The default, 1e-2, is that
-# of its pretraining.
+# Of torch's Adafactor, relative to a weight's size: T5's in fine-tuning (Raffel et al. 2020); the default is its pretraining's.
 RELATIVE_RATE = 1e-3
 # And what is added where a gradient is zero. The default is the rounding unit of the weights' dtype, 0.0078 in bf16: above
 # nearly every gradient, so that none would be normalized. The square of this is still a number in bf16.
@@ -38,9 +39,7 @@ class Prepared(NamedTuple):
 def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Prepared:
     """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` where they do not fit.
 
-    Casts parameters and persistent buffers (rotary frequencies stay in float32, as ``from_pretrained`` leaves them), sets the
-    attention, adds LoRA, freezes, and switches checkpointing on. The key-value cache is switched off: training has no use
-    for it. Works on fake models too. Without ``lr`` the learning rate is ``RATE``, and ``RELATIVE_RATE`` for torch's Adafactor.
+    Works on fake models too. Without ``lr`` the learning rate is ``RATE``, and ``RELATIVE_RATE`` for torch's Adafactor.
     """
     if lr is None:
         lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
@@ -53,21 +52,16 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Pre
     optimizers = []
     for parameter in trained:
         optimizers.append(make_optimizer([parameter], recipe, lr))
-        hook = parameter.register_post_accumulate_grad_hook(_step_and_free(optimizers[-1]))
+        hook = parameter.register_post_accumulate_grad_hook(partial(_step_and_free, optimizers[-1]))
         undo.callback(hook.remove)
     return Prepared(model, optimizers, undo)
 
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
-    """The lasting part of ``prepare``, in place: cache off, attention, dtype, LoRA, 4-bit base, frozen base.
-
-    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it: the additions would get additions.
-    """
+    """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base,
+    frozen base. ``ValueError`` where nothing would be trained, and for LoRA on a model that has it."""
     if recipe.lora_rank is not None and any(isinstance(module, LoRALinear) for module in model.modules()):
-        raise ValueError(
-            "this model has LoRA already: load it anew, or write its additions into the weights first "
-            "(merge_adapters(model))"
-        )
+        raise ValueError("this model has LoRA already: load it anew, or merge_adapters(model) first")
     model.train()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -75,27 +69,23 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
     if recipe.chunked_loss:
         check_chunked_loss(model)  # which trains a tiny copy: now, and not in a first step that is measured
-    cast_weights(model, recipe.weight_dtype)
+    if recipe.weight_dtype is not None:
+        cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
         add_lora(model, recipe.lora_rank, recipe.lora_targets)
     if recipe.quantized_base:
-        from ..techniques.quantized import quantize_base
-
         quantize_base(model)
     if recipe.frozen_base:
         freeze_base(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            "there is nothing to train: every parameter is frozen. Leave frozen_base out, or set requires_grad on some of them"
+            "there is nothing to train: every parameter is frozen. Set requires_grad on some of them"
         )
 
 
-def _step_and_free(optimizer: Optimizer) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return hook
+def _step_and_free(optimizer: Optimizer, parameter: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def set_attention(model: nn.Module, name: str | None) -> None:
@@ -114,7 +104,8 @@ def set_attention(model: nn.Module, name: str | None) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters and persistent floating-point buffers to ``dtype``, in place; ties stay ties."""
+    """Parameters and persistent floating-point buffers to ``dtype``, in place; ties stay ties, and rotary frequencies float32, as
+    ``from_pretrained`` leaves them."""
     for module in model.modules():
         for name, tensor in own_tensors(module):
             if tensor.is_floating_point() and is_persistent(module, name):
@@ -124,46 +115,34 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None:
     """Per layer as transformers does it, where the model knows how; segments through ``checkpoint_layers``."""
     every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
-    if every is not None and hasattr(model, "gradient_checkpointing_enable"):
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-            undo.callback(model.activation_checkpointing_disable)
-        elif every == 1:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            undo.callback(model.gradient_checkpointing_disable)
-        else:
-            raise ValueError(
-                f"every_n_layers={every} needs transformers 5.23 or newer: update it, or choose checkpointing='per-layer'"
-            )
+    if every is None and recipe.checkpointing is None:
+        return
+    if every is not None and hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+        undo.callback(model.activation_checkpointing_disable)
+    elif every == 1 and hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        undo.callback(model.gradient_checkpointing_disable)
     elif recipe.every_n_layers is not None:
         raise ValueError(
-            f"every_n_layers is an option of transformers models, and {type(model).__name__} is none: choose checkpointing="
-            "'per-layer', or a list of segment lengths"
+            f"every_n_layers={every} is an option of transformers models, from version 5.23 on, and {type(model).__name__} has "
+            "none: choose checkpointing='per-layer', or a list of segment lengths"
         )
-    elif every is not None or recipe.checkpointing is not None:
-        from ..techniques.checkpointing import checkpoint_layers
-
-        schedule = every or recipe.checkpointing
-        handle = checkpoint_layers(model, every=schedule)  # type: ignore[arg-type]
-        undo.callback(handle.remove)
+    else:
+        undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
 
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) -> Optimizer:
     """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
-    how: Any = {
-        "adamw": {"foreach": False, "fused": False},
-        "adamw-foreach": {"foreach": True, "fused": False},
-        "adamw-fused": {"foreach": False, "fused": True},
-    }.get(recipe.optimizer)
-    if recipe.precision == "float32-master":
-        return MasterAdamW(parameters, lr=lr, **how)
-    if how is not None:
-        return torch.optim.AdamW(parameters, lr=lr, **how)
-    if recipe.optimizer == "adamw-8bit":
+    name = recipe.optimizer
+    if name in ("adamw", "adamw-foreach", "adamw-fused"):
+        kind = MasterAdamW if recipe.precision == "float32-master" else torch.optim.AdamW
+        return kind(parameters, lr=lr, foreach=name == "adamw-foreach", fused=name == "adamw-fused")
+    if name == "adamw-8bit":
         return AdamW8bit(parameters, lr=lr)
-    if recipe.optimizer == "adafactor-torch":
+    if name == "adafactor-torch":
         return torch.optim.Adafactor(parameters, lr=lr, eps=ADAFACTOR_EPS, foreach=False)
-    if recipe.optimizer == "adafactor":
+    if name == "adafactor":
         # The one that transformers' Trainer uses, with its settings.
         from transformers.optimization import Adafactor
 

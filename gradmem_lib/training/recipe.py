@@ -25,7 +25,7 @@ class Recipe:
     """How a model is trained, as far as memory is concerned. Impossible combinations are a ``ValueError`` that says what to do.
 
     Attributes:
-        precision: a key of ``PRECISIONS``.
+        precision: a key of ``PRECISIONS``, or ``None``: a module is trained in the dtypes that it has.
         optimizer: a key of ``OPTIMIZERS``; ``momentum`` is SGD's.
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
@@ -40,7 +40,7 @@ class Recipe:
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never exist as a whole.
     """
 
-    precision: str = "float32"
+    precision: str | None = "float32"
     optimizer: str = "adamw"
     momentum: float = 0.0
     in_backward: bool = False
@@ -55,19 +55,21 @@ class Recipe:
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
-        _choose("precision", self.precision, PRECISIONS)
+        _choose("precision", self.precision, (*PRECISIONS, None))
         _choose("optimizer", self.optimizer, OPTIMIZERS)
         _choose("attention", self.attention, (*ATTENTION, None))
         _whole("accumulation", self.accumulation, 4)
-        if isinstance(self.lora_targets, str):
-            object.__setattr__(self, "lora_targets", (self.lora_targets,))
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
-        if self.checkpointing is not None:
-            schedule = checked_schedule(self.checkpointing, "checkpointing")
-            object.__setattr__(self, "checkpointing", schedule)
+        for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), example)
         for switch in ("in_backward", "quantized_base", "frozen_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False")
+        targets = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets)
+        object.__setattr__(self, "lora_targets", targets)
+        if self.checkpointing is not None:
+            schedule = checked_schedule(self.checkpointing, "checkpointing")
+            object.__setattr__(self, "checkpointing", schedule)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -75,8 +77,7 @@ class Recipe:
             raise ValueError(f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(
-                f"momentum={self.momentum} belongs to SGD, and the optimizer is {self.optimizer!r}: leave it out, or choose "
-                "optimizer='sgd'"
+                f"momentum={self.momentum} is not for {self.optimizer!r}: leave it out, or choose optimizer='sgd'"
             )
         if self.in_backward and self.accumulation > 1:
             raise ValueError(
@@ -89,25 +90,15 @@ class Recipe:
                 "precision='autocast-bf16', which needs no scaling"
             )
         if self.precision == "float32-master" and not self.optimizer.startswith("adamw"):
-            raise ValueError(
-                f"float32-master is written for AdamW, and the optimizer is {self.optimizer!r}: choose an AdamW, or another "
-                "precision"
-            )
+            raise ValueError(f"float32-master with {self.optimizer!r}: choose an AdamW, or another precision")
         if self.precision == "float32-master" and self.optimizer == "adamw-8bit":
             raise ValueError(
                 "8-bit states and a float32 copy of the weights pull in opposite directions: choose optimizer='adamw' with "
                 "float32-master, or precision='bf16' with adamw-8bit"
             )
-        if self.lora_rank is not None:
-            if isinstance(self.lora_rank, int) and self.lora_rank < 1:
-                raise ValueError(
-                    f"lora_rank={self.lora_rank}: an addition of rank {self.lora_rank} has nothing to train; give a rank of at "
-                    "least 1, such as 16, or None for training without LoRA"
-                )
-            _whole("lora_rank", self.lora_rank, 16)
-        elif self.lora_targets:
+        if self.lora_rank is None and self.lora_targets:
             raise ValueError(
-                f"lora_targets={self.lora_targets} without a rank: give lora_rank too, such as 16, or leave the targets out"
+                f"lora_targets={self.lora_targets} without a rank: give lora_rank too, such as 16"
             )
         if self.quantized_base and (self.lora_rank is None or self.autocast_dtype is not None):
             raise ValueError(
@@ -116,21 +107,22 @@ class Recipe:
             )
         if self.frozen_base and self.lora_rank is not None:
             raise ValueError("LoRA freezes the base already: leave frozen_base out")
-        if self.every_n_layers is not None:
-            _whole("every_n_layers", self.every_n_layers, 2)
-            if self.checkpointing is not None:
-                raise ValueError(
-                    f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "
-                    "give one. every_n_layers=1 is per-layer"
-                )
+        if self.every_n_layers is not None and self.checkpointing is not None:
+            raise ValueError(
+                f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "
+                "give one. every_n_layers=1 is per-layer"
+            )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         return {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(self.precision)
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision in ("bf16", "float32-master") else torch.float32
+    def weight_dtype(self) -> torch.dtype | None:
+        """That the weights are cast to; ``None`` where they stay what they are."""
+        return {None: None, "bf16": torch.bfloat16, "float32-master": torch.bfloat16}.get(
+            self.precision, torch.float32
+        )
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. ``ValueError`` where the batch cannot be cut evenly."""

@@ -69,13 +69,9 @@ def step(
 
     scaler = _FixedScale() if recipe.precision == "autocast-fp16" else None
     done = accumulate_gradients(
-        zip(parts[:micro_batches], counts, strict=True),
-        loss_and_count,
-        total_items=sum(counts),
-        reduction="mean",
-        model=model,
-        scaler=scaler,
-    )
+        zip(parts[:micro_batches], counts, strict=True), loss_and_count,
+        total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
+    )  # fmt: skip
     mark("step")
     if not isinstance(optimizer, list):  # else every parameter has been stepped in backward
         if scaler is not None:
@@ -127,9 +123,7 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def _check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
+        what = f"a tensor of shape {(*value.shape,)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
             f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels into the batch, or give "
             "loss=lambda model, batch: ... that returns the scalar"

@@ -1,8 +1,4 @@
-"""All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed.
-
-``arguments`` says a recipe in the words of ``TrainingArguments``; ``make_trainer`` applies it to a model. ``MemoryCallback``
-puts the tracker, its budget and its live plot into any ``Trainer``, with or without a recipe.
-"""
+"""All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed."""
 
 from __future__ import annotations
 
@@ -37,14 +33,10 @@ OPTIM = {
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
     """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of so many rows.
 
-    Checkpointing has the name that the installed transformers prefers: ``activation_checkpointing`` since 5.23,
-    ``gradient_checkpointing`` before. Segments are no argument of ``Trainer``, nor is torch's Adafactor: they are left out
-    here, and ``make_trainer`` puts them on.
+    Segments are no argument of ``Trainer``, nor is torch's Adafactor: ``make_trainer`` puts them on.
     """
-    chosen: dict[str, Any] = {
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": recipe.accumulation,
-    }
+    chosen: dict[str, Any] = {"per_device_train_batch_size": micro_batch}
+    chosen["gradient_accumulation_steps"] = recipe.accumulation
     if recipe.optimizer in OPTIM:
         chosen["optim"] = OPTIM[recipe.optimizer]
     if recipe.autocast_dtype is not None:
@@ -58,9 +50,9 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
 
 
 def checkpointing_argument() -> str:
-    """``"activation_checkpointing"``, or ``"gradient_checkpointing"`` where transformers does not have that name yet."""
-    names = TrainingArguments.__dataclass_fields__
-    return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in names)
+    """``"activation_checkpointing"``, which transformers has since 5.23, else ``"gradient_checkpointing"``."""
+    newer = "activation_checkpointing"
+    return newer if newer in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
 
 
 class MemoryCallback(TrainerCallback):
@@ -73,25 +65,22 @@ class MemoryCallback(TrainerCallback):
     The ``with`` is there so that the tracker is taken away whatever ends the run; a training without it is a
     ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All figures are bytes.
 
-    Attributes: ``tracker`` (the last run's, ``None`` before); ``by_step``, step number to the ``MemorySnapshot`` of its peak;
-    ``evaluation``, that of the last evaluation during the run, or ``None``.
+    Attributes: ``tracker`` (the last run's, ``None`` before); ``by_step``, step number to the ``MemorySnapshot`` of its peak.
     """
 
     def __init__(self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""):
         self._given: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
-        self.evaluation: MemorySnapshot | None = None
-        self._open = ExitStack()
-        self._entered = False
+        self._open: Any = None  # an ExitStack inside the with
 
     def __enter__(self) -> MemoryCallback:
-        self._entered = True
+        self._open = ExitStack()
         return self
 
     def __exit__(self, *raised) -> None:
-        self._entered = False
-        self._open.__exit__(*raised)
+        inside, self._open = self._open, None
+        inside.__exit__(*raised)
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -103,39 +92,32 @@ class MemoryCallback(TrainerCallback):
         return self.tracker.peak
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if not self._entered:
+        if self._open is None:
             raise RuntimeError(
                 "MemoryCallback works inside its with block, which takes the tracker away also after an error: write "
                 "`with MemoryCallback() as memory:` and call trainer.train() in it"
             )
         self._open.close()
-        self.by_step, self.evaluation = {}, None
+        self.by_step = {}
         own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.tracker = MemoryTracker(model, own, **self._given)
         self._open.enter_context(self.tracker)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.tracker is not None:
-            self.tracker.lap()
+        self.tracker.lap()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.tracker is not None:
-            self.by_step[state.global_step] = self.tracker.lap()
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if self.tracker is not None and self.tracker is MemoryTracker._running:
-            self.evaluation = self.tracker.lap()
+        self.by_step[state.global_step] = self.tracker.lap()
 
     def on_train_end(self, args, state, control, **kwargs):
         self._open.close()
 
 
 class RecipeTrainer(Trainer):
-    """``Trainer`` that trains by a ``Recipe``; ``make_trainer`` makes it.
+    """``Trainer`` that trains by its ``recipe``, watched by ``memory``; ``make_trainer`` makes it.
 
-    Attributes: ``recipe``; ``memory``, a ``MemoryCallback``. The loss of a micro-batch counts by its labels, as in
-    ``step``, which is the full batch's loss for every model: those too that return a mean whatever the ``Trainer``
-    tells them, as transformers' sequence classifiers do.
+    The loss of a micro-batch counts by its labels, as in ``step``, which is the full batch's loss for every model: those too
+    that return a mean whatever the ``Trainer`` tells them, as transformers' sequence classifiers do.
     """
 
     loss_is_scaled_for_ga = True
@@ -160,22 +142,19 @@ class RecipeTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:  # type: ignore[has-type]
-            model = self.model if model is None else model
-            named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            decay = self.args.weight_decay  # which is for matrices alone
-            decayed = set(self.get_decay_parameter_names(model)) if decay else set()
-            split = {
-                decay: [p for n, p in named if n in decayed],
-                0.0: [p for n, p in named if n not in decayed],
-            }
-            groups: list[dict[str, Any]] = [
-                {"params": part, "weight_decay": much} for much, part in split.items() if part
-            ]
-            for group in groups:
-                if self.recipe.optimizer.startswith("adamw"):
-                    group["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
-                    group["eps"] = self.args.adam_epsilon
-            self.optimizer = make_optimizer(groups, self.recipe, self.args.learning_rate)
+            model, args = self.model if model is None else model, self.args
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []  # matrices alone
+            own: dict[str, Any] = {}
+            if self.recipe.optimizer.startswith("adamw"):
+                own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            groups = []
+            for decays in (True, False):
+                part = [p for name, p in trained if (name in decayed) == decays]
+                groups += (
+                    [{"params": part, "weight_decay": decays * args.weight_decay, **own}] if part else []
+                )
+            self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -201,10 +180,8 @@ class RecipeTrainer(Trainer):
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None:
             count = label_count(self.model, inputs)
-            if (
-                not loss.isfinite() and not count
-            ):  # a mean of nothing: a loss of 0, as accumulate_gradients has it
-                loss = loss.nan_to_num(0.0)
+            if not loss.isfinite() and not count:
+                loss = loss.nan_to_num(0.0)  # a mean of nothing: a loss of 0, as accumulate_gradients has it
             # Processes take the mean of their gradients, as in accumulate_gradients.
             loss = loss * (count * self.args.world_size / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -215,11 +192,10 @@ class RecipeTrainer(Trainer):
         A checkpoint, which ``Trainer`` writes on its own, keeps them apart: it is for ``resume_from_checkpoint``.
         ``ValueError`` where the frozen weights are in 4 bits.
         """
-        adapters = adapters_of(self.model)
-        if _internal_call or not adapters:
+        if _internal_call or not adapters_of(self.model):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=merged_state(self.model, adapters))
+            self._save(output_dir or self.args.output_dir, state_dict=merged_state(self.model))
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
@@ -227,18 +203,14 @@ class RecipeTrainer(Trainer):
         The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in ``args.output_dir`` and
         raises ``KeyboardInterrupt``; ``train(resume_from_checkpoint=True)`` goes on from there. A second one stops at once.
         """
-        finished = False
-        with ExitStack() as undo:
-            undo.enter_context(self.memory)
-            undo.enter_context(self._interrupt)
+        with self.memory, self._interrupt, ExitStack() as undo:
             set_checkpointing(self.model, self.recipe, undo)
             try:
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-                finished = True
-            finally:
-                if not finished:
-                    self.model.zero_grad(set_to_none=True)
-                    self.is_in_train = False
+            except BaseException:
+                self.model.zero_grad(set_to_none=True)
+                self.is_in_train = False
+                raise
         if self._interrupt.stopped:
             raise KeyboardInterrupt(
                 f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to go on: "
@@ -252,23 +224,18 @@ class RecipeTrainer(Trainer):
 class _StopAfterStep(TrainerCallback):
     """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
 
-    def __init__(self):
-        self.asked = self.stopped = self._said = False
-        self._before: Any = None
-
     def __enter__(self) -> _StopAfterStep:
         self.asked = self.stopped = self._said = False
+        self._undo = ExitStack()
         # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
         # ignore the Ctrl-C that is meant for another.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._before = signal.signal(signal.SIGINT, self._ask)
+            self._undo.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask))
         return self
 
     def __exit__(self, *raised) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        self._undo.close()
 
     def _ask(self, number, frame) -> None:
         if self.asked:
@@ -279,9 +246,8 @@ class _StopAfterStep(TrainerCallback):
         # Not in the handler: it may have come in the middle of another print.
         if self.asked and not self._said:
             self._said = True
-            print(
-                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once.", flush=True
-            )
+            message = f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
+            print(message, flush=True)
 
     on_pre_optimizer_step = on_substep_end
 
@@ -315,19 +281,17 @@ def make_trainer(
     progress: bool | None = None,
     **given: Any,
 ) -> RecipeTrainer:
-    """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place.
+    """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place, as ``prepare`` does it.
 
     Args:
-        model: any model of transformers, trained on the device that it is on, or on the card with ``use_cpu=False``; its weights are
-            cast, get LoRA or 4 bits as ``prepare`` does it.
-        batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts into micro-batches, as in
-            ``predict``. With ``auto_find_batch_size=True`` they become fewer until a step fits the card, or ``budget``.
+        model: is trained on the device that it is on, or on the card with ``use_cpu=False``.
+        batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts into micro-batches.
+            With ``auto_find_batch_size=True`` they become fewer until a step fits the card, or ``budget``.
         train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
         budget, live, title: of the tracker (``MemoryCallback``).
-        progress: a progress bar and the losses as they come. ``None``: as ``live_enabled`` says in a notebook, else yes.
-        given: all else that ``Trainer`` takes (``data_collator``, ``processing_class``, ``compute_metrics``, ``callbacks``, ...)
-            or ``TrainingArguments`` (``max_steps``, ``learning_rate``, ...). The learning rate of torch's Adafactor is
-            relative to a weight's size, and ``RELATIVE_RATE`` unless you say another.
+        progress: a progress bar and the losses as they come. ``None``: not in a notebook whose plots do not move.
+        given: all else that ``Trainer`` (``data_collator``, ``compute_metrics``, ``callbacks``, ...) or ``TrainingArguments``
+            take (``max_steps``, ...; ``learning_rate`` of torch's Adafactor is relative to a weight's size).
 
     Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise (``compute_metrics``
     is given the logits): both would pass what the recipe was chosen for. Raises ``ValueError`` for an argument that says
@@ -338,25 +302,18 @@ def make_trainer(
     own = inspect.signature(Trainer.__init__).parameters
     for_trainer = {name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN}
     if progress is None:
-        progress = live_enabled() if in_kernel() else True
-    args = _training_arguments(recipe, recipe.micro_batch(batch_size), given)
-    for name, value in {
+        progress = live_enabled() or not in_kernel()
+    given = {
         "output_dir": output_dir,
         "prediction_loss_only": predicts_next_token(model) and "compute_metrics" not in for_trainer,
         "disable_tqdm": not progress,
-    }.items():
-        args.setdefault(name, value)
-    args = TrainingArguments(**args)
+        **given,
+    }
+    args = TrainingArguments(**_training_arguments(recipe, recipe.micro_batch(batch_size), given))
     change_model(model, recipe)
-    trainer = RecipeTrainer(
-        model,
-        args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        recipe=recipe,
-        memory=MemoryCallback(budget=budget, live=live, title=title),
-        **for_trainer,
-    )
+    memory = MemoryCallback(budget=budget, live=live, title=title)
+    data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    trainer = RecipeTrainer(model, args, recipe=recipe, memory=memory, **data, **for_trainer)
     if not progress:
         trainer.remove_callback(PrinterCallback)
     return trainer
@@ -367,41 +324,34 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
         raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
     if recipe.in_backward:
         raise ValueError(
-            "in_backward=True steps during backward, and Trainer steps after it: use prepare(model, recipe) and step(...) of "
-            "gradmem_lib, as the code that plan prints does"
+            "in_backward=True steps during backward, and Trainer after it: use gradmem_lib's prepare(model, recipe) and step(...)"
         )
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
-            "on the CPU, Trainer takes fp16=True and trains in float32 all the same: choose precision='autocast-bf16', or move the "
-            "model to a card"
+            "on the CPU, Trainer trains in float32 in spite of fp16=True: choose 'autocast-bf16', or move the model to a card"
         )
 
 
 def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
     """``given`` for ``TrainingArguments``, with what ``recipe`` decides. ``ValueError`` where the two do not agree."""
-    chosen = arguments(recipe, micro_batch)
+    chosen, checkpointing = arguments(recipe, micro_batch), checkpointing_argument()
+    decided = {"bf16": False, "fp16": False, checkpointing: False} | chosen
     for name, value in given.items():
         if name in _NOT_TAKEN and value:
             raise ValueError(
                 f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or use Trainer itself"
             )
-        own = name.replace("gradient_checkpointing", checkpointing_argument())
-        decided = own in chosen or own in ("bf16", "fp16", checkpointing_argument())
-        if decided and value != chosen.get(own, False):
+        own = name.replace("gradient_checkpointing", checkpointing)
+        if value != decided.get(own, value):
             raise ValueError(
-                f"{name}={value!r} and the recipe says {chosen.get(own, False)!r}: change the recipe, or batch_size, and leave the "
-                "argument out"
+                f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or batch_size, and leave it out"
             )
-    defaults = {
-        "per_device_eval_batch_size": micro_batch,
-        "report_to": "none",
-        "save_strategy": "no",
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
+    defaults = {"per_device_eval_batch_size": micro_batch, "report_to": "none", "save_strategy": "no"}
+    defaults["dataloader_pin_memory"] = torch.cuda.is_available()
     if recipe.optimizer == "adafactor-torch":
         defaults["learning_rate"] = RELATIVE_RATE
-    # The optimizer is made here (create_optimizer); bitsandbytes' name would be refused where it is not installed.
-    if chosen.get("optim") == "adamw_bnb_8bit":
+    if (
+        recipe.optimizer == "adamw-8bit"
+    ):  # made here; bitsandbytes' would be refused where it is not installed
         chosen["optim"] = "adamw_torch"
-    given = {name: value for name, value in given.items() if name not in _NOT_TAKEN}
-    return defaults | chosen | given
+    return defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
