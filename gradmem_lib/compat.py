@@ -71,6 +71,18 @@ lstm_layer = _aten.mkldnn_rnn_layer.default
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 ) | {lstm_layer}
+
+
+def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
+    """Bytes that the CPU's LSTM keeps for backward, for one layer and direction in float32: what its kernel returns."""
+    gates, state = 4 * hidden, (1, batch, hidden)
+    shapes = [(seq, batch, inputs), (gates, inputs), (gates, hidden), (gates,), (gates,), state, state]
+    tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
+    lstm, layers, biases, training = 2, 1, True, True
+    out = lstm_layer(*tensors, False, [], lstm, hidden, layers, biases, False, False, training)
+    return out[3].untyped_storage().nbytes()
+
+
 saved_tensors_hooked: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 

@@ -14,13 +14,6 @@ from gradmem_lib import compat
 HOME = Path(gradmem_lib.__file__).parent
 FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 THEIRS = ("torch", "transformers", "accelerate", "peft")
-# What is still to be moved to compat.py. A line goes when its file names nothing private.
-WAITING = {
-    "prediction/copies.py",
-    "prediction/fakes.py",
-    "prediction/trace.py",
-    "training/prepare.py",
-}
 # Of Python and Jupyter: a named tuple's fields, a picture in every form, a widget's code and looks.
 PUBLIC = {"_asdict", "_replace", "_repr_mimebundle_", "_esm", "_css", "_"}
 
@@ -81,15 +74,13 @@ def private_names(path: Path):
                 yield node.lineno, ast.unparse(node)
 
 
-@pytest.mark.parametrize("file", sorted({*FILES} - {"compat.py"} - WAITING))
+@pytest.mark.parametrize("file", sorted({*FILES} - {"compat.py"}))
 def test_a_private_name_of_another_library_is_used_in_compat_alone(file):
     found = [f"{file}:{line} uses {what}" for line, what in private_names(FILES[file])]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "file", sorted({*FILES} - {"compat.py", "__main__.py", "course/claims/__main__.py"} - WAITING)
-)
+@pytest.mark.parametrize("file", sorted({*FILES} - {"compat.py", "__main__.py", "course/claims/__main__.py"}))
 def test_no_class_overrides_a_private_method_of_another_library(file):
     parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
     module = importlib.import_module(".".join(["gradmem_lib", *parts]))

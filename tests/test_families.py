@@ -5,21 +5,17 @@ A case of each second family or so runs each time, in about a minute; all of the
 
 from __future__ import annotations
 
-import copy
 import os
 
 import pytest
 import torch
 import transformers
 from families import FAMILIES, tiny_config
+from predicted import assert_same, measured
 
-from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 RECIPES = {
     "float32": Recipe(attention=None),
@@ -94,18 +90,6 @@ def test_there_are_enough_families():
     assert len({family for family, _ in CASES}) >= 60 and {recipe for _, recipe in CASES} == set(RECIPES)
 
 
-def measured(config, recipe: Recipe) -> MemoryTracker:
-    """The second step of a real run."""
-    torch.manual_seed(0)
-    run = prepare(model_class(config)(copy.deepcopy(config)), recipe)
-    batch = example_batch(run.model, ROWS, TOKENS)
-    step(run.model, run.optimizer, batch, recipe)
-    with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
-        step(run.model, run.optimizer, batch, recipe)
-    run.undo.close()
-    return tracker
-
-
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_family_is_predicted_to_the_byte_or_refused(family, name):
     transformers.logging.set_verbosity_error()
@@ -116,7 +100,5 @@ def test_a_family_is_predicted_to_the_byte_or_refused(family, name):
         assert len(str(refusal.value)) > 50
         return
     predicted = predict(config, batch_size=ROWS, seq_len=TOKENS, recipe=recipe, target="cpu")
-    tracker = measured(config, recipe)
-    assert predicted.peak == tracker.peak
-    assert predicted.peak_by_phase == tracker.peak_by_phase
-    assert predicted.current.by_category == tracker.current.by_category
+    torch.manual_seed(0)
+    assert_same(predicted, measured(config, recipe, ROWS, TOKENS))

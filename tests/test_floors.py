@@ -95,9 +95,7 @@ EVERY_FILE = sorted(
 LONG_FILES = {
     "benchmarks/finetune.py",
     "tests/test_checkpointing.py",
-    "tests/test_finetune.py",
     "tests/test_plan.py",
-    "tests/test_predict.py",
     "tests/test_schedule.py",
     "tests/test_tracker.py",
     "tests/test_view.py",

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from predicted import assert_predicted, tracked
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -26,31 +27,13 @@ from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96,
     "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 ASK = {"batch_size": 2, "seq_len": 16, "target": "cpu"}
-
-
-def tracked(model, batch, recipe=None, loss=None) -> MemoryTracker:
-    recipe = recipe or Recipe()
-    run = prepare(model, recipe)
-    step(run.model, run.optimizer, batch, recipe, loss=loss)
-    with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
-        step(run.model, run.optimizer, batch, recipe, loss=loss)
-    return tracker
-
-
-def assert_predicted(model, batch, recipe=None, loss=None) -> None:
-    predicted = predict(model, batch=batch, recipe=recipe, loss=loss, target="cpu")
-    tracker = tracked(model, batch, recipe, loss)
-    assert (predicted.peak, predicted.peak_by_phase) == (tracker.peak, tracker.peak_by_phase)
-    assert predicted.current.by_category == tracker.current.by_category
 
 
 def own_loop(model, rows=2, tokens=16) -> MemoryTracker:

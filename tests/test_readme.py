@@ -109,7 +109,7 @@ def test_the_numbers_of_combinations_are_those_of_the_tests():
 
     trackers = 2 * 3 * len(test_tracker.OPTIMIZERS) * len(test_tracker.MODELS)
     assert f"0 bytes apart in {trackers} combinations;" in PLAIN
-    assert f"0 bytes apart in {len(test_predict.CASES)} combinations of models and recipes" in PLAIN
+    assert f"0 bytes apart in {len(test_predict.TABLE)} combinations of models and recipes" in PLAIN
 
 
 def test_the_published_table_is_explained_as_far_as_the_readme_says():

@@ -43,66 +43,53 @@ class Allocator:
 
     def __init__(self):
         self.reserved = 0
+        self._next = 0  # the address of the next segment: segments never touch, so that they never merge
+        self._used: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether in the pool of small ones
         self._free: dict[bool, list[tuple[int, int]]] = {
             True: [],
             False: [],
         }  # by pool: sorted (bytes, address)
-        self._blocks: dict[int, list] = {}  # address: [bytes, small, used, previous address, next address]
-        self._next = 0
+        self._begins: dict[int, int] = {}  # a free block's address: its bytes
+        self._ends: dict[int, int] = {}  # where a free block ends: its bytes
 
     def allocate(self, nbytes: int) -> int:
         """The address of a block for ``nbytes``, taking a new segment where no free block fits."""
         size = max(rounded(nbytes), BLOCK)
         small = size <= SMALL
-        free = self._free[small]
-        i = bisect_left(free, (size, -1))
-        if i < len(free):
-            total, address = free.pop(i)
+        at = bisect_left(self._free[small], (size, -1))
+        if at < len(self._free[small]):
+            total, address = self._free[small][at]
+            self._take(address, total, small)
         else:
-            total = (
-                SMALL_SEGMENT
-                if small
-                else LARGE_SEGMENT
-                if size < LARGE
-                else -(-size // ROUND_LARGE) * ROUND_LARGE
-            )
-            address = self._next
-            self._next += 2 * total  # segments never touch, so that they never merge
-            self._blocks[address] = [total, small, False, None, None]
+            large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+            total, address = SMALL_SEGMENT if small else large, self._next
+            self._next += 2 * total
             self.reserved += total
-        block = self._blocks[address]
         rest = total - size
         if rest >= BLOCK if small else rest > SMALL:
-            after = block[4]
-            self._blocks[address + size] = [rest, small, False, address, after]
-            if after is not None:
-                self._blocks[after][3] = address + size
-            block[0], block[4] = size, address + size
-            insort(free, (rest, address + size))
-        block[2] = True
+            self._put(address + size, rest, small)
+        else:
+            size = total
+        self._used[address] = size, small
         return address
 
     def free(self, address: int) -> None:
         """Give the block at ``address`` back, merged with free neighbours."""
-        block = self._blocks[address]
-        block[2] = False
-        free = self._free[block[1]]
-        before, after = block[3], block[4]
-        if after is not None and not self._blocks[after][2]:
-            free.remove((self._blocks[after][0], after))
-            self._join(address, after)
-        if before is not None and not self._blocks[before][2]:
-            free.remove((self._blocks[before][0], before))
-            self._join(before, address)
-            address = before
-        insort(free, (self._blocks[address][0], address))
+        size, small = self._used.pop(address)
+        before, after = self._ends.get(address, 0), self._begins.get(address + size, 0)
+        if after:
+            self._take(address + size, after, small)
+        if before:
+            self._take(address - before, before, small)
+        self._put(address - before, before + size + after, small)
 
-    def _join(self, first: int, second: int) -> None:
-        gone = self._blocks.pop(second)
-        self._blocks[first][0] += gone[0]
-        self._blocks[first][4] = gone[4]
-        if gone[4] is not None:
-            self._blocks[gone[4]][3] = first
+    def _put(self, address: int, size: int, small: bool) -> None:
+        insort(self._free[small], (size, address))
+        self._begins[address] = self._ends[address + size] = size
+
+    def _take(self, address: int, size: int, small: bool) -> None:
+        free = self._free[small]
+        del free[bisect_left(free, (size, address))], self._begins[address], self._ends[address + size]
 
 
 def replayed(requests: Iterable[int]) -> int:

@@ -60,35 +60,29 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
     def classes(n, *shape):
         return torch.randint(0, n, (batch_size, *shape), device=parameter.device)
 
-    main = getattr(model, "main_input_name", "input_ids")
-    head = _head(model)
+    main, head = getattr(model, "main_input_name", "input_ids"), _head(model)
     if main == "input_features" and hasattr(config, "max_source_positions") and head == "tokens":
         # Whisper: two frames of the spectrogram make one position.
         spectrogram = numbers(config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": spectrogram, "labels": classes(text.vocab_size, seq_len)}
     if main == "pixel_values" and head == "class" and "labels" in inputs:
         return {"pixel_values": numbers(*picture_shape(config)), "labels": classes(config.num_labels)}
-    if main == "input_ids" and {"pixel_values", "return_loss"} <= inputs:
-        ids = classes(text.vocab_size, seq_len)
-        return {"input_ids": ids, "pixel_values": numbers(*picture_shape(config)), "return_loss": True}
-    if (
-        main != "input_ids"
-        or not ({"labels", "start_positions"} & inputs or "kwargs" in inputs)
-        or head is None
-    ):
+    pairs = {"pixel_values", "return_loss"} <= inputs
+    if main != "input_ids" or head is None or not (pairs or {"labels", "start_positions", "kwargs"} & inputs):
         raise ValueError(
             f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): give batch=, a dict of "
             "its inputs and labels as tensors (torch.empty(..., device='meta') costs no memory)"
         )
     ids = classes(text.vocab_size, seq_len)
+    if pairs:
+        return {"input_ids": ids, "pixel_values": numbers(*picture_shape(config)), "return_loss": True}
     if head == "ends":
         return {"input_ids": ids, "start_positions": classes(seq_len), "end_positions": classes(seq_len)}
     if head == "tokens":
         return {"input_ids": ids, "labels": ids}
     shape = (seq_len,) if head == "class of a token" else ()
-    if config.num_labels == 1 and not shape:
-        return {"input_ids": ids, "labels": numbers()}  # a regression
-    return {"input_ids": ids, "labels": classes(config.num_labels, *shape)}
+    regression = config.num_labels == 1 and not shape
+    return {"input_ids": ids, "labels": numbers() if regression else classes(config.num_labels, *shape)}
 
 
 def _head(model: nn.Module) -> str | None:
@@ -125,9 +119,6 @@ def most_positions(model: nn.Module) -> int | None:
     return positions
 
 
-HUB_SECONDS = 5
-
-
 def title_of(given, config) -> str:
     return os.path.basename(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else config.model_type
 
@@ -143,9 +134,7 @@ def find_config(given):
         )
     name = os.fspath(given)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ValueError(
-            f"the folder {name} has no config.json: give a folder that save_pretrained has written"
-        )
+        raise ValueError(f"the folder {name} has no config.json: give one that save_pretrained has written")
     try:
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True)
@@ -154,7 +143,7 @@ def find_config(given):
                 raise
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"no model is known as {name!r} ({reason}). Give a folder with a config.json, the id of a model on the hub (needs "
             "a network, and for some models a login), or a config such as LlamaConfig(hidden_size=4096, ...)"
@@ -165,13 +154,11 @@ def _hub_answers() -> bool:
     """Whether there is a way to the hub: without one, its client would try for half a minute."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if getproxies():
-        return True  # the way may lead through them
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE  # the way may lead through a proxy
     hub = urlsplit(constants.ENDPOINT)
     try:
-        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_SECONDS).close()
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
     except OSError:
         return False
     return True

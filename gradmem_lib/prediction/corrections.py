@@ -6,7 +6,7 @@ Found by running PyTorch's own samples of every operator (``torch.testing``) for
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 import torch
@@ -19,28 +19,10 @@ PAGE = 4096  # oneDNN begins each part of an LSTM's workspace on a page of its o
 NO_REDUCTION = 0
 
 
-def _cpu(func, args, out):
-    """``out`` as the CPU's kernel for ``func`` makes it."""
-    if func is aten.view.default:
-        return _viewed(args, out)
-    correct = _ON_CPU.get(func)
+def _corrected(table: dict[object, Callable], func, args, out):
+    """``out`` as the target's kernel for ``func`` makes it; ``CannotTrace`` where nobody can foresee that."""
+    correct = table.get(func)
     return out if correct is None else correct(args, out)
-
-
-def _cuda(func, args, out):
-    """``out`` as a card's kernel makes it, and ``CannotTrace`` for a kernel whose workspace nobody can foresee."""
-    if func is aten.view.default:
-        return _viewed(args, out)
-    if func is aten.native_layer_norm.default:
-        return _with_float32_statistics(out)
-    if func is aten.native_layer_norm_backward.default:
-        return _contiguous_gradient(out)
-    if func in compat.recurrent:
-        raise CannotTrace(
-            "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's library knows: measure one real "
-            "step with MemoryTracker on the card, or predict target='cpu'"
-        )
-    return _filled(args, out) if func in _FILLS else out
 
 
 def _viewed(args, out):
@@ -52,24 +34,9 @@ def _viewed(args, out):
     return out if real == out.stride() else out.as_strided(out.shape, real, out.storage_offset())
 
 
-def _contiguous_gradient(out):
+def _contiguous_gradient(args, out):
     """The gradient of what ``layer_norm`` was given is laid out row by row, whatever the input's strides."""
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
-
-
-OF: dict[str, Callable] = {"cpu": _cpu, "cuda": _cuda}
-
-
-def _layer_norm(args, out):
-    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
-    weight = args[2] if len(args) > 2 else None
-    if weight is None or weight.dtype == args[0].dtype:
-        return out
-    if weight.dtype != torch.float32:
-        raise RuntimeError(
-            f"layer_norm of {args[0].dtype} with a weight in {weight.dtype}: mixed dtype (CPU)"
-        )
-    return _with_float32_statistics(out)
 
 
 def _filled(args, out):
@@ -81,7 +48,19 @@ def _filled(args, out):
     return out
 
 
-def _with_float32_statistics(out):
+def _layer_norm(args, out):
+    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
+    weight = args[2] if len(args) > 2 else None
+    if weight is None or weight.dtype == args[0].dtype:
+        return out
+    if weight.dtype != torch.float32:
+        raise RuntimeError(
+            f"layer_norm of {args[0].dtype} with a weight in {weight.dtype}: mixed dtype (CPU)"
+        )
+    return _with_float32_statistics(args, out)
+
+
+def _with_float32_statistics(args, out):
     return out[0], out[1].to(torch.float32), out[2].to(torch.float32)
 
 
@@ -91,8 +70,7 @@ def _reduced_in_place(position: int) -> Callable:
     ``position`` of the argument that says how the loss is reduced."""
 
     def correct(args, out):
-        how = args[position] if len(args) > position else 1
-        if how == NO_REDUCTION:
+        if args[position : position + 1] == (NO_REDUCTION,):
             return out
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(shape).as_strided((), ())
@@ -129,53 +107,42 @@ def _lstm(args, out):
             f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: predict it in float32, or "
             "measure one real step with MemoryTracker"
         )
-    seq, batch = x.shape[:2]
     if not training:
         return out
-    return (*out[:3], x.new_empty(lstm_workspace(seq, batch, x.shape[2], hidden), dtype=torch.uint8))
+    nbytes = lstm_workspace(*x.shape[:2], x.shape[2], hidden)
+    return (*out[:3], x.new_empty(nbytes, dtype=torch.uint8))
 
 
 @cache
 def _formula_holds() -> bool:
     """Whether this machine's oneDNN keeps what ``lstm_workspace`` says: a few kilobytes are tried for real, once."""
-
-    def kept(seq: int, batch: int, inputs: int, hidden: int) -> int:
-        shapes = [
-            (seq, batch, inputs),
-            (4 * hidden, inputs),
-            (4 * hidden, hidden),
-            (4 * hidden,),
-            (4 * hidden,),
-        ]
-        shapes += [(1, batch, hidden), (1, batch, hidden)]
-        tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
-        backwards, mode, layers, biases, both_ways, batch_first, training = (
-            False,
-            2,
-            1,
-            True,
-            False,
-            False,
-            True,
-        )
-        result = compat.lstm_layer(
-            *tensors, backwards, [], mode, hidden, layers, biases, both_ways, batch_first, training
-        )
-        return result[3].untyped_storage().nbytes()
-
-    with compat.without_modes(), torch.enable_grad():
-        return all(kept(*size) == lstm_workspace(*size) for size in [(3, 5, 70, 40), (40, 3, 8, 64)])
+    with compat.without_modes():
+        sizes = (3, 5, 70, 40), (40, 3, 8, 64)
+        return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
-_FILLS = frozenset((aten.masked_fill.Scalar, aten.masked_fill_.Scalar))
-_ON_CPU: dict[object, Callable] = {
-    aten.native_layer_norm.default: _layer_norm,
-    compat.lstm_layer: _lstm,
-    aten.native_layer_norm_backward.default: lambda args, out: _contiguous_gradient(out),
+def _recurrent_on_a_card(args, out):
+    raise CannotTrace(
+        "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's library knows: measure one real "
+        "step with MemoryTracker on the card, or predict target='cpu'"
+    )
+
+
+_EVERYWHERE: dict[object, Callable] = {
+    aten.view.default: _viewed,
     aten.masked_fill.Scalar: _filled,
     aten.masked_fill_.Scalar: _filled,
+    aten.native_layer_norm_backward.default: _contiguous_gradient,
+}
+_ON_CPU = _EVERYWHERE | {
+    aten.native_layer_norm.default: _layer_norm,
+    compat.lstm_layer: _lstm,
     aten.mse_loss.default: _reduced_in_place(2),
     aten.smooth_l1_loss.default: _reduced_in_place(2),
     aten.soft_margin_loss.default: _reduced_in_place(2),
     aten.binary_cross_entropy.default: _reduced_in_place(3),
 }
+_ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
+_ON_CARD[aten.native_layer_norm.default] = _with_float32_statistics
+# By target: ``(func, args, out) -> out``.
+OF = {"cpu": partial(_corrected, _ON_CPU), "cuda": partial(_corrected, _ON_CARD)}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,16 @@ from torch import Tensor
 
 from ..compat import efficient_attention, flash_attention, flash_attention_backward, math_attention
 from .allocator import rounded
+
+# Autocast's float32 list on CUDA, as far as it is not on the CPU's, where modules find the functions.
+_BOTH = "pow exp log rsqrt reciprocal norm sum prod cumsum softmax log_softmax"
+_METHODS = "__pow__ __rpow__ __rtruediv__"
+_FUNCTIONS = "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss normalize softplus"
+IN_FLOAT32 = tuple(
+    (home, name)
+    for home, names in ((torch, _BOTH), (Tensor, f"{_BOTH} {_METHODS}"), (F, _FUNCTIONS))
+    for name in names.split()
+)
 
 
 @contextmanager
@@ -27,30 +38,16 @@ def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
     not be on when checkpointing runs a layer again.
     """
     with ExitStack() as undo:
-        dropout = F.dropout
-        undo.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
-        undo.enter_context(
-            _replaced(F, "dropout", lambda *args, **kwargs: _dropout(dropout, *args, **kwargs))
-        )
-        for home, name in _autocast_functions() if autocast else ():
-            undo.enter_context(_replaced(home, name, _in_float32(getattr(home, name))))
+        undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+        undo.enter_context(patch.object(F, "dropout", partial(_dropout, F.dropout)))
+        for home, name in IN_FLOAT32 if autocast else ():
+            undo.enter_context(patch.object(home, name, in_float32(getattr(home, name))))
         yield
 
 
-@contextmanager
-def _replaced(home, name: str, function: Callable) -> Iterator[None]:
-    own = vars(home).get(name)
-    setattr(home, name, function)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(home, name)  # a method that Tensor has from its base class
-        else:
-            setattr(home, name, own)
+def in_float32(function: Callable) -> Callable:
+    """``function`` as autocast runs what is on its float32 list."""
 
-
-def _in_float32(function: Callable) -> Callable:
     @wraps(function)
     def wider(*args, **kwargs):
         if torch.is_autocast_enabled("cpu"):
@@ -64,33 +61,6 @@ def _in_float32(function: Callable) -> Callable:
 def _to_float32(value):
     narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if narrow else value
-
-
-def _autocast_functions() -> list[tuple]:
-    """Functions of autocast's float32 list on CUDA that are not on the CPU's, where modules find them."""
-    both = (
-        "pow",
-        "exp",
-        "log",
-        "rsqrt",
-        "reciprocal",
-        "norm",
-        "sum",
-        "prod",
-        "cumsum",
-        "softmax",
-        "log_softmax",
-    )
-    losses = ("layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss", "normalize", "softplus")
-    found = [(home, name) for home in (torch, Tensor) for name in both]
-    found += [
-        (Tensor, "__pow__"),
-        (Tensor, "__rpow__"),
-        (Tensor, "__rtruediv__"),
-        (F, "softmax"),
-        (F, "log_softmax"),
-    ]
-    return found + [(F, name) for name in losses]
 
 
 def _dropout(
@@ -137,9 +107,8 @@ def _attention(
             bias = _aligned(bias).expand(*query.shape[:3], key.shape[2])
         keeps = any(t.requires_grad for t in (query, key, value))
         return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[0]
-    return math_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **options
-    )[0]
+    options["enable_gqa"] = enable_gqa
+    return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
 def _aligned(bias: Tensor) -> Tensor:
@@ -150,14 +119,14 @@ def _aligned(bias: Tensor) -> Tensor:
 
 def scratch(func, args) -> int:
     """Bytes that ``func`` takes inside its kernel and gives back at its end, where they are many."""
-    if func is flash_attention_backward.default:
-        # The gradient of the queries is added up in float32, with rows and head size rounded up; and when heads share
-        # keys, the gradients of keys and values exist once for each head first.
-        query, key = args[1], args[2]
-        batch, heads, seq, size = query.shape
-        rows, width = -(-seq // 128) * 128, -(-size // 32) * 32
-        total = rounded(4 * batch * heads * rows * width) + rounded(4 * batch * heads * rows)
-        if key.shape[1] != heads:
-            total += 2 * rounded(batch * heads * key.shape[2] * size * query.itemsize)
-        return total
-    return 0
+    if func is not flash_attention_backward.default:
+        return 0
+    # The gradient of the queries is added up in float32, with rows and head size rounded up; and when heads share keys, the
+    # gradients of keys and values exist once for each head first.
+    query, key = args[1], args[2]
+    batch, heads, seq, size = query.shape
+    rows, width = -(-seq // 128) * 128, -(-size // 32) * 32
+    total = rounded(4 * batch * heads * rows * width) + rounded(4 * batch * heads * rows)
+    if key.shape[1] != heads:
+        total += 2 * rounded(batch * heads * key.shape[2] * size * query.itemsize)
+    return total

@@ -13,6 +13,26 @@ from ..names import CATEGORIES
 
 OP, PHASE, TOTAL = 0, 1, 2
 BY = slice(3, 3 + len(CATEGORIES))
+Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The samples of one step: ``rows`` (samples, 9) as of a ``Timeline``, the operation behind each, where each part of the
+    step begins, and what was asked of a card's allocator (``allocator.replayed``)."""
+
+    rows: np.ndarray
+    operations: tuple[str, ...]
+    starts: tuple[int, ...]
+    requests: tuple[int, ...] = ()
+
+    def parts(self) -> list[Part]:
+        """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""
+        steps = np.diff(self.rows, axis=0, prepend=0)
+        steps[:, PHASE] = self.rows[:, PHASE]
+        kinds = list(zip(self.operations, self.rows[:, PHASE].tolist(), strict=True))
+        ends = [*self.starts[1:], len(kinds)]
+        return [(steps[i:j], kinds[i:j]) for i, j in zip(self.starts, ends, strict=True)]
 
 
 def repeated_layers(model: nn.Module) -> nn.Module | None:
@@ -28,8 +48,11 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
         first = _fingerprint(module[0], 0)
         if all(_fingerprint(layer, i) == first for i, layer in enumerate(module)):
             found = module
-    if found is not None and _differs_by_layer(getattr(model, "config", None), len(found)):
-        return None
+    if found is not None:
+        for value in getattr(getattr(model, "config", None), "__dict__", {}).values():
+            by_layer = isinstance(value, (list, tuple)) and len(value) == len(found)
+            if by_layer and len({repr(entry) for entry in value}) > 1:
+                return None
     return found
 
 
@@ -49,26 +72,6 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
     return tuple(parts)
 
 
-def _differs_by_layer(config, n: int) -> bool:
-    if config is None:
-        return False
-    lists = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == n]
-    return any(len({repr(entry) for entry in entries}) > 1 for entries in lists)
-
-
-Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The samples of one step: ``rows`` as in a ``Timeline``, the operation behind each, and where each part of the step begins."""
-
-    rows: np.ndarray
-    operations: tuple[str, ...]
-    starts: tuple[int, ...]
-    requests: tuple[int, ...] = ()
-
-
 def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) -> list[np.ndarray] | None:
     """The differences in a trace with ``wanted`` repeated units, by part, from those with ``units`` and ``units + 1``.
 
@@ -79,15 +82,6 @@ def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) ->
         return None
     parts = [_extrapolated_part(a, b, wanted - units) for a, b in zip(short, long, strict=True)]
     return None if any(part is None for part in parts) else parts
-
-
-def trace_parts(trace: Trace) -> list[Part]:
-    """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""
-    steps = np.diff(trace.rows, axis=0, prepend=0)
-    steps[:, PHASE] = trace.rows[:, PHASE]
-    kinds = list(zip(trace.operations, trace.rows[:, PHASE].tolist(), strict=True))
-    ends = [*trace.starts[1:], len(kinds)]
-    return [(steps[i:j], kinds[i:j]) for i, j in zip(trace.starts, ends, strict=True)]
 
 
 def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
@@ -115,15 +109,12 @@ def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: 
     """
     for at in sorted(range(lo, hi + 1), key=lambda at: abs(2 * at - lo - hi)):
         block = long[at : at + extra]
-        if np.array_equal(short[max(at - extra, 0) : at], block) or np.array_equal(
-            short[at : at + extra], block
-        ):
+        if any(np.array_equal(short[max(i, 0) : i + extra], block) for i in (at - extra, at)):
             return at
     return None
 
 
 def _agreeing(a: list, b: list) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    """How many entries are the same, from the first on."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

@@ -9,23 +9,21 @@ second opinion.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .. import compat
+from ..compat import FakeTensor, FakeTensorMode, Unguarded, grouped_mm, read_value, schema, storage_key
 
 DEVICE = torch.ops.prim.device.default  # asked for some ten times an operation, by autograd
-VALUE = torch.ops.aten._local_scalar_dense.default  # .item()
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_known: dict[
-    tuple, dict
-] = {}  # by what is the same for a whole trace: corrections, and what is set around it
+Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came out, made anew
+# By what is the same for a whole trace: corrections, and what is set around it.
+_known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
 def settings() -> tuple:
@@ -42,35 +40,7 @@ def forget() -> None:
     _known.clear()
 
 
-class _New(NamedTuple):
-    """A result with a storage of its own, as large as its shape and strides need."""
-
-    shape: tuple
-    stride: tuple
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _View(NamedTuple):
-    """A result that lies in the storage of argument ``of``."""
-
-    of: int
-    shape: tuple
-    stride: tuple
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Plain(NamedTuple):
-    value: int | None
-
-
-class _Written(NamedTuple):
-    """The first argument itself, written to, its form unchanged."""
-
-
-class QuickFakeMode(FakeTensorMode):
+class QuickFakeMode(Unguarded, FakeTensorMode):
     """``FakeTensorMode`` that remembers. Everything that comes out is an ordinary ``FakeTensor``.
 
     ``corrected(func, args, out)`` returns what the operator's real kernel returns where PyTorch's fake is wrong about it.
@@ -85,33 +55,28 @@ class QuickFakeMode(FakeTensorMode):
         if len(self._answers) > KEPT:
             self._answers.clear()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard costs more than the work
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is VALUE and self.value is not None:
+        if func is read_value and self.value is not None:
             return self.value
         key = self._key(func, args, kwargs)
-        found = self._answers.get(key)
-        if found is not None:
-            if type(found) in (tuple, list):
-                return type(found)([self._made(one, args) for one in found])
-            return self._made(found, args)
-        first = args[0] if args and type(args[0]) is FakeTensor else None
-        before = first is not None and key is not None and _form(first)
+        again = self._answers.get(key)
+        if again is not None:
+            return again(self, args)
+        before = _form(args[0]) if key is not None and args and type(args[0]) is FakeTensor else None
         out = self._asked(func, types, args, kwargs or {})
         if self._corrected is not None:
             out = self._corrected(func, args, out)
-        if key is not None and key not in self._answers:
-            self._answers[key] = _noted(func, args, out, before)
+        if key is not None:
+            again = _again(func, args, out, before)
+            if again is not None:
+                self._answers[key] = again
         return out
 
     def _asked(self, func, types, args, kwargs):
         """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
-        if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
+        if func is not grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
@@ -143,57 +108,58 @@ class QuickFakeMode(FakeTensorMode):
             parts += (name, type(value), value)
         return tuple(parts)
 
-    def _made(self, found, args):
-        if type(found) is _New:
-            shape, stride, dtype, device = found
-            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
-        if type(found) is _View:
-            of, shape, stride, offset, dtype, device = found
-            inside = torch.empty(0, dtype=dtype, device="meta")
-            inside.set_(args[of].untyped_storage(), offset, shape, stride)
-            return FakeTensor(self, inside, device)
-        return args[0] if type(found) is _Written else found.value
-
 
 def _ordinary(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
-def _form(tensor: Tensor) -> tuple | None:
-    if not _ordinary(tensor):
-        return None
+def _form(tensor: Tensor) -> tuple:
     storage = tensor.untyped_storage()
     return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage._cdata, storage.nbytes(),
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage_key(storage), storage.nbytes(),
     )  # fmt: skip
 
 
-def _noted(func, args, out, before):
-    """How to make ``out`` again; ``None`` where that is not known."""
-    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+def _again(func, args, out, before: tuple | None) -> Again | None:
+    """How to make ``out`` anew; ``None`` where that is not known. ``before`` is the first argument's form before the operation."""
+    arguments = schema(func).arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     if written:
         # Writing does not change a fake tensor, unless it changes its form (resize_, squeeze_, ...).
-        first = len(written) == 1 and written[0] is func._schema.arguments[0] and args and out is args[0]
-        return _Written() if first and before == _form(out) else None
-    if type(out) in (tuple, list):
-        parts = [_result(one, args) for one in out]
-        own = [one.untyped_storage()._cdata for one, p in zip(out, parts, strict=True) if type(p) is _New]
-        return None if None in parts or len(set(own)) < len(own) else type(out)(parts)
-    return _result(out, args)
+        same = written == [0] and args and out is args[0] and before == _form(out)
+        return (lambda mode, args: args[0]) if same else None
+    if type(out) not in (tuple, list):
+        return _one_again(out, args)
+    kind, parts = type(out), [_one_again(one, args) for one in out]
+    storages = [storage_key(one.untyped_storage()) for one in out if isinstance(one, Tensor)]
+    if None in parts or len(set(storages)) < len(storages):
+        return None
+    return lambda mode, args: kind([part(mode, args) for part in parts])
 
 
-def _result(out, args):
+def _one_again(out, args) -> Again | None:
     if out is None or type(out) is int:
-        return _Plain(out)
+        return partial(_plain, out)
     if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or not _ordinary(out):
         return None
     if any(out is value for value in args):
         return None
-    storage = out.untyped_storage()
+    form, storage = (out.shape, out.stride(), out.dtype, out.fake_device), out.untyped_storage()
     for i, value in enumerate(args):
-        if type(value) is FakeTensor and value.untyped_storage()._cdata == storage._cdata:
-            return _View(i, out.shape, out.stride(), out.storage_offset(), out.dtype, out.fake_device)
+        if type(value) is FakeTensor and storage_key(value.untyped_storage()) == storage_key(storage):
+            return partial(_view, i, out.storage_offset(), *form)
     dense = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta").untyped_storage()
-    if out.storage_offset() or storage.nbytes() != dense.nbytes():
-        return None
-    return _New(out.shape, out.stride(), out.dtype, out.fake_device)
+    return None if out.storage_offset() or storage.nbytes() != dense.nbytes() else partial(_new, *form)
+
+
+def _new(shape, stride, dtype, device, mode, args) -> Tensor:
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def _view(of: int, offset: int, shape, stride, dtype, device, mode, args) -> Tensor:
+    inside = torch.empty(0, dtype=dtype, device="meta")
+    return FakeTensor(mode, inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
+
+
+def _plain(value: int | None, mode, args) -> int | None:
+    return value

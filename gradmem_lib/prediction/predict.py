@@ -25,14 +25,14 @@ from ..training.recipe import Recipe
 from . import allocator, fakes
 from .configs import find_config, model_class, most_positions, skeleton, title_of
 from .copies import batch_leaves
-from .extrapolation import BY, PHASE, TOTAL, Part, Trace, extrapolate, trace_parts
+from .extrapolation import BY, PHASE, TOTAL, Part, Trace, extrapolate
 from .question import CannotTrace, Question, Source, config_key
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
 SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # in repeated units, which are layers or segments of layers
 SHORTEST = 3  # layers: with fewer, the first and the last are all there is
-CACHED_TRACES = 64
+KEPT_SOURCES, KEPT_TRACES = 8, 64
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
 REPLAYED = 2  # micro-batches for the allocator: a third asks for what the second has given back
 FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
@@ -133,20 +133,20 @@ def predict(
             "predict was called inside torch.autocast, whose copies of the weights would stay from one step to the next: leave "
             "that block, and ask for autocast in the recipe, Recipe(precision='autocast-bf16')"
         )
-    target = _checked_target(target)
+    if target is None:
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r}: choose 'cpu' or 'cuda'")
+    if recipe.precision is None and not isinstance(model_or_config, nn.Module):
+        raise ValueError(
+            "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
+            "Recipe(precision='bf16'), or give the module (under torch.device('meta') it costs no memory)"
+        )
     source = _source(model_or_config)
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
     question = Question(source, recipe, batch_size, seq_len, target, batch, loss)
     rows, traced = _rows(question, full)
     return _prediction(rows, question, traced)
-
-
-def _checked_target(target: str | None) -> str:
-    if target is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if target not in TARGETS:
-        raise ValueError(f"target={target!r}: choose 'cpu' or 'cuda'")
-    return target
 
 
 def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
@@ -180,26 +180,20 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
     return batch_size, seq_len
 
 
-class _Cache(OrderedDict):
-    """The last ``size`` answers."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-
-    def get_or_make(self, key, make: Callable):
-        if key is None:
-            return make()
-        if key not in self:
-            self[key] = make()
-        self.move_to_end(key)
-        while len(self) > self.size:
-            self.popitem(last=False)
-        return self[key]
+_sources: OrderedDict[Any, Source] = OrderedDict()
+_traces: OrderedDict[Any, Trace] = OrderedDict()
 
 
-_sources = _Cache(8)
-_traces = _Cache(CACHED_TRACES)
+def _kept(answers: OrderedDict, most: int, key, make: Callable):
+    """What ``make()`` returned for ``key``, where that is not ``None``; the last ``most`` answers are kept."""
+    if key is None:
+        return make()
+    if key not in answers:
+        answers[key] = make()
+    answers.move_to_end(key)
+    if len(answers) > most:
+        answers.popitem(last=False)
+    return answers[key]
 
 
 def clear_cache() -> None:
@@ -218,55 +212,44 @@ def _source(given) -> Source:
             )
         return Source(given, type(given).__name__, None)
     config = find_config(given)
-    key = config_key(model_class(config), config)
-    return _sources.get_or_make(key, lambda: Source(skeleton(config), title_of(given, config), key))
+    key, title = config_key(model_class(config), config), title_of(given, config)
+    return _kept(_sources, KEPT_SOURCES, (key, title), lambda: Source(skeleton(config), title, key))
 
 
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     """(layers in the repeated unit, the recipe for fewer of them); ``None`` where segments are not all of one length."""
     schedule = recipe.checkpointing
-    if schedule == "best":
-        return None
-    if recipe.every_n_layers is not None:
-        return recipe.every_n_layers, recipe
     if schedule in (None, "per-layer"):
-        return 1, recipe
+        return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
-        lengths = segments_for("sqrt", n)
-        if not all(length == lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
-            return None
-        schedule = lengths[0]
-    if isinstance(schedule, int):
-        return schedule, replace(recipe, checkpointing=schedule)
-    return None
+        first, *others = segments_for("sqrt", n)
+        schedule = first if {*others[:-1]} <= {first} and first >= max(others[-1:], default=0) else None
+    return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
 
 
 def _rows(question: Question, full: bool) -> tuple[np.ndarray, tuple[int, ...]]:
     """The samples of the step, and the lengths of the short traces behind them (none: a full trace)."""
     if full:
-        return _trace(question, None).rows, ()
-    recipe, layers = question.recipe, question.source.layers
-    n = 0 if layers is None else len(layers)
-    unit = _unit(recipe, n) if n else None
-    if unit is not None:
+        return _trace(question, None).rows.copy(), ()
+    n = len(question.source.layers or ())
+    unit = _unit(question.recipe, n) if n else None
+    for pair in SHORT_TRACES if unit is not None else ():
         size, recipe = unit
-        rest = n % size
-        for pair in SHORT_TRACES:
-            short, long = (k * size + rest for k in pair)
-            if pair[0] * size < SHORTEST:
-                continue
-            if short + long >= n:
-                break
-            lesser = replace(question, recipe=recipe)
-            try:
-                (one, folded), (two, _) = _step_parts(lesser, short), _step_parts(lesser, long)
-            except CannotTrace:
-                raise
-            except Exception:
-                break  # this model cannot do with fewer layers: the full trace will say so, or work
-            steps = extrapolate(one, two, pair[0], n // size)
-            if steps is not None:
-                return _joined(steps, folded), (short, long)
+        short, long = (k * size + n % size for k in pair)
+        if pair[0] * size < SHORTEST:
+            continue
+        if short + long >= n:
+            break
+        lesser = replace(question, recipe=recipe)
+        try:
+            (one, folded), (two, _) = _step_parts(lesser, short), _step_parts(lesser, long)
+        except CannotTrace:
+            raise
+        except Exception:
+            break  # this model cannot do with fewer layers: the full trace will say so, or work
+        steps = extrapolate(one, two, pair[0], n // size)
+        if steps is not None:
+            return _joined(steps, folded), (short, long)
     parts, folded = _step_parts(question, None)
     return _joined([steps for steps, _ in parts], folded), ()
 
@@ -279,12 +262,12 @@ def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int
     """
     k = question.recipe.accumulation
     if k > FEW and question.source.key is not None:
-        parts = trace_parts(_trace(question, layers, FEW))
+        parts = _trace(question, layers, FEW).parts()
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
         same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
             return parts, k - FEW
-    return trace_parts(_trace(question, layers)), 0
+    return _trace(question, layers).parts(), 0
 
 
 def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
@@ -296,10 +279,8 @@ def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
 
 
 def _trace(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
-    key = question.key
-    return _traces.get_or_make(
-        key and (key, layers, micro_batches), lambda: traced(question, layers, micro_batches)
-    )
+    key = question.key and (question.key, layers, micro_batches)
+    return _kept(_traces, KEPT_TRACES, key, lambda: traced(question, layers, micro_batches))
 
 
 def _prediction(rows: np.ndarray, question: Question, traced: tuple[int, ...]) -> Prediction:

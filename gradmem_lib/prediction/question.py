@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,21 +28,16 @@ class CannotTrace(RuntimeError):
 
 @dataclass(eq=False)
 class Source:
-    """A model without memory, and the list of its repeated layers, if there is one."""
+    """A model without memory, or a module as it was given: then ``key`` is ``None``."""
 
     skeleton: nn.Module
     title: str
     key: tuple | None
-    layers: nn.Module | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Segments that are on the model already need all of its layers.
-        self.layers = None if checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
-        self._kinds = {type(module) for module in self.skeleton.modules()}
-
-    def code(self) -> tuple:
-        """What the modules run, which may be replaced while the process lives (patched kernels)."""
-        return tuple(kind.forward for kind in self._kinds)
+    @cached_property
+    def layers(self) -> nn.Module | None:
+        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers."""
+        return None if checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
 
 
 @dataclass(frozen=True)
@@ -58,31 +55,24 @@ class Question:
         """Hashable, or ``None`` where the same question may have another answer next time."""
         if self.source.key is None or self.batch is not None or self.loss is not None or compat.in_a_mode():
             return None
+        # What the modules run may be replaced while the process lives (patched kernels).
+        code = frozenset(type(module).forward for module in self.source.skeleton.modules())
         sizes = self.batch_size, self.seq_len, self.target
-        return self.source.key, self.source.code(), self.recipe, sizes, surroundings()
+        return self.source.key, code, self.recipe, sizes, _surroundings()
 
 
-def surroundings() -> tuple:
+def _surroundings() -> tuple:
     """What is set for the whole process, outside any model, and changes what a step keeps."""
     return (
         fakes.settings(), losses.CHUNK_TOKENS, os.environ.get("TRANSFORMERS_SDPA_FORCE_GQA"),
-        torch.is_autocast_cache_enabled(),
-        compat.attention_functions(), tuple(f for f in vars(F).values() if callable(f)),
+        torch.is_autocast_cache_enabled(), compat.attention_functions(), _functions(F),
     )  # fmt: skip
+
+
+def _functions(module) -> tuple:
+    return tuple(value for value in vars(module).values() if callable(value))
 
 
 def config_key(cls: type, config) -> tuple:
     """All that a config holds, private settings (which attention) included, and the code that ``cls`` is made of."""
-    return cls, tuple(v for v in vars(sys.modules[cls.__module__]).values() if callable(v)), _frozen(config)
-
-
-def _frozen(value):
-    if isinstance(value, dict):
-        return tuple((name, _frozen(v)) for name, v in sorted(value.items(), key=lambda item: repr(item[0])))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, (int, float, str, type(None))):
-        return type(value), value  # 1, 1.0 and True are equal, and do not mean the same
-    if hasattr(value, "to_dict"):
-        return type(value), _frozen(vars(value))
-    return repr(value)
+    return cls, _functions(sys.modules[cls.__module__]), pickle.dumps(config)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -170,14 +171,12 @@ def replay(
         recipe, rows = replace(recipe, accumulation=2), 2 * BATCH_SIZE // recipe.accumulation
     with ExitStack() as stack:
         if softmax:
-            stack.enter_context(
-                cuda_kernels._replaced(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x))
-            )
+            stack.enter_context(patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x)))
         if gelu:  # before the model is made, whose layers remember the function
-            stack.enter_context(cuda_kernels._replaced(F, "gelu", cuda_kernels._in_float32(F.gelu)))
+            stack.enter_context(patch.object(F, "gelu", cuda_kernels.in_float32(F.gelu)))
         mode = stack.enter_context(fakes.QuickFakeMode())
         mode.value = 1.0  # of labels that are counted; BERT reads none
-        prepared = prepare(fake_copy(model(), mode), recipe)
+        prepared = prepare(fake_copy(model()), recipe)
         stack.callback(prepared.undo.close)
         optimizer = prepared.optimizer
         if adamw and recipe.optimizer == "adamw":

@@ -1,0 +1,96 @@
+"""Small models, and a real step beside a predicted one: shared by the tests of predictions."""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import (
+    BertConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+    ViTConfig,
+)
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.prepare import cast_weights, prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
+
+
+def config(family: str, layers: int = 3):
+    layers += layers % 2 if family == "gemma3" else 0
+    n = {"num_hidden_layers": layers}
+    return {
+        "llama": lambda: LlamaConfig(**TEXT, **n),
+        "gqa": lambda: LlamaConfig(**TEXT, **n, num_key_value_heads=2),
+        "tied": lambda: LlamaConfig(**TEXT, **n, tie_word_embeddings=True),
+        "qwen3": lambda: Qwen3Config(**TEXT, **n, num_key_value_heads=2, head_dim=16),
+        "gemma": lambda: GemmaConfig(**TEXT, **n, num_key_value_heads=1, head_dim=16),
+        "gpt2": lambda: GPT2Config(
+            vocab_size=128,
+            n_embd=64,
+            n_layer=layers,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        "bert": lambda: BertConfig(**TEXT, **n),
+        "vit": lambda: ViTConfig(**SIZES, **n, image_size=32, patch_size=8, num_labels=10),
+        "gemma3": lambda: Gemma3TextConfig(
+            **TEXT,
+            **n,
+            num_key_value_heads=1,
+            head_dim=16,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        ),
+    }[family]()
+
+
+BATCH, SEQ = 4, 16
+
+
+def tracked(model, batch, recipe: Recipe | None = None, loss=None) -> MemoryTracker:
+    """The second step of a real run, which changes ``model``."""
+    recipe = recipe or Recipe()
+    run = prepare(model, recipe)
+    step(run.model, run.optimizer, batch, recipe, loss=loss)
+    with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
+        step(run.model, run.optimizer, batch, recipe, loss=loss)
+    run.undo.close()
+    return tracker
+
+
+def measured(
+    cfg, recipe: Recipe | None = None, batch_size: int = BATCH, seq_len: int | None = SEQ
+) -> MemoryTracker:
+    """The second step of a real run of the model of ``cfg``."""
+    model = model_class(cfg)(copy.deepcopy(cfg))
+    if recipe is not None and recipe.weight_dtype is not None:
+        cast_weights(model, recipe.weight_dtype)  # for pictures and sounds in that dtype
+    return tracked(model, example_batch(model, batch_size, seq_len), recipe)
+
+
+def assert_same(predicted, tracker) -> None:
+    assert predicted.peak == tracker.peak
+    assert predicted.peak_by_phase == tracker.peak_by_phase
+    assert predicted.current.by_category == tracker.current.by_category
+    timeline, at = predicted.timeline, predicted.timeline.peak_index
+    assert {name: n[at] for name, n in timeline.by_category.items()} == predicted.peak.by_category
+    # At every moment under the category that a storage turned out to belong to.
+    ours, theirs = timeline.by_category, tracker.timeline.by_category
+    assert {name: max(ours[name]) for name in ours} == {name: max(theirs[name]) for name in theirs}
+
+
+def assert_predicted(model, batch, recipe: Recipe | None = None, loss=None) -> None:
+    predicted = predict(model, batch=batch, recipe=recipe, loss=loss, target="cpu")
+    assert_same(predicted, tracked(model, batch, recipe, loss))

@@ -1,0 +1,216 @@
+"""Short traces say what the full one says, and remembered fake tensors what PyTorch's own say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from predicted import BATCH, SEQ, TEXT, assert_same, config, measured, tracked
+from torch import nn
+from transformers import Gemma3TextConfig
+
+from gradmem_lib.prediction import fakes
+from gradmem_lib.prediction import predict as predict_module
+from gradmem_lib.prediction.extrapolation import repeated_layers
+from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.training.recipe import Recipe
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", Recipe(precision="bf16")),
+        ("llama", Recipe(checkpointing="per-layer", accumulation=2)),
+        ("tied", Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer")),
+        ("qwen3", Recipe(in_backward=True, attention="eager")),
+        ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
+        ("vit", Recipe(lora_rank=4, optimizer="adamw-8bit", precision="autocast-fp16")),
+        ("bert", Recipe(precision="bf16", optimizer="adafactor")),
+        ("llama", Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True)),
+    ],
+)
+def test_short_traces_say_what_the_full_one_says(family, recipe, target):
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target}
+    short, full = predict(config(family, 9), **ask), predict(config(family, 9), **ask, full=True)
+    assert short.traced_layers and not full.traced_layers
+    assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers", "traced", "target"),
+    [
+        (Recipe(checkpointing=2), 17, (5, 7), "cpu"),  # 2, 2, ..., 1
+        (Recipe(checkpointing=2, optimizer="sgd"), 17, (5, 7), "cuda"),
+        (Recipe(every_n_layers=2, optimizer="sgd"), 17, (5, 7), "cuda"),
+        (Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2), 20, (8, 11), "cpu"),
+        (Recipe(checkpointing=4, precision="bf16", lora_rank=2), 24, (8, 12), "cpu"),
+        (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
+    ],
+)
+def test_segments_are_repeated_whole(recipe, layers, traced, target):
+    ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
+    short, full = predict(config("llama", layers), **ask), predict(config("llama", layers), **ask, full=True)
+    assert short.traced_layers == traced
+    assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+ACCUMULATED = [
+    ("llama", Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=8)),
+    ("gqa", Recipe(precision="autocast-fp16", checkpointing="per-layer", accumulation=5)),
+    ("tied", Recipe(chunked_loss=True, lora_rank=2, accumulation=4)),
+    ("gpt2", Recipe(precision="float32-master", checkpointing=[2, 1], accumulation=4)),
+    ("vit", Recipe(precision="autocast-bf16", accumulation=4)),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe"), ACCUMULATED)
+def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
+    k = recipe.accumulation
+    predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
+    question = replace(predicted._question, target="cuda")
+    assert predict_module._step_parts(question, None)[1] == k - predict_module.FEW
+    for target in ("cpu", "cuda"):
+        ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
+        few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
+        assert np.array_equal(few.timeline.rows, full.timeline.rows)
+
+
+def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
+    """As where the third one did something else than the second."""
+    traced = predict_module._trace
+
+    def odd(question, layers, micro_batches=None):
+        trace = traced(question, layers, micro_batches)
+        rows = trace.rows.copy()
+        rows[trace.starts[5] + 3 :, predict_module.TOTAL] += micro_batches is not None
+        return replace(trace, rows=rows)
+
+    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
+    full = predict(config("llama"), **ask, full=True)
+    monkeypatch.setattr(predict_module, "_trace", odd)
+    assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
+        ("gpt2", Recipe(precision="bf16", attention="eager", checkpointing=2)),
+        ("qwen3", Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True)),
+        ("vit", Recipe(optimizer="adafactor", accumulation=2)),
+    ],
+)
+def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
+    clear_cache()
+    quick = predict(config(family), **ask).timeline.rows
+    clear_cache()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
+    assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
+
+
+def _operations(x, n):
+    """Results of operations that are easy to take for one another."""
+    yield x + 1
+    yield x + x
+    yield n * 2
+    yield n * 2.0
+    yield n * True
+    yield x.half() + 1
+    yield x.t()
+    yield x.t() + 1
+    yield x[1:]
+    yield x[1:].sum(0)
+    yield x.view(-1)[3:9]
+    yield x.expand(2, *x.shape)
+    yield torch.zeros(3, 4)
+    yield torch.zeros(3, 4, dtype=torch.bfloat16)
+    yield x.clone().add_(1)
+    yield x.clone().resize_(2, 2)
+    yield x.clone().unsqueeze_(0)
+    yield from x.split(2)
+    yield torch.nn.functional.layer_norm(x, x.shape[1:])
+
+
+def test_remembered_results_have_the_form_of_real_ones():
+    def forms():
+        tensors = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
+        base = tensors[0].untyped_storage()._cdata
+        return [
+            (
+                t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes(),
+                t.untyped_storage()._cdata == base,
+            )
+            for t in _operations(*tensors)
+        ]  # fmt: skip
+
+    real = forms()
+    fakes.forget()
+    for _ in range(3):
+        with fakes.QuickFakeMode():
+            assert forms() == real
+
+
+def test_sqrt_is_repeated_where_its_segments_are_equal():
+    assert predict_module._unit(Recipe(checkpointing="sqrt"), 64)[0] == 8
+    assert predict_module._unit(Recipe(checkpointing="best"), 64) is None
+    assert predict_module._unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
+
+
+class Uneven(nn.Module):
+    """Eleven blocks, of which the seventh is wider."""
+
+    def __init__(self, odd: int | None = 7):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width := 48 if i == odd else 32), nn.ReLU(), nn.Linear(width, 16))
+            for i in range(11)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_falls_back_where_layers_differ():
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "target": "cpu"}
+    alternating = Gemma3TextConfig(
+        **TEXT, num_hidden_layers=10, num_key_value_heads=1, head_dim=16, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 5,
+    )  # fmt: skip
+    assert predict(alternating, **ask).traced_layers == ()
+    assert predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1])).traced_layers == ()
+    assert predict(config("llama", 9), **ask, recipe=Recipe(checkpointing="best")).traced_layers == ()
+    assert predict(config("llama", 6), **ask).traced_layers == ()  # two short traces would be more work
+    assert repeated_layers(Uneven()) is None
+    assert len(repeated_layers(Uneven(odd=None))) == 11
+
+
+@pytest.mark.parametrize("odd", [7, None])
+def test_any_module(odd):
+    model, x = Uneven(odd), torch.randn(8, 16)
+    before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    predicted = predict(model, batch=x, target="cpu")
+    assert before == {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    assert bool(predicted.traced_layers) == (odd is None)
+    assert predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
+    assert_same(predicted, tracked(model, x))
+
+
+def test_the_second_answer_comes_from_the_cache(monkeypatch):
+    clear_cache()
+    ask = {"batch_size": 2, "seq_len": 8, "target": "cpu"}
+    first = predict(config("llama"), **ask)
+    monkeypatch.setattr(predict_module, "traced", None)
+    again = predict(config("llama"), **ask)
+    assert again.peak == first.peak
+    with pytest.raises(TypeError):
+        predict(config("llama"), **(ask | {"seq_len": 9}))

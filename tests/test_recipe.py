@@ -1,0 +1,146 @@
+"""What a recipe refuses, and what it does to real tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from predicted import config
+from torch import nn
+
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.techniques.lora import LoRALinear
+from gradmem_lib.techniques.losses import chunked_cross_entropy
+from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"precision": "fp8"}, "choose one of"),
+        ({"precision": 16}, "choose one of"),
+        ({"optimizer": "adam"}, "choose one of"),
+        ({"attention": "flash"}, "choose one of"),
+        ({"checkpointing": "all"}, "list of segment lengths"),
+        ({"checkpointing": 0}, "at least 1"),
+        ({"every_n_layers": 0}, "at least 1"),
+        ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one"),
+        ({"accumulation": 0}, "at least 1"),
+        ({"in_backward": True, "accumulation": 2}, "choose one of the two"),
+        ({"in_backward": True, "precision": "autocast-fp16"}, "autocast-bf16"),
+        ({"lora_rank": 0}, "at least 1"),
+        ({"lora_rank": 2.5}, "whole number"),
+        ({"lora_targets": ["q_proj"]}, "lora_rank"),
+        ({"lora_rank": 4, "frozen_base": True}, "leave frozen_base out"),
+        ({"momentum": 0.9}, "sgd"),
+        ({"momentum": 1.5, "optimizer": "sgd"}, "below 1"),
+        ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
+        ({"precision": "float32-master", "optimizer": "adamw-8bit"}, "adamw"),
+        ({"chunked_loss": 1024}, "True or False"),
+    ],
+)
+def test_impossible_recipes(settings, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**settings)
+
+
+def losses(recipe: Recipe, steps: int = 12, lr: float = 3e-3) -> list[float]:
+    torch.manual_seed(0)
+    cfg = config("llama", 2)
+    run = prepare(model_class(cfg)(cfg), recipe, lr=lr)
+    batch = example_batch(run.model, 4, 16)
+    return [step(run.model, run.optimizer, batch, recipe).item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(optimizer="adamw-8bit"),
+        Recipe(precision="float32-master"),
+        Recipe(precision="float32-master", optimizer="adamw-foreach"),
+        Recipe(precision="autocast-fp16"),
+        Recipe(precision="autocast-bf16"),
+        Recipe(in_backward=True),
+        Recipe(accumulation=2),
+        Recipe(chunked_loss=True),
+        Recipe(checkpointing=1),
+    ],
+)
+def test_recipes_train_alike(recipe):
+    expected, got = losses(Recipe()), losses(recipe)
+    exact = recipe.precision == "float32" and recipe.optimizer == "adamw"
+    assert got == pytest.approx(expected, rel=1e-4 if exact else 3e-2)
+    assert got[-1] < got[0] - 0.5
+
+
+def test_accumulation_counts_labels():
+    """Micro-batches with different numbers of labels still add up to the whole batch's gradient."""
+    cfg = config("llama", 2)
+    torch.manual_seed(0)
+    model = model_class(cfg)(cfg)
+    batch = example_batch(model, 4, 16)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 3:] = -100
+    gradients = []
+    for recipe in (Recipe(optimizer="sgd"), Recipe(optimizer="sgd", accumulation=4)):
+        run = prepare(copy.deepcopy(model), recipe, lr=1.0)
+        loss = step(run.model, run.optimizer, batch, recipe)
+        gradients.append(
+            (loss, [p - q for p, q in zip(model.parameters(), run.model.parameters(), strict=True)])
+        )
+    assert gradients[0][0].item() == pytest.approx(gradients[1][0].item(), rel=1e-5)
+    for a, b in zip(gradients[0][1], gradients[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits8", [True, False])
+def test_8bit_states_take_what_bitsandbytes_documents(bits8):
+    n = 5000 if bits8 else 4095
+    p = nn.Parameter(torch.randn(n))
+    p.grad = torch.randn(n)
+    optimizer = AdamW8bit([p])
+    optimizer.step()
+    nbytes = sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
+    blocks = -(-n // 256)
+    assert nbytes == (2 * n + 2 * 4 * blocks + 2 * 4 * 256 if bits8 else 2 * 4 * n)
+
+
+def test_master_weights_keep_small_updates():
+    """An update of 1/1000 of a bf16 weight is lost, and a thousand of them are not."""
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([p], lr=1e-3, weight_decay=0)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert p[0].item() == pytest.approx(0.9, abs=0.01)
+
+
+def test_chunked_cross_entropy_is_cross_entropy():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
+    labels = torch.randint(0, 30, (50,))
+    labels[::7] = -100
+    grads = []
+    for loss in (
+        nn.functional.cross_entropy(hidden @ weight.T, labels),
+        chunked_cross_entropy(hidden, weight, labels, 16),
+    ):
+        grads.append((loss.detach(), *torch.autograd.grad(loss * 3, (hidden, weight))))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_lora_starts_at_the_base_and_merges():
+    torch.manual_seed(0)
+    for base in (nn.Linear(6, 10), transformers.pytorch_utils.Conv1D(10, 6)):
+        layer, x = LoRALinear(base, 3), torch.randn(4, 6)
+        assert torch.equal(layer(x), base(x))
+        assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["A", "B"]
+        nn.init.normal_(layer.B)
+        expected = layer(x)
+        torch.testing.assert_close(layer.merged()(x), expected)
