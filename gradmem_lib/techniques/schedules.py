@@ -1,31 +1,29 @@
 """Checkpointing schedules: which boundaries between layers to keep, and which layers to run again in backward.
 
-A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers. The input of each
-segment (its boundary) is kept; what the segment's layers compute inside is dropped in forward and computed anew when
-backward reaches the segment. The last segment need not be dropped at all: backward begins with it.
+A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers; an element may be a
+list, a segment made of segments. The input of each segment (its boundary) is kept. What its layers compute inside is
+dropped in forward, and computed again when backward reaches the segment. The last segment may be kept instead.
 
 With boundaries of x bytes and layers that keep a more bytes each, segment number i (from 1) of k layers stands at
 i·x + k·a + (k - 1)·x bytes when its backward begins: i boundaries, and everything inside the segment. The largest of
 these is the peak. Later segments find more boundaries kept, so the best schedules put long segments first.
-
-What comes after the layers (logits and loss) meets all boundaries, and the inside of a last segment that is kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
+from itertools import accumulate, pairwise
 from numbers import Integral, Real
+from operator import add
 from typing import Any, TypeGuard
-
-import numpy as np
 
 from ..names import CHECKPOINTING
 from .layer_bytes import LayerBytes
 
-Schedule = list  # of segment lengths; an element may itself be a Schedule: segments within a segment
+Schedule = list  # of segment lengths and of Schedules
 Sizes = float | Sequence[float]  # one number for all layers, or one for each
 
 
@@ -37,18 +35,13 @@ def uniform_segments(n: int, k: int) -> list[int]:
 
 
 def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
-    """How many forward calls of a layer backward adds, over all layers.
+    """How many forward calls of a layer backward adds: one for each layer of a segment that runs again.
 
-    Each segment runs once more, but for a last one that is kept. Inside a nested segment the last one is always kept.
+    ``keep_last``: whether the last segment is kept rather than run again. Inside a nested segment it always is.
     """
     total_layers(segments)
-    again = 0
-    for i, item in enumerate(segments):
-        if i < len(segments) - 1 or not keep_last:
-            again += total_layers(item)
-        if isinstance(item, list):
-            again += extra_forwards(item)
-    return again
+    again = sum(map(total_layers, segments[:-1] if keep_last else segments))
+    return again + sum(extra_forwards(item) for item in segments if not isinstance(item, int))
 
 
 def schedule_peak(
@@ -66,50 +59,35 @@ def schedule_peak(
         segments: segment lengths, first segment first; an element may be a list, a segment made of segments.
         internal: bytes that autograd keeps inside one layer, its input excluded: a number, or a list with one a layer.
         boundary: bytes of one layer's input: a number, or a list.
-        keep_last: whether the last segment is kept rather than run again. In the layers' own backward it changes the
-            work and not the peak, since the last segment is complete in memory when backward gets there in either case.
+        keep_last: whether the last segment is kept rather than run again. Backward finds it complete in either case, so
+            this changes the work, and the peak only where there is a tail.
         temporaries: bytes that one layer's backward needs besides what is kept: gradients on their way, and those of the
-            weights of later layers, which are there already. What a forward needs in passing is taken to be less than that
-            and the layer's internals together.
-        tail: bytes that what comes after the layers needs, before backward reaches them: logits and loss. They meet
-            all boundaries, and a last segment that is kept; one that is run again is not in memory yet.
+            weights of later layers. What a forward needs in passing is taken to be no more than internals and these.
+        tail: bytes that logits and loss need after the layers. They meet all boundaries, and a last segment that is kept.
     """
-    n = total_layers(segments)
-    internal, boundary, temporaries = (
-        _sizes(name, value, n)
-        for name, value in (("internal", internal), ("boundary", boundary), ("temporaries", temporaries))
-    )
+    return _peak(segments, _sizes(total_layers(segments), internal, boundary, temporaries, tail, keep_last))
 
-    def peak(segments: Schedule, start: int, kept: float) -> float:
-        """The peak of layers from ``start`` on, with ``kept`` bytes of earlier boundaries."""
+
+def _peak(segments: Schedule, sizes: list[list]) -> float:
+    internal, boundary, temporaries, (tail,) = sizes
+
+    def walk(segments: Schedule, start: int, held: float) -> tuple[float, float]:
+        """The peak of layers from ``start`` on above ``held`` bytes of boundaries, and the boundaries with theirs."""
         highest: float = 0
         for item in segments:
-            stop = start + total_layers(item)
-            if isinstance(item, list):
-                highest = max(highest, peak(item, start, kept))
-            else:
-                inside = kept
-                for layer in range(start, stop):
+            if isinstance(item, int):
+                inside = held
+                for layer in range(start, start + item):
                     inside += boundary[layer] + internal[layer]
                     highest = max(highest, inside + temporaries[layer])
-            kept += boundary[start]
-            start = stop
-        return highest
+            else:
+                highest = max(highest, walk(item, start, held)[0])
+            held += boundary[start]
+            start += total_layers(item)
+        return highest, held
 
-    return max(peak(segments, 0, 0), tail + _after_forward(segments, internal, boundary, keep_last))
-
-
-def _after_forward(segments: Schedule, internal: list, boundary: list, keep_last: bool) -> float:
-    """Bytes that are kept when the last layer has run for the first time."""
-    lengths = [total_layers(item) for item in segments]
-    starts = list(itertools.accumulate(lengths, initial=0))[:-1]
-    kept = sum(boundary[start] for start in starts)
-    if not keep_last:
-        return kept
-    if isinstance(segments[-1], list):  # the segments in it are run again but for its own last
-        first = starts[-1]
-        return kept - boundary[first] + _after_forward(segments[-1], internal[first:], boundary[first:], True)
-    return kept + sum(internal[starts[-1] :]) + sum(boundary[starts[-1] + 1 :])
+    highest, held = walk(segments, 0, 0)
+    return max(highest, held + tail)
 
 
 def best_segments(
@@ -124,45 +102,34 @@ def best_segments(
 ) -> Schedule:
     """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most ``max_extra_forward`` · n extra forwards.
 
-    ``internal``, ``boundary``, ``keep_last``, ``temporaries`` and ``tail`` are as in ``schedule_peak``. With a last segment
-    that is kept, a schedule of plain segments costs n - (its length) extra forward calls. Below 1.0, the kept segment must
-    be longer. Above 1.0, for layers of equal size and without a tail, segments may be made of segments (the result then has
-    lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where fewer are allowed.
+    The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward, so below 1.0 it must be
+    longer. Above 1.0, for layers of equal size and a tail that is no larger than temporaries, segments may be made of
+    segments (the result then has lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where fewer are allowed.
 
     Among schedules of equal peak, the one with the fewest extra forward calls, then the one that keeps the fewest bytes
-    of boundaries. Exact, by dynamic programming: for a limit on the peak, the fewest bytes of boundaries with which
-    backward can reach layer q follow from those for the layers before it; the limit is halved until nothing fits.
+    of boundaries. Exact: dynamic programming finds what fits below a limit, which is halved until nothing fits.
     """
     if not _is_count(n):
         raise ValueError(f"best_segments(n={n!r}): n must be a whole number of layers, at least 1")
-    again = math.floor(checked_extra(max_extra_forward) * n + 1e-9)  # 0.7 * 10 is a little less than 7
+    (allowed,) = _numbers("max_extra_forward", max_extra_forward, 1)
+    again = math.floor(allowed * n + 1e-9)  # 0.7 * 10 is a little less than 7
     if not keep_last and again < n:
         raise ValueError(
             f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} allows {again} of them: "
             "keep the last segment, or allow 1.0"
         )
-    given = (("internal", internal), ("boundary", boundary), ("temporaries", temporaries))
-    sizes = [_sizes(name, value, n) for name, value in given]
-    *sizes, (after,) = _whole_numbers(*sizes, _sizes("tail", tail, 1))
-    nested = again > n and keep_last and not after and all((v == v[0]).all() for v in sizes)
-
-    def find(limit: int) -> Schedule | None:
-        if nested:
-            return _nested_below(limit, n, again, *(int(values[0]) for values in sizes))
-        return _below(limit, min(again, n - 1), *sizes, int(after), keep_last)
-
-    def peak(segments: Schedule) -> Any:
-        return schedule_peak(segments, *sizes[:2], temporaries=sizes[2], tail=after, keep_last=keep_last)
-
-    low, high = 0, peak([n])
+    sizes = _in_whole_units(_sizes(n, internal, boundary, temporaries, tail, keep_last))
+    nested = again > n and keep_last and all(len(set(values)) == 1 for values in sizes)
+    below = _nested_below if nested else _plain_below
+    low, high = 0, _peak([n], sizes)
     while low < high:
         middle = (low + high) // 2
-        found = find(middle)
+        found = below(middle, n, again, keep_last, sizes)
         if found is None:
             low = middle + 1
         else:
-            high = min(middle, peak(found))  # often much lower than the limit that was asked for
-    return find(high)
+            high = _peak(found, sizes)  # often much lower than the limit
+    return below(high, n, again, keep_last, sizes)
 
 
 def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -> tuple[Schedule, bool]:
@@ -176,133 +143,94 @@ def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -
     Layers without a gradient at the beginning keep nothing and never run again: each gets a segment of its own.
     """
     first = next((i for i, layer in enumerate(layers) if layer.trained), len(layers) - 1)
-    rest = layers[first:]
-    n = len(rest)
-    boundary, internal, temporaries, gradients, _ = zip(*rest, strict=True)
+    boundary, internal, temporaries, gradients, _ = zip(*layers[first:], strict=True)
+    n = len(boundary)
     later = [sum(gradients[j + 1 :]) for j in range(n)]
-    growing = [t + g for t, g in zip(temporaries, later, strict=True)]
     single = [1] * n
-    peak = schedule_peak(single, internal, boundary, temporaries=growing)
-    shift = peak - schedule_peak(single, internal, boundary, temporaries=temporaries)
-    needs = [max(g, t + shift) for g, t in zip(growing, temporaries, strict=True)]
-    moments = {"temporaries": needs, "tail": peak - sum(boundary)}
+    peak = schedule_peak(single, internal, boundary, temporaries=list(map(add, temporaries, later)))
+    spare = peak - schedule_peak(single, internal, boundary, temporaries=temporaries)
+    sizes = {  # the second and the third moment are raised to the peak of the first
+        "internal": internal,
+        "boundary": boundary,
+        "temporaries": [t + max(g, spare) for t, g in zip(temporaries, later, strict=True)],
+        "tail": peak - sum(boundary),
+    }
     found = []
     for kept in (True, False) if keep_last is None else (keep_last,):
-        segments = best_segments(n, internal, boundary, keep_last=kept, **moments)
-        highest = schedule_peak(segments, internal, boundary, keep_last=kept, **moments)
-        found.append((highest, extra_forwards(segments, kept), segments, kept))
-    *_, segments, kept = min(found, key=lambda option: option[:2])
-    return [1] * first + segments, kept
+        segments = best_segments(n, **sizes, keep_last=kept)
+        highest = schedule_peak(segments, **sizes, keep_last=kept)
+        found.append((highest, extra_forwards(segments, kept), not kept, segments))
+    *_, again, segments = min(found)
+    return [1] * first + segments, not again
 
 
-def _below(
-    limit: int, again: int, internal, boundary, temporaries, tail: int, keep_last: bool
-) -> list[int] | None:
-    """Segments whose peak is at most ``limit``, with at most ``again`` layers before the last segment; or None.
-
-    Let S(p) be all that layers before p keep. On top of ``kept`` bytes of earlier boundaries, a segment from p to q needs
-    kept - S(p) + the largest of S(j + 1) + temporaries(j) over its layers j. The tail meets the last segment, from p on,
-    at kept + S(n) - S(p), or at kept and a boundary.
-    """
-    n = len(internal)
-    before = np.concatenate([[0], np.cumsum(np.add(internal, boundary))])  # S
-    tops = before[1:] + temporaries
-    never = np.iinfo(np.int64).max // 4
-    # the fewest bytes of boundaries before layer q with which backward can reach it
-    kept = np.full(n + 1, never)
-    kept[0] = 0
-    start_of = np.zeros(n + 1, dtype=int)
-    for q in range(1, again + 1):
-        highest = np.maximum.accumulate(tops[:q][::-1])[::-1]
-        costs = np.where(kept[:q] + highest - before[:q] <= limit, kept[:q] + boundary[:q], never)
-        start_of[q] = q - 1 - np.argmin(costs[::-1])
-        kept[q] = costs[start_of[q]]
-    starts = slice(0, again + 1)
-    highest = np.maximum.accumulate(tops[::-1])[::-1][starts]
-    last = before[n] - before[starts] if keep_last else boundary[starts]
-    fits = kept[starts] + np.maximum(highest - before[starts], last + tail) <= limit
-    if not fits.any():
-        return None
-    # The first one that fits is the longest last segment. One that runs again saves no work by that.
-    ends = [
-        n,
-        int(np.argmax(fits)) if keep_last else int(np.argmin(np.where(fits, kept[starts] + last, never))),
-    ]
-    while ends[-1]:
-        ends.append(int(start_of[ends[-1]]))
-    return [stop - start for start, stop in itertools.pairwise(reversed(ends))]
-
-
-def _nested_below(
-    limit: int, n: int, again: int, internal: int, boundary: int, temporaries: int
-) -> Schedule | None:
-    """Segments, perhaps made of segments, whose peak is at most ``limit``, with at most ``again`` extra forwards; or None.
-
-    ``calls[l]`` is the fewest extra forward calls for l layers under i earlier boundaries: none if all fit in memory,
-    else the r layers of a first segment run again (and cost what r layers cost once the rest is over), and the rest
-    runs under one boundary more.
-    """
-    tables = []
-    room = limit - temporaries
-    deepest = max(0, min(n - 1, (room - internal - boundary) // boundary)) if boundary else n - 1
-    later = np.full(n + 1, math.inf)
-    for i in range(deepest, -1, -1):
-        fits = int(min(n, (room - i * boundary) // (internal + boundary))) if internal + boundary else n
-        if fits < 1:
+def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
+    """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last segment; or None."""
+    internal, boundary, temporaries, (tail,) = sizes
+    before = [0, *accumulate(map(add, internal, boundary))]  # all that layers before p keep
+    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and where the segment starts
+    for q in range(1, n + 1):
+        starts, highest = [], 0
+        for p in reversed(range(q)):
+            highest = max(highest, before[p + 1] + temporaries[p])
+            if kept[p] + highest - before[p] > limit:
+                break  # a longer segment needs at least as much
+            starts.append(p)
+        if not starts:
             return None
-        calls, first = np.full(n + 1, math.inf), np.zeros(n + 1, dtype=int)
-        calls[: fits + 1] = 0
-        for length in range(fits + 1, n + 1):
-            costs = np.arange(1, length) + calls[1:length] + later[length - 1 : 0 : -1]
-            first[length] = length - 1 - np.argmin(costs[::-1])
-            calls[length] = costs[first[length] - 1]
-        tables.append((fits, first))
-        later = calls
-    tables.reverse()
-    if calls[n] > again:
+        # A last segment that is kept is the longest one: its layers do not run again.
+        longest = q == n and keep_last
+        start = starts[-1] if longest else min(starts, key=lambda p: kept[p] + boundary[p])
+        kept.append(kept[start] + boundary[start])
+        start_of.append(start)
+    if kept[n] + tail > limit or (keep_last and start > again):
         return None
+    ends = [n]
+    while ends[-1]:
+        ends.append(start_of[ends[-1]])
+    return [stop - start for stop, start in pairwise(ends)][::-1]
+
+
+def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
+    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of ``limit`` at most; or None."""
+    internal, boundary, temporaries, _ = (values[0] for values in sizes)
+
+    @cache
+    def fewest(length: int, i: int) -> tuple[float, int]:
+        """The fewest extra forwards for so many layers above i boundaries, and how many of them run again (0: all fit).
+
+        Those cost themselves, and what they cost once the rest is over; the rest runs above one boundary more.
+        """
+        room = limit - temporaries - i * boundary
+        if length * (internal + boundary) <= room:
+            return 0, 0
+        if internal + boundary > room:
+            return math.inf, 1
+        costs = {r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)}
+        first = min(costs, key=costs.__getitem__)
+        return costs[first], first
 
     def segments(length: int, i: int) -> Schedule:
-        fits, first = tables[i]
-        if length <= fits:
+        first = fewest(length, i)[1]
+        if not first:
             return [length]
-        head = segments(int(first[length]), i)
-        return [head[0] if len(head) == 1 else head, *segments(length - int(first[length]), i + 1)]
+        head = segments(first, i)
+        return [head[0] if len(head) == 1 else head, *segments(length - first, i + 1)]
 
-    return segments(n, 0)
-
-
-def _whole_numbers(*sizes: list) -> list[np.ndarray]:
-    """Sizes times a common factor, as integers: sums are then exact, and equal peaks compare equal."""
-    exact = [[Fraction(str(v)) for v in values] for values in sizes]
-    scale: int | Fraction = math.lcm(*(v.denominator for values in exact for v in values))
-    total = sum(map(sum, exact))
-    if total * scale >= 2**60:  # digits without end, such as 1/3: fifteen of them are kept
-        scale = Fraction(2**50) / total
-    return [np.array([round(v * scale) for v in values], dtype=np.int64) for values in exact]
+    return segments(n, 0) if fewest(n, 0)[0] <= again else None
 
 
 def checked_schedule(every: Any, what: str = "every") -> str | int | tuple:
-    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
-
-    ``"per-layer"``, ``"sqrt"``, ``"best"``; a whole number of layers in a segment; or a list of segment lengths, in which a
-    list is a segment made of segments.
-    """
-    if isinstance(every, str) and every in CHECKPOINTING:
-        return every
-    if _is_count(every):
+    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another."""
+    if _is_count(every) or (isinstance(every, str) and every in CHECKPOINTING):
         return every
     if isinstance(every, (list, tuple)) and every:
-        return as_tuples(every)
+        total_layers(every)
+        return _nest(tuple, every)
     raise ValueError(
         f"{what}={every!r}: give {', '.join(map(repr, CHECKPOINTING))}, the number of layers in a segment (a whole number of "
         "at least 1), or a list of segment lengths such as [4, 3, 2]"
     )
-
-
-def as_tuples(segments: Any) -> Any:
-    total_layers(segments)
-    return tuple(map(as_tuples, segments)) if isinstance(segments, (list, tuple)) else segments
 
 
 def segments_for(every: Any, n: int) -> Schedule | None:
@@ -310,42 +238,48 @@ def segments_for(every: Any, n: int) -> Schedule | None:
     every = checked_schedule(every)
     if every == "best":
         return None
-    if isinstance(every, tuple):
-        if total_layers(every) != n:
-            raise ValueError(
-                f"the segments {as_lists(every)} hold {total_layers(every)} layers, and there are {n}"
-            )
-        return as_lists(every)
-    length = {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every)
-    return uniform_segments(n, length)
+    if not isinstance(every, tuple):
+        return uniform_segments(n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every))
+    if total_layers(every) != n:
+        raise ValueError(
+            f"the segments {_nest(list, every)} hold {total_layers(every)} layers, and there are {n}"
+        )
+    return _nest(list, every)
 
 
-def total_layers(segments: int | Schedule) -> int:
-    """How many layers a schedule, or one of its elements, holds. Raises ``ValueError`` for what is not a schedule."""
+def total_layers(segments: int | Sequence) -> int:
+    """How many layers a schedule, or one of its elements, holds. ``ValueError`` for what is not a schedule."""
     if _is_count(segments):
         return segments
-    if not isinstance(segments, (list, tuple)) or not segments:
-        raise ValueError(
-            f"{segments!r} in a schedule: a schedule is a list of segment lengths of at least 1, and an element may itself "
-            "be such a list"
-        )
-    return sum(total_layers(item) for item in segments)
+    if isinstance(segments, (list, tuple)) and segments:
+        return sum(map(total_layers, segments))
+    raise ValueError(
+        f"{segments!r} in a schedule: a schedule is a list of segment lengths of at least 1, and an element may itself "
+        "be such a list"
+    )
 
 
-def checked_extra(value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(
-            f"max_extra_forward={value!r}: give how many extra forward passes are allowed, 0 or more (1.0: every layer once "
-            "more)"
-        )
-    return value
+def _nest(kind: type, segments: Any) -> Any:
+    """Lists and tuples, at any depth, as ``kind``."""
+    return kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _sizes(name: str, value: Sizes, n: int) -> list:
+def _sizes(
+    n: int, internal: Sizes, boundary: Sizes, temporaries: Sizes, tail: float, keep_last: bool
+) -> list[list]:
+    given = {"internal": internal, "boundary": boundary, "temporaries": temporaries}
+    sizes = [_numbers(name, values, n) for name, values in given.items()]
+    (after,) = _numbers("tail", tail, 1)
+    if keep_last:  # then the tail meets what the last layer's own backward does
+        sizes[2][-1], after = max(sizes[2][-1], after), 0
+    return [*sizes, [after]]
+
+
+def _numbers(name: str, value: Sizes, n: int) -> list:
     """``value`` as a list of ``n`` numbers of at least 0."""
     numbers = [value] * n if isinstance(value, (Real, str)) else list(value)
     if len(numbers) != n:
@@ -353,11 +287,14 @@ def _sizes(name: str, value: Sizes, n: int) -> list:
             f"{name} has {len(numbers)} numbers for {n} layers: give one number, or one for each layer"
         )
     if not all(isinstance(v, Real) and not isinstance(v, bool) and 0 <= v < math.inf for v in numbers):
-        raise ValueError(
-            f"{name} must be a number of bytes of at least 0, or a list of them, and was {value!r}"
-        )
+        raise ValueError(f"{name} must be a number of at least 0, or a list of them, and was {value!r}")
     return [int(v) if isinstance(v, Integral) else float(v) for v in numbers]
 
 
-def as_lists(segments: Any) -> Any:
-    return [as_lists(s) for s in segments] if isinstance(segments, (list, tuple)) else segments
+def _in_whole_units(sizes: list[list]) -> list[list[int]]:
+    """Sizes in the largest unit of which all are multiples: sums are exact, and equal peaks compare equal."""
+    exact = [[Fraction(str(v)) for v in values] for values in sizes]  # str: 0.1 is a tenth
+    flat = [v for values in exact for v in values]
+    part = math.lcm(*(v.denominator for v in flat))
+    unit = Fraction(math.gcd(*(int(v * part) for v in flat)) or 1, part)
+    return [[int(v / unit) for v in values] for values in exact]
