@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compat import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
+from ..compat import tree_map_only
+from ..measure.storages import storages_of, tensors_in
+from ..measure.watch import Watch
 
 
 class LayerBytes(NamedTuple):
@@ -38,95 +40,72 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any) -> tuple[La
     """
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
-    leaves = [t for t in _tensors((args, kwargs)) if t.requires_grad] + weights
     buffers = [(b, b.clone()) for b in layer.buffers()]
     try:
-        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, leaves)
-        with (
-            torch.no_grad()
-        ):  # only now: beside a backward, no layer's output waits but the one it began with
+        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights)
+        with torch.no_grad():  # only now: beside a backward, no output waits but the one it began with
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    for tensor, needed in zip(_tensors(out), trained, strict=True):
+    for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
         tensor.requires_grad_(needed)
+    boundary = _nbytes(_storages(x))
     if not any(trained):
-        return LayerBytes(nbytes(x), 0, 0, 0, False), out
+        return LayerBytes(boundary, 0, 0, 0, False), out
     waiting = sum(p.nbytes for p in weights if p.grad is None)
-    return LayerBytes(nbytes(x), internal, temporaries, waiting, True), out
+    return LayerBytes(boundary, internal, temporaries, waiting, True), out
 
 
 def _forward_and_backward(
-    layer: nn.Module, args: tuple, kwargs: dict, leaves: list[Tensor]
+    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor]
 ) -> tuple[int, int, list[bool]]:
     """Bytes kept, the most beside them at once, and which tensors of the output have a gradient."""
-    device = next((t.device.type for t in (*leaves, *_tensors((args, kwargs)))), "cpu")
-    on = torch.is_autocast_enabled(device)
-    # Without autocast's cache, in which casts would stay that no backward needs.
-    dtype = torch.get_autocast_dtype(device)
-    with _Live() as live:
+    leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
+    device = next((t.device.type for t in tensors_in((weights, args, kwargs))), "cpu")
+    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    made = _Made()
+    with Watch(made.observe):
+        # Without autocast's cache, in which casts would stay that no backward needs.
         with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
             out = layer.forward(*args, **kwargs)
-        internal = live.now - live.bytes_of(out)  # the output is the next layer's boundary
-        trained = [t.requires_grad for t in _tensors(out)]
-        outputs = [t for t in _tensors(out) if t.requires_grad]
+        internal = _nbytes(made.alive) - _nbytes(
+            made.alive & _storages(out)
+        )  # the output is the next boundary
+        trained = [t.requires_grad for t in tensors_in((out,))]
+        outputs = [t for t in tensors_in((out,)) if t.requires_grad]
         # While a layer runs again, the gradient of its output waits beside it.
-        most = live.most + sum(t.nbytes for t in outputs)
+        most = made.most + sum(t.nbytes for t in outputs)
         if outputs:
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
             gradients = [torch.zeros_like(t) for t in outputs]
             del out, outputs
-            live.most = live.now
+            made.most = _nbytes(made.alive)
             with torch.autocast(device, enabled=False):  # as a loss's backward, which comes after the block
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
-            most = max(most, live.most)
+            most = max(most, made.most)
     return internal, most - internal, trained
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations make in this block: ``now``, and the ``most`` there were at once."""
+class _Made:
+    """The storages that operations have made and that are ``alive``, and the ``most`` bytes of them at once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._made: dict[int, int] = {}
+        self.alive: weakref.WeakSet = weakref.WeakSet()
+        self.most = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = storages((args, kwargs))
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            key = storage_key(storage)
-            if key not in given and key not in self._made and storage.nbytes():  # not a view of an argument
-                self._made[key] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, key).atexit = False
-        self.most = max(self.most, self.now)
-        return out
-
-    def _free(self, key: int) -> None:
-        self.now -= self._made.pop(key)
-
-    def bytes_of(self, value: Any) -> int:
-        """Bytes behind the tensors in ``value`` that were made here."""
-        return sum(self._made.get(key, 0) for key in storages(value))
+    def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        self.alive |= _storages(out) - _storages((args, kwargs))  # the rest are views of what was given
+        self.most = max(self.most, _nbytes(self.alive))
 
 
-def storages(value: Any) -> dict[int, int]:
-    """The storages behind the tensors in ``value``: their address and bytes."""
-    found = (tensor.untyped_storage() for tensor in _tensors(value))
-    return {storage_key(storage): storage.nbytes() for storage in found}
+def _storages(value: Any) -> set[torch.UntypedStorage]:
+    return {storage for tensor in tensors_in((value,)) for storage in storages_of(tensor)}
 
 
-def nbytes(value: Any) -> int:
-    """Bytes of the storages behind the tensors in ``value``, each counted once."""
-    return sum(storages(value).values())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def _nbytes(storages: Any) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _cut_off(value: Any) -> Any:
