@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import _checkpoint_hook as checkpoint_hook
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "checkpoint_hook",
+    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
     "without_modes",
