@@ -78,7 +78,7 @@ HAS_BOTH = import re, sys; from importlib.metadata import version; \
 gpu:
 	@$(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null || ! { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; } || \
 	  $(MAKE) --no-print-directory $(LEARN)
-	@both() { "$$@" benchmarks/gpu_predict.py && "$$@" benchmarks/finetune.py --gpu; }; \
+	@both() { "$$@" benchmarks/gpu_predict.py && "$$@" benchmarks/gpu_finetune.py; }; \
 	if $(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null; then both $(PYTHON); exit; fi; \
 	if [ -e $(LEARN) ]; then both $(PY); exit; fi; \
 	echo "No CUDA card here: there is nothing to measure, and nothing was written."

@@ -10,11 +10,22 @@ import pytest
 import torch
 from benchmark_runs import FOLDER, from_a_plain_checkout
 
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch
 from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 
 
 @pytest.fixture
 def tune(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    module = load("gpu_finetune")
+    monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
+    return module
+
+
+@pytest.fixture
+def ways(load, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))
     module = load("finetune")
     monkeypatch.setattr(sys.modules["record"], "RESULTS", tmp_path)
@@ -23,7 +34,7 @@ def tune(load, monkeypatch, tmp_path):
 
 def test_fine_tuning_without_a_card_says_so_and_writes_nothing(tune, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main(["--gpu"]) == 0
+    assert tune.main([]) == 0
     assert capsys.readouterr().out == tune.NO_CARD + "\n" and not list(tmp_path.iterdir())
 
 
@@ -32,14 +43,14 @@ def test_fine_tuning_dry_run_from_a_plain_checkout(tmp_path):
     """Every case of every part, with models of some thousand parameters, as predicted to the byte."""
     written = FOLDER / "results" / "gpu_finetune.json"
     before = written.stat().st_mtime_ns if written.exists() else None
-    printed = from_a_plain_checkout(tmp_path, "finetune.py", "--gpu", "--dry-run", "--seconds", "600")
+    printed = from_a_plain_checkout(tmp_path, "gpu_finetune.py", "--dry-run", "--seconds", "600")
     assert "Dry run: 44 lines, 0 failed, 0 not as predicted" in printed
     assert (written.stat().st_mtime_ns if written.exists() else None) == before
 
 
 def test_fine_tuning_starts_from_a_plain_checkout(tmp_path):
     """Whatever it imports is there. No time is left for a case."""
-    printed = from_a_plain_checkout(tmp_path, "finetune.py", "--gpu", "--dry-run", "--seconds", "0")
+    printed = from_a_plain_checkout(tmp_path, "gpu_finetune.py", "--dry-run", "--seconds", "0")
     assert "Dry run: 0 lines, 0 failed, 0 not as predicted" in printed
 
 
@@ -108,13 +119,13 @@ def test_what_a_quantized_model_is_built_from_never_was_larger(tune):
     recipe = tune.WAYS["ours, QLoRA"]
     config = tune.llama(64, 2, 128)
     config.tie_word_embeddings = True
-    with tune.MemoryTracker(live=False) as tracker:
+    with MemoryTracker(live=False) as tracker:
         run = tune.built(config, recipe, "cpu")
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
     kept = sum({p.untyped_storage().data_ptr(): p.nbytes for p in run.model.parameters()}.values())
     assert tracker.peak.total < 1.1 * kept + 4096
-    batch = tune.example_batch(run.model, 4, 16)
-    assert torch.isfinite(tune.step(run.model, run.optimizer, batch, recipe))
+    batch = example_batch(run.model, 4, 16)
+    assert torch.isfinite(step(run.model, run.optimizer, batch, recipe))
     run.undo.close()
 
 
@@ -168,7 +179,7 @@ def pretend_runs(tune, monkeypatch) -> None:
 
 def test_what_fine_tuning_on_a_card_writes(tune, monkeypatch, tmp_path, capsys):
     pretend_runs(tune, monkeypatch)
-    assert tune.main(["--gpu"]) == 0
+    assert tune.main([]) == 0
     written = json.loads((tmp_path / "gpu_finetune.json").read_text())
     assert written["where"]["device"] == "a card" and written["card bytes"] == 80 * tune.GiB
     assert [len(written[name]) for name in tune.PARTS] == [15, 9, 2 * len(tune.CAPS) * len(tune.WAYS)]
@@ -192,7 +203,7 @@ def test_a_part_that_breaks_is_written_down_and_the_next_begins(tune, monkeypatc
         raise RuntimeError("the card answers no more")
 
     monkeypatch.setattr(tune, "needed", refuses)
-    assert tune.main(["--gpu"]) == 0
+    assert tune.main([]) == 0
     written = json.loads((tmp_path / "gpu_finetune.json").read_text())
     assert written["Llama-3.1-8B"] == [
         {"name": "Llama-3.1-8B", "error": "RuntimeError: the card answers no more"}
@@ -203,46 +214,46 @@ def test_a_part_that_breaks_is_written_down_and_the_next_begins(tune, monkeypatc
 
 def test_fine_tuning_keeps_its_time(tune, monkeypatch, tmp_path, capsys):
     pretend_runs(tune, monkeypatch)
-    assert tune.main(["--gpu", "--seconds", "-1"]) == 0
+    assert tune.main(["--seconds", "-1"]) == 0
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out.count("was up") == len(tune.PARTS)
     clock = iter(range(10_000))  # every look at it is a second later
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
-    assert tune.main(["--gpu", "--seconds", "30"]) == 0
+    assert tune.main(["--seconds", "30"]) == 0
     written = json.loads((tmp_path / "gpu_finetune.json").read_text())
     assert written["time was up in"] == list(tune.PARTS) and 0 < len(written["how large, how long"]) < 40
 
 
-def test_three_ways_on_the_cpu(tune, tmp_path, capsys):
-    found = tune.three_ways(dry=True, steps=2)
-    assert list(found["ways"]) == [tune.NAIVE, tune.DEFAULTS, tune.OURS]
+def test_three_ways_on_the_cpu(ways, tmp_path, capsys):
+    found = ways.three_ways(dry=True, steps=2)
+    assert list(found["ways"]) == [ways.NAIVE, ways.DEFAULTS, ways.OURS]
     assert found["holds"]["same rows in the same order"]
     # Trainer brings its rows as tensors of their own (some KiB), beside what is predicted.
     for way, result in found["ways"].items():
         assert 0 <= result["peak bytes"] - result["predicted bytes"] < 128 * 1024, way
         assert result["held-out loss before"] == pytest.approx(6.25, abs=0.05)
         assert sum(result["at the peak"].values()) == result["peak bytes"]
-    assert found["ways"][tune.OURS]["learning rate"] == tune.OUR_RATE
-    assert found["to naive"][tune.NAIVE] == {"peak bytes": 1.0, "tokens/s": 1.0}
+    assert found["ways"][ways.OURS]["learning rate"] == ways.OUR_RATE
+    assert found["to naive"][ways.NAIVE] == {"peak bytes": 1.0, "tokens/s": 1.0}
     assert found["holds"]["peak at most a quarter of naive's"]
     json.dumps(found)
-    assert tune.main(["--dry-run", "--steps", "1"]) == 0 and not list(tmp_path.iterdir())
+    assert ways.main(["--dry-run", "--steps", "1"]) == 0 and not list(tmp_path.iterdir())
 
 
-def test_the_combined_form_is_the_first_that_fits(tune):
-    forms = tune.candidates()
+def test_the_combined_form_is_the_first_that_fits(ways):
+    forms = ways.candidates()
     assert [(form.checkpointing, form.accumulation) for form in forms] == [
         (again, pieces) for again in (None, "per-layer") for pieces in (1, 2, 4, 8)
     ]
     sizes = dict(zip(forms, (90, 70, 50, 40, 30, 25, 22, 21), strict=True))
-    assert tune.first_that_fits(forms, sizes.get, 60) == forms[2]
-    assert tune.first_that_fits(forms, sizes.get, 10) == forms[-1]
+    assert ways.first_that_fits(forms, sizes.get, 60) == forms[2]
+    assert ways.first_that_fits(forms, sizes.get, 10) == forms[-1]
 
 
-def test_a_promise_that_is_not_kept_shows(tune):
+def test_a_promise_that_is_not_kept_shows(ways):
     naive = {"peak bytes": 400, "held-out loss after": 2.0}
-    kept = tune.held(naive, {"peak bytes": 100, "held-out loss after": 2.02})
-    broken = tune.held(naive, {"peak bytes": 101, "held-out loss after": 2.021})
+    kept = ways.held(naive, {"peak bytes": 100, "held-out loss after": 2.02})
+    broken = ways.held(naive, {"peak bytes": 101, "held-out loss after": 2.021})
     assert all(kept.values()) and not any(broken.values())
 
 

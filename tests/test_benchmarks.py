@@ -175,7 +175,7 @@ def test_make_gpu_takes_a_python_that_has_torch(tmp_path, own):
     assert done.returncode == 0, done.stderr
     calls = [c for c in (tmp_path / "calls").read_text().splitlines() if " -c " not in c]
     python = "mine" if own else ".venv/bin/python"
-    assert calls == [f"{python} benchmarks/gpu_predict.py", f"{python} benchmarks/finetune.py --gpu"]
+    assert calls == [f"{python} benchmarks/gpu_predict.py", f"{python} benchmarks/gpu_finetune.py"]
 
 
 def test_formulas_by_hand(load):
