@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +41,6 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "without_modes",
 ]
 
 # A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
@@ -84,9 +84,6 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
     return out[3].untyped_storage().nbytes()
 
 
-saved_tensors_hooked: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 # How many dispatch modes listen in this thread.
 listening: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Inside, no dispatch mode (a tracker, fake tensors) sees what is done.
@@ -115,15 +112,10 @@ def under_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-def is_zero_tensor(tensor: Tensor) -> bool:
-    """Forward-mode differentiation's zeros, which have a storage without memory."""
-    return torch._is_zerotensor(tensor)
-
-
 def in_a_mode() -> bool:
     """Whether something around this call looks at operations or at what autograd keeps: its effects cannot be told by a name."""
     modes = _get_current_dispatch_mode_stack() or _get_current_function_mode_stack()
-    return bool(modes) or saved_tensors_hooked(True) is not None
+    return bool(modes) or saved_tensor_hooks() is not None
 
 
 # Autograd's graph: which task runs (-1: no backward), which node, and how nodes are numbered as they are made.
@@ -208,30 +200,25 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
     Compiled functions ask ``torch._dynamo.eval_frame._callback_from_stance`` what to do each time that they are called. Those
     that torch itself compiles (in ``torch.cond``, ``flex_attention``) run uncompiled, which is what it does without a compiler.
     """
-    undo = ExitStack()
-
-    def asked(callback):
-        if callback is None or callback is False:
-            return before(callback)
-        function = sys._getframe(1).f_locals.get("fn")
-        if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
-            return None
-        raise refuse(getattr(function, "__qualname__", "a function"))
-
-    before: Callable = lambda callback: callback  # noqa: E731
+    undo, compiler = ExitStack(), torch.compile
 
     def install() -> None:
-        nonlocal before
-        eval_frame = sys.modules["torch._dynamo.eval_frame"]
+        eval_frame: Any = import_module("torch._dynamo.eval_frame")
         before = eval_frame._callback_from_stance
-        eval_frame._callback_from_stance = asked  # type: ignore[attr-defined]
-        undo.callback(setattr, eval_frame, "_callback_from_stance", before)
 
-    compiler = torch.compile
+        def asked(callback):
+            if callback is None or callback is False:
+                return before(callback)
+            function = sys._getframe(1).f_locals.get("fn")
+            if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
+                return None
+            raise refuse(getattr(function, "__qualname__", "a function"))
+
+        eval_frame._callback_from_stance = asked
+        undo.callback(setattr, eval_frame, "_callback_from_stance", before)
 
     def compile_first(*args, **kwargs):
         torch.compile = compiler
-
         install()
         return compiler(*args, **kwargs)
 

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,21 @@ def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
     with compat.packed_sequences_by(lambda own, ids: None):
         assert masking_utils.find_packed_sequence_indices is not own
     assert masking_utils.find_packed_sequence_indices is own
+
+
+def test_the_first_compilation_of_a_process_may_be_inside_a_tracker():
+    """The compiler is not even imported then; a fresh process has none."""
+    lines = (
+        "import sys, torch\n"
+        "from gradmem_lib import MemoryTracker\n"
+        "own = torch.compile\n"
+        "assert 'torch._dynamo.eval_frame' not in sys.modules\n"
+        "try:\n"
+        "    with MemoryTracker(live=False):\n"
+        "        torch.compile(abs)(torch.ones(2))\n"
+        "except RuntimeError as error:\n"
+        "    assert 'compiled with torch.compile' in str(error) and torch.compile is own\n"
+        "    print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
+    assert done.stdout == "refused\n", done.stderr
