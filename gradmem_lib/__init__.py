@@ -22,7 +22,7 @@ _HOMES = {
     "training.adapters": "merge_adapters",
     "training.trainer": "MemoryCallback arguments make_trainer",
     "prediction.predict": "Prediction predict",
-    "planning.cards": "CARDS find_card room",
+    "planning.cards": "CARDS find_card",
     "planning.models": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",

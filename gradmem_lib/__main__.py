@@ -36,21 +36,7 @@ def _predict(options: argparse.Namespace) -> int:
     from .prediction.predict import predict
     from .training.recipe import Recipe
 
-    recipe = Recipe(
-        precision=options.precision,
-        optimizer=options.optimizer,
-        momentum=options.momentum,
-        in_backward=options.in_backward,
-        attention=options.attention,
-        checkpointing=_schedule(options.checkpointing),
-        every_n_layers=options.every_n_layers,
-        accumulation=options.accumulation,
-        lora_rank=options.lora_rank,
-        lora_targets=tuple(options.lora_targets),
-        quantized_base=options.quantized_base,
-        frozen_base=options.frozen_base,
-        chunked_loss=options.chunked_loss,
-    )
+    recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
     config, title = find_model(options.model)
     prediction = predict(
         config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target
@@ -59,9 +45,9 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule(text: str | None) -> str | int | list[int] | None:
-    """``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for a list of them."""
-    if text is None or text == "none":
+def _schedule(text: str) -> str | int | list[int] | None:
+    """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for a list of them."""
+    if text == "none":
         return None
     parts = text.split(",")
     if all(part.strip().isdigit() for part in parts):
@@ -171,67 +157,41 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_predict(commands) -> None:
+    """Every option but the first three and the last two is a field of ``Recipe``, by the same name."""
     predict = commands.add_parser("predict", help="the peak of a training step, without running it")
-    predict.add_argument("model", help=_MODEL)
-    predict.add_argument(
-        "--batch-size", type=int, required=True, metavar="N", help="rows of one optimizer step"
-    )
-    predict.add_argument("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
-    predict.add_argument(
-        "--precision",
-        default="float32",
-        metavar="P",
-        help=", ".join(PRECISIONS),
-    )
-    predict.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="O",
-        help=", ".join(OPTIMIZERS),
-    )
-    predict.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
-    predict.add_argument(
-        "--in-backward", action="store_true", help="step each parameter in backward and free its gradient"
-    )
-    predict.add_argument("--attention", default="fused", metavar="A", help=" or ".join(ATTENTION))
-    predict.add_argument(
-        "--checkpointing",
-        metavar="C",
-        help=", ".join(CHECKPOINTING) + ", layers in a segment (4), or segments (4,3,2)",
-    )
-    predict.add_argument("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
-    predict.add_argument(
-        "--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into"
-    )
-    predict.add_argument(
-        "--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest"
-    )
-    predict.add_argument(
-        "--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj"
-    )
-    predict.add_argument(
-        "--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)"
-    )
-    predict.add_argument("--frozen-base", action="store_true", help="train the head alone")
-    predict.add_argument("--chunked-loss", action="store_true", help="never hold all logits at once")
-    predict.add_argument("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
-    predict.add_argument("--json", action="store_true", help="print JSON")
+    add = predict.add_argument
+    add("model", help=_MODEL)
+    add("--batch-size", type=int, required=True, metavar="N", help="rows of one optimizer step")
+    add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
+    add("--precision", default="float32", metavar="P", help=", ".join(PRECISIONS))
+    add("--optimizer", default="adamw", metavar="O", help=", ".join(OPTIMIZERS))
+    add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
+    add("--in-backward", action="store_true", help="step each parameter in backward and free its gradient")
+    add("--attention", default="fused", metavar="A", help=" or ".join(ATTENTION))
+    schedules = ", ".join(CHECKPOINTING) + ", layers in a segment (4), or segments (4,3,2)"
+    add("--checkpointing", type=_schedule, metavar="C", help=schedules)
+    add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
+    add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")
+    add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
+    add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")
+    add("--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)")
+    add("--frozen-base", action="store_true", help="train the head alone")
+    add("--chunked-loss", action="store_true", help="never hold all logits at once")
+    add("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
+    add("--json", action="store_true", help="print JSON")
     predict.set_defaults(run=_asked, command=_predict)
 
 
 def _add_plan(commands) -> None:
     plan = commands.add_parser("plan", help="the recipe that fits a card, and why faster ones do not")
-    plan.add_argument("model", help=_MODEL)
-    plan.add_argument(
-        "--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)"
-    )
-    plan.add_argument("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
-    plan.add_argument(
-        "--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step"
-    )
-    plan.add_argument("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")
-    plan.add_argument("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    add = plan.add_argument
+    add("model", help=_MODEL)
+    add("--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)")
+    add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
+    add("--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step")
+    add("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")
+    add("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")
+    add("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_asked, command=_plan)
 
 

@@ -139,11 +139,10 @@ class Unguarded:
 
 # Modules.
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-
 
 def hook_counts(module: nn.Module) -> tuple[int, ...]:
-    return tuple(len(getattr(module, name)) for name in HOOKS)
+    """Hooks before, after and in backward of ``module``."""
+    return len(module._forward_pre_hooks), len(module._forward_hooks), len(module._backward_hooks)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -188,9 +187,8 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """By ``torch.compile(module)`` or ``module.compile()``."""
-    return (
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or type(module).__name__ == "OptimizedModule"
 
 
 @contextmanager

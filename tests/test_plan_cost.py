@@ -199,7 +199,7 @@ def nbytes(tensors) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("recipe", RESIDENTS, ids=lambda r: describe(r, "", None))
+@pytest.mark.parametrize("recipe", RESIDENTS, ids=describe)
 def test_resident_bytes_are_those_of_real_models(work, recipe):
     model, optimizer, undo = prepare(models.tiny_llama(**LLAMA), recipe)
     ids = torch.randint(0, 512, (1, 8))

@@ -10,9 +10,14 @@ import transformers
 from torch.utils.data import Dataset
 from transformers import AutoConfig, TrainerCallback
 
+from gradmem_lib.course import models
+from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.code import code
+from gradmem_lib.planning.cost import count
+from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
 from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
 from gradmem_lib.training.recipe import Recipe
 
 ROWS, TOKENS, VOCAB, IMAGE_TOKEN = 4, 16, 96, 95
@@ -34,6 +39,8 @@ KINDS = {
     "RobertaForMaskedLM": ("roberta", BERT),
     "DebertaV2ForMaskedLM": ("deberta-v2", BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     "BertForTokenClassification": ("bert", BERT | {"num_labels": 5}),
+    "BertForSequenceClassification": ("bert", BERT | {"num_labels": 3}),
+    "LlamaForSequenceClassification": ("llama", WIDE | {"num_labels": 3}),
     "T5ForConditionalGeneration": (
         "t5",
         TEXT | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -172,3 +179,103 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
         if parameter in gradients:
             after = before.detach() - 1e-4 * gradients[parameter]
             torch.testing.assert_close(found[parameter].detach(), after, rtol=1e-6, atol=1e-8, msg=parameter)
+
+
+def small() -> torch.nn.Module:
+    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
+        Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adamw-8bit"),
+        Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
+    ],
+    ids=["autocast", "chunked", "adafactor", "8bit", "qlora"],
+)
+def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small().config
+    option = Search(count(config), find_card("24 GiB"), TOKENS, 2, "cpu").option(
+        replace(recipe, accumulation=2)
+    )
+    text = code(option, config, config, "cpu")
+    more = ", max_steps=2, live=False, progress=False"
+    text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    space = {"config": config, "train_dataset": Rows("LlamaForCausalLM")}
+    exec(compile(text, "plan", "exec"), space)
+    assert space["trainer"].state.global_step == 2
+    expected, found = option.prediction.peak, space["trainer"].memory.by_step[2]
+    assert found.phase == expected.phase
+    for category, nbytes in expected.by_category.items():
+        # The loader's tensors and the loss's few numbers apart.
+        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), category
+
+
+def text_of(given, config, recipe, target) -> str:
+    return code(Option(recipe, 2, 0.0, 0, None, {}), given, config, target)
+
+
+def test_printed_code_word_for_word():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-8bit", every_n_layers=2, accumulation=8)
+    assert text_of("llama 2 7b", config, recipe, "cuda") == (
+        "from transformers import LlamaForCausalLM\n"
+        "\n"
+        "from gradmem_lib import Recipe, make_trainer\n"
+        "\n"
+        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
+        "recipe = Recipe(\n"
+        '    precision="bf16",\n'
+        '    optimizer="adamw-8bit",\n'
+        "    every_n_layers=2,\n"
+        "    accumulation=8,\n"
+        ")\n"
+        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, use_cpu=False)\n"
+        "trainer.train()\n"
+    )
+    recipe = Recipe(in_backward=True, chunked_loss=True)
+    assert text_of(config, config, recipe, "cuda") == (
+        "from torch.utils.data import DataLoader\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, prepare, step\n"
+        "\n"
+        "model = LlamaForCausalLM(config)\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    in_backward=True,\n"
+        "    chunked_loss=True,\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe)\n"
+        'model.to("cuda")\n'
+        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, recipe)\n'
+    )
+
+
+def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
+    recipe, config = Recipe(), small().config
+    whole, sizes = tmp_path / "whole", tmp_path / "sizes"
+    small().save_pretrained(whole)
+    config.save_pretrained(sizes)
+    for given in (str(whole), whole, whole / "config.json"):
+        assert f'model = LlamaForCausalLM.from_pretrained("{whole}")' in text_of(given, config, recipe, "cpu")
+    for given in (sizes, sizes / "config.json"):
+        text = text_of(given, config, recipe, "cpu")
+        assert f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n' in text
+        space = {}
+        exec(text.partition("recipe =")[0], space)
+        assert space["model"].num_parameters() == small().num_parameters()
+    text = text_of("tiny llama", config, recipe, "cpu")
+    assert 'config = known_model("tiny Llama")[1]' in text
+    exec(text.partition("trainer =")[0], {})
+    chat = text_of("Qwen/Qwen2.5-7B-Instruct", known_model("Qwen2.5-7B")[1], recipe, "cpu")
+    assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
+    text = text_of(small(), config, recipe, "cpu")
+    assert "model =" not in text and "from_pretrained" not in text and "transformers" not in text

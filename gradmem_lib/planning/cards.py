@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ..prediction import allocator
 from ..units import GiB, format_bytes, parse_bytes
 
 _TERA, _GIGA = 1e12, 1e9
@@ -62,7 +61,6 @@ CARDS: dict[str, Card] = {
 }
 
 _UNNAMED = CARDS["RTX 4090 24GB"]  # whose rates a card has of which only the bytes are known
-ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds beside them, before it is replayed
 
 
 def find_card(card: Card | str | int) -> Card:
@@ -89,13 +87,6 @@ def find_card(card: Card | str | int) -> Card:
             f"card='24 GiB' or card='24576 MiB', or one of {', '.join(CARDS)}"
         )
     return replace(_UNNAMED, name=format_bytes(nbytes), nbytes=nbytes)
-
-
-def room(card: Card | str | int) -> int:
-    """Bytes of ``card`` for live tensors: without the CUDA context, cuBLAS's workspace and the allocator's share (roughly)."""
-    card = find_card(card)
-    beside = allocator.CONTEXT + allocator.workspace(card.capability)
-    return max(0, int((card.nbytes - beside) / (1 + ALLOCATOR_ROUGHLY)))
 
 
 def _plain(name: str) -> str:

@@ -12,14 +12,16 @@ from .. import compat
 from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
+from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
-from .cards import ALLOCATOR_ROUGHLY, Card
+from .cards import Card
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
+ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds beside them, before it is replayed
 OPERATIONS_KEPT = (
-    0.5  # of a data sheet's operations a second, what training steps reach on most cards, roughly
+    0.5  # of a data sheet's operations a second: what training steps reach on most cards, roughly
 )
 
 
@@ -48,12 +50,10 @@ class Work:
 def count(config) -> Work:
     """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` where rows are neither tokens
     nor images cut into patches of one size, of which the time is estimated."""
-    from ..techniques.lora import linear_sizes
-
     model = skeleton(config)
     patches = _patches(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = [linear_sizes(m) for m in model.modules() if m is not head and linear_sizes(m)]
+    linear = list(filter(None, map(linear_sizes, linear_layers(model).values())))
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
@@ -113,7 +113,7 @@ def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
     if recipe.lora_rank:
         trained, sizes = work.adapters, ()
         weights += width * work.adapters
-        if getattr(recipe, "quantized_base", False):
+        if recipe.quantized_base:
             weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
     states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
     if recipe.optimizer.startswith("adafactor"):
@@ -143,16 +143,15 @@ def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, 
     else:
         backward = 2 * forward
     half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
-    operations = (forward + backward + again * layers) / (
-        OPERATIONS_KEPT * (card.half if half else card.single)
-    )
+    rate = OPERATIONS_KEPT * (card.half if half else card.single)
+    operations = (forward + backward + again * layers) / rate
 
     width = recipe.weight_dtype.itemsize
     passes = 2 + again
     read = width * work.parameters
     if recipe.autocast_dtype:
         read += (2 + 2) * (work.matrices + work.head)
-    if getattr(recipe, "quantized_base", False):
+    if recipe.quantized_base:
         read += (0.5 + 2) * work.matrices
     trained = work.adapters if recipe.lora_rank else work.parameters
     micro = passes * read + 3 * width * trained
@@ -171,6 +170,15 @@ def run_again(work: Work, recipe: Recipe) -> float:
     if recipe.every_n_layers and work.layers:
         return -(-work.layers // recipe.every_n_layers) / work.layers
     return 1.0 if recipe.checkpointing is not None else 0.0
+
+
+def kept_by_a_token(work: Work, recipe: Recipe) -> float:
+    """Bytes that backward needs of each token at least, by the sizes alone: half of what linear layers take and return, and the
+    logits; where layers are checkpointed, half of one layer's."""
+    layers = work.adapters / LORA_RANK / 2
+    logits = 0 if recipe.chunked_loss else work.vocabulary
+    numbers = max((1 - run_again(work, recipe)) * layers + logits, layers / max(work.layers, 1))
+    return (4 if recipe.precision == "float32" else 2) * numbers
 
 
 def beyond(

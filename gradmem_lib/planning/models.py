@@ -9,20 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from ..prediction.configs import find_config, title_of
 from ..techniques.shapes import SHAPES
 
-# Sizes of decoders, as their makers publish them. In a row: name, ids on the hub after the maker's (the first one is loaded),
-# words in the vocabulary, hidden size, layers, heads, heads of keys and values, the MLP's size, positions; and what the
-# architecture's own config says otherwise.
-_SIZES = [
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-]
+# fmt: off
+# Sizes of decoders, as their makers publish them. In a row: name, ids on the hub after the maker's (the first one is loaded;
+# a single one has the named variant too), then ``_SIZES``; and what the architecture's own config says otherwise.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+          "intermediate_size", "max_position_embeddings")
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 _GEMMA = _TIED | {"head_dim": 256}
@@ -85,40 +79,22 @@ _DECODERS = {
         ("Gemma-3-270M", "gemma-3-270m", 262144, 640, 18, 4, 1, 2048, 32768, _GEMMA),
         ("Gemma-3-1B", "gemma-3-1b-pt gemma-3-1b-it", 262144, 1152, 26, 4, 1, 6912, 32768, _GEMMA),
     ],
-}  # fmt: skip
-for _name, _hidden, _layers, _heads, _vocab in (
-    ("160M", 768, 12, 12, 50304), ("410M", 1024, 24, 16, 50304), ("1B", 2048, 16, 8, 50304),
-    ("1.4B", 2048, 24, 16, 50304), ("2.8B", 2560, 32, 32, 50304), ("6.9B", 4096, 32, 32, 50432),
-):  # fmt: skip
-    _DECODERS.setdefault(("gpt_neox", "EleutherAI", ""), []).append(
-        (
-            f"Pythia-{_name}",
-            f"pythia-{_name.lower()}",
-            _vocab,
-            _hidden,
-            _layers,
-            _heads,
-            _heads,
-            4 * _hidden,
-            2048,
-            {},
-        )
-    )
-
-_BERT_LARGE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
+    ("gpt_neox", "EleutherAI", ""): [
+        ("Pythia-160M", "pythia-160m", 50304, 768, 12, 12, 12, 3072, 2048, {}),
+        ("Pythia-410M", "pythia-410m", 50304, 1024, 24, 16, 16, 4096, 2048, {}),
+        ("Pythia-1B", "pythia-1b", 50304, 2048, 16, 8, 8, 8192, 2048, {}),
+        ("Pythia-1.4B", "pythia-1.4b", 50304, 2048, 24, 16, 16, 8192, 2048, {}),
+        ("Pythia-2.8B", "pythia-2.8b", 50304, 2560, 32, 32, 32, 10240, 2048, {}),
+        ("Pythia-6.9B", "pythia-6.9b", 50432, 4096, 32, 32, 32, 16384, 2048, {}),
+    ],
 }
+_BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 _T5 = {"architectures": ["T5ForConditionalGeneration"]}
 _T5_BASE = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
 _BART = {"architectures": ["BartForConditionalGeneration"]}
-_BART_BASE = {
-    "d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
-    "encoder_attention_heads": 12, "decoder_attention_heads": 12,
-}  # fmt: skip
+_BART_BASE = {"d_model": 768, "encoder_layers": 6, "encoder_ffn_dim": 3072, "encoder_attention_heads": 12,
+              "decoder_layers": 6, "decoder_ffn_dim": 3072, "decoder_attention_heads": 12}
 # Others: name, ids on the hub, architecture, and where its config says otherwise than transformers' default.
 _OTHERS = [
     ("GPT-2 medium", "openai-community/gpt2-medium", "gpt2", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
@@ -136,7 +112,7 @@ _OTHERS = [
     ("BART-large", "facebook/bart-large", "bart", _BART),
     ("ViT-base", "google/vit-base-patch16-224", "vit", {"num_labels": 1000}),
     ("ViT-large", "google/vit-large-patch16-224", "vit", _BERT_LARGE | {"num_labels": 1000}),
-]  # fmt: skip
+]
 # Those whose sizes ``SHAPES`` has: ids, positions.
 _SHAPED = {
     "tiny Llama": ("", 2048),
@@ -148,6 +124,7 @@ _SHAPED = {
     "Llama-2-13B": ("meta-llama/Llama-2-13b-hf meta-llama/Llama-2-13b-chat-hf", 4096),
     "Llama-2-70B": ("meta-llama/Llama-2-70b-hf meta-llama/Llama-2-70b-chat-hf", 4096),
 }
+# fmt: on
 
 
 def _table() -> dict[str, tuple[list[str], Any]]:
@@ -196,8 +173,6 @@ def _plain(name: str) -> str:
 
 def find_model(given) -> tuple[Any, str]:
     """(config, title) of a model, a config, a well-known name, a folder or a hub id; else a ``ValueError``."""
-    from ..prediction.configs import find_config, title_of
-
     if isinstance(given, nn.Module):
         config = getattr(given, "config", None)
         if config is None:
@@ -214,17 +189,15 @@ def find_model(given) -> tuple[Any, str]:
         return known[1], known[0]
     try:
         config = find_config(given)
+        return config, title_of(given, config)
+    except TypeError:
+        raise
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
         like = [name for name in known_models() if len(start) > 2 and start in _plain(name)]
         if not like:
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
-    except TypeError:
-        raise
     except Exception as error:  # transformers checks a config's fields in ways of its own
-        said = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            f"the config of {given} is not valid ({type(error).__name__}: {said[-1].strip()})"
-        ) from error
-    return config, title_of(given, config)
+        said = (str(error).strip().splitlines() or [""])[-1].strip()
+        raise ValueError(f"the config of {given} is not valid ({type(error).__name__}: {said})") from error

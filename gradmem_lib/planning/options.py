@@ -8,11 +8,8 @@ from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
 
-METHODS = {
-    "full": "every weight is trained",
-    "lora": "low-rank additions are trained on a frozen model",
-    "qlora": "the same, and the frozen model is kept in 4 bits",
-}
+# What is trained: every weight, low-rank additions to a frozen model, or the same where that model is kept in 4 bits.
+METHODS = ("full", "lora", "qlora")
 
 # By how far they are from plain AdamW. transformers' own Adafactor needs more than torch's, and no less time.
 OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adafactor-torch")
@@ -21,20 +18,22 @@ EQUAL_TIME = 1.10  # what an estimate of time cannot tell apart
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train: a recipe with its micro-batch, what it needs, and what it takes.
+    """A recipe with its micro-batch, what it needs, and what it takes.
 
-    ``needs`` is in bytes, ``parts`` are its parts beyond the live bytes of the prediction (empty for target "cpu"), ``spare``
-    is what the card has left (negative: what it lacks). ``seconds`` is the estimated time of one token.
+    ``parts`` are what a card holds beside the live bytes of the prediction (empty for target "cpu"); ``needs``, the sum, and
+    ``spare``, what the card has left (negative: what it lacks), are in bytes. ``seconds`` is the estimated time of one token.
     """
 
     recipe: Recipe
-    method: str
     micro_batch: int
     seconds: float
     card_bytes: int
     prediction: Prediction
     parts: dict[str, int]
-    needs: int
+
+    @property
+    def needs(self) -> int:
+        return self.prediction.peak.total + sum(self.parts.values())
 
     @property
     def spare(self) -> int:
@@ -45,7 +44,7 @@ class Option:
         return self.spare >= 0
 
     def __str__(self) -> str:
-        return describe(self.recipe, self.method, self.micro_batch)
+        return f"{describe(self.recipe)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}"
 
     def why_not(self) -> str:
         """What stands in the way, in bytes."""
@@ -60,8 +59,8 @@ class Option:
     def to_dict(self) -> dict:
         peak = self.prediction.peak
         return {
-            "method": self.method,
-            "recipe": {k: v for k, v in asdict(self.recipe).items()},
+            "method": method_of(self.recipe),
+            "recipe": asdict(self.recipe),
             "micro_batch": self.micro_batch,
             "needs": self.needs,
             "spare": self.spare,
@@ -73,60 +72,56 @@ class Option:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """A kind of recipe that was not predicted, since ``needs`` bytes that it cannot do without are too many already."""
+    """A kind of recipe that was not predicted: ``needs``, the bytes that it cannot do without, are too many already, or it
+    cannot be predicted at all."""
 
     recipe: Recipe
-    method: str
     needs: int
     why: str
 
     def __str__(self) -> str:
-        return describe(self.recipe, self.method, None)
+        return describe(self.recipe)
 
 
-def describe(recipe: Recipe, method: str, micro_batch: int | None) -> str:
+def method_of(recipe: Recipe) -> str:
+    return "qlora" if recipe.quantized_base else "lora" if recipe.lora_rank else "full"
+
+
+def describe(recipe: Recipe) -> str:
     """A recipe in a line, its options spelled as ``Recipe`` does."""
-    words = [method, recipe.precision, recipe.optimizer]
+    words = [method_of(recipe), recipe.precision, recipe.optimizer]
     words += ["in_backward"] if recipe.in_backward else []
     words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []
     words += [f"checkpointing={recipe.checkpointing}"] if recipe.checkpointing is not None else []
     words += ["chunked_loss"] if recipe.chunked_loss else []
-    if micro_batch is not None:
-        words.append(f"micro-batch {micro_batch} x {recipe.accumulation}")
     return ", ".join(words)
 
 
-def ordered_options(options: list[Option]) -> list[Option]:
-    """By estimated time; of those within 10 % of each other, the one that changes training least comes first."""
-    rest, ordered = sorted(options, key=lambda o: o.seconds), []
-    while rest:
-        equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]
-        ordered += sorted(equal, key=lambda o: (_changes(o), o.seconds))
-        rest = rest[len(equal) :]
-    return ordered
-
-
-def worthwhile(options: list[Option]) -> list[Option]:
-    """Without those that another one beats in time and bytes alike, and changes training no more than they do."""
-
-    def beaten(o: Option, by: Option) -> bool:
-        pairs = [
-            *zip(_changes(by)[:3], _changes(o)[:3], strict=True),
-            (by.seconds, o.seconds),
-            (by.needs, o.needs),
-        ]
-        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
-
-    return [o for o in options if not any(beaten(o, by) for by in options)]
-
-
-def _changes(option: Option) -> tuple[int, ...]:
-    """How far the result of training is from that of plain AdamW on float32 weights, as far as it can be put in order."""
-    recipe = option.recipe
+def changes(recipe: Recipe) -> tuple[int, ...]:
+    """How far the result of training is from that of plain AdamW on float32 weights, as far as it can be put in order; the
+    last two change no result."""
     return (
-        list(METHODS).index(option.method),
-        OPTIMIZERS.index(recipe.optimizer),
+        METHODS.index(method_of(recipe)),
         recipe.precision == "bf16",
+        OPTIMIZERS.index(recipe.optimizer),
         recipe.in_backward,
         recipe.chunked_loss,
     )
+
+
+def ordered(options: list[Option]) -> list[Option]:
+    """By estimated time; of those within 10 % of each other, the one that changes training least comes first. Left out is what
+    another one beats in time and bytes alike, and changes results no more."""
+    rest = sorted((o for o in options if not any(_beaten(o, by) for by in options)), key=lambda o: o.seconds)
+    found: list[Option] = []
+    while rest:
+        equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]
+        found += sorted(equal, key=lambda o: (changes(o.recipe), o.seconds))
+        rest = rest[len(equal) :]
+    return found
+
+
+def _beaten(option: Option, by: Option) -> bool:
+    theirs = (*changes(by.recipe)[:3], by.seconds, by.needs)
+    own = (*changes(option.recipe)[:3], option.seconds, option.needs)
+    return theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))

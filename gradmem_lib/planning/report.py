@@ -17,8 +17,8 @@ from .options import Option, RuledOut
 class Plan:
     """What fits a card, fastest first by estimate, and what does not and why. Bytes everywhere.
 
-    Attributes: ``fits`` and ``refused`` (``Option``s that were predicted), ``ruled_out`` (not predicted: weights, gradients and
-    states alone are too much), ``advice`` (where nothing fits: what would), ``predictions`` (how many it took).
+    Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by what they need) were predicted,
+    ``ruled_out`` was not: weights, gradients and states alone are too much. ``advice``: where nothing fits, what would.
     """
 
     title: str
@@ -31,7 +31,6 @@ class Plan:
     refused: list[Option]
     ruled_out: list[RuledOut]
     advice: list[str]
-    predictions: int
     given: Any
     config: Any
 
@@ -42,8 +41,8 @@ class Plan:
 
     @property
     def closest(self) -> Option:
-        """The option that needs least of all that were predicted and do not fit; ``best`` where something fits."""
-        return self.best or min(self.refused, key=lambda o: o.needs)
+        """``best``, or where nothing fits what needs least."""
+        return self.best or self.refused[0]
 
     @property
     def next_faster(self) -> Option | None:
@@ -65,26 +64,22 @@ class Plan:
         ]
         if self.fits:
             lines += [
-                "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %"
+                "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %",
+                "of each other, the recipe that changes training least comes first.",
+                *_table(self.fits),
             ]
-            lines += ["of each other, the recipe that changes training least comes first."]
-            lines += _table(self.fits)
         else:
             lines += ["Nothing fits. Closest:", *_table([self.closest])]
             lines += ["", _wrapped(f"It {self.closest.why_not()}.")]
         lines += [_wrapped(line, "  * ") for line in self.advice]
         faster = self.next_faster
         if faster is not None:
-            lines += [
-                "",
-                f"The next faster one does not fit: {faster}",
-                _wrapped(f"It {faster.why_not()}."),
-            ]
+            lines += ["", f"The next faster one does not fit: {faster}", _wrapped(f"It {faster.why_not()}.")]
         if self.ruled_out:
             lines += ["", "Ruled out without a prediction:"]
-            for why in dict.fromkeys(out.why for out in self.ruled_out):
-                kinds = "; ".join(str(out) for out in self.ruled_out if out.why == why)
-                lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
+        for why in dict.fromkeys(out.why for out in self.ruled_out):
+            kinds = "; ".join(str(out) for out in self.ruled_out if out.why == why)
+            lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -195,16 +195,8 @@ def on_card(recipe: Recipe, micro_batch: int):
         target="cuda",
     )
     parts = beyond(prediction, card.capability, replay=False)
-    return Option(
-        recipe=recipe,
-        method="qlora" if recipe.quantized_base else "lora" if recipe.lora_rank else "full",
-        micro_batch=micro_batch,
-        seconds=seconds_per_token(work, recipe, card, micro_batch, TOKENS_7B),
-        card_bytes=card.nbytes,
-        prediction=prediction,
-        parts=parts,
-        needs=prediction.peak.total + sum(parts.values()),
-    )
+    seconds = seconds_per_token(work, recipe, card, micro_batch, TOKENS_7B)
+    return Option(recipe, micro_batch, seconds, card.nbytes, prediction, parts)
 
 
 def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:

@@ -1,0 +1,75 @@
+"""The table of cards against data sheets, and the names that find one."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradmem_lib.planning.cards import CARDS, find_card
+from gradmem_lib.units import GiB
+
+
+def test_cards_by_name_by_part_of_it_and_by_bytes():
+    names = ("RTX 4090", "4090", "nvidia geforce rtx 4090", "RTX4090 24GB", "NVIDIA GeForce RTX 4090")
+    assert {find_card(name).name for name in names} == {"RTX 4090 24GB"}
+    assert find_card("NVIDIA A100-SXM4-80GB") is CARDS["A100 80GB"]
+    assert find_card("NVIDIA H100 80GB HBM3") is CARDS["H100 80GB"]
+    assert find_card("L4").name == "L4 24GB" and find_card("Tesla T4").nbytes < 16 * GiB
+    assert find_card("24 GiB").nbytes == 24 * GiB and find_card(10**9).nbytes == 10**9
+    with pytest.raises(ValueError, match="'A100 40GB' or 'A100 80GB'"):
+        find_card("A100")
+
+
+@pytest.mark.parametrize("other", ["GTX 9999", "RTX 4060", "RTX 4080 SUPER", "L40", "A10", "", None])
+def test_a_card_that_is_not_in_the_table_is_not_taken_for_one_that_is(other):
+    with pytest.raises(ValueError, match=r"no card is known as .*RTX 3060|without a unit"):
+        find_card(other)
+
+
+@pytest.mark.parametrize("number", ["24576", "24", 24, 5.5, "143,771", "4060"])
+def test_a_small_number_without_a_unit_is_no_card(number):
+    """24576 is what nvidia-smi shows, and was once taken for 24 KiB."""
+    with pytest.raises(ValueError, match=r"without a unit .*'24 GiB' or card='24576 MiB'"):
+        find_card(number)
+
+
+def test_the_table_of_cards_is_the_data_sheets():
+    """Memory by PyTorch's messages; dense half and single precision in Tflop/s, GB/s and the compute capability as published."""
+    published = {
+        "RTX 2060 6GB": (26, 6.5, 336, 7.5),
+        "RTX 3070 8GB": (40.6, 20.3, 448, 8.6),
+        "RTX 3080 10GB": (59.5, 29.8, 760, 8.6),
+        "RTX 3060 12GB": (25.5, 12.7, 360, 8.6),
+        "T4 16GB": (65, 8.1, 320, 7.5),
+        "V100 16GB": (125, 15.7, 900, 7.0),
+        "RTX 4060 Ti 16GB": (44.1, 22.1, 288, 8.9),
+        "RTX 4080 16GB": (97.5, 48.7, 716.8, 8.9),
+        "L4 24GB": (121, 30.3, 300, 8.9),
+        "A10G 24GB": (70, 35, 600, 8.6),
+        "RTX 3090 24GB": (71, 35.6, 936, 8.6),
+        "RTX 4090 24GB": (165.2, 82.6, 1008, 8.9),
+        "RTX 5090 32GB": (209.5, 104.8, 1792, 12.0),
+        "A100 40GB": (312, 19.5, 1555, 8.0),
+        "L40S 48GB": (362, 91.6, 864, 8.9),
+        "A100 80GB": (312, 19.5, 2039, 8.0),
+        "H100 80GB": (989, 67, 3350, 9.0),
+        "H200 141GB": (989, 67, 4800, 9.0),
+    }
+    # What out-of-memory messages in public issues call the total capacity, in GiB.
+    reported = {
+        "RTX 4090 24GB": 23.64,
+        "RTX 5090 32GB": 31.36,
+        "T4 16GB": 14.75,
+        "V100 16GB": 15.75,
+        "L40S 48GB": 44.40,
+    }
+    assert list(CARDS) == list(published)
+    for name, (half, single, bandwidth, capability) in published.items():
+        card = CARDS[name]
+        found = (card.half / 1e12, card.single / 1e12, card.bandwidth / 1e9)
+        assert found == pytest.approx((half, single, bandwidth), abs=0.51), name  # whole numbers in the table
+        assert card.capability == divmod(round(10 * capability), 10) and card.bf16 == (capability >= 8)
+        nominal = int(name.rpartition(" ")[2].removesuffix("GB"))
+        # Error correction takes a part of GDDR6.
+        least, most = (0.91, 0.95) if name.startswith(("L4", "A10G", "T4")) else (0.96, 0.995)
+        assert least * nominal * GiB < card.nbytes < most * nominal * GiB, name
+        assert card.nbytes == round(reported.get(name, card.nbytes / GiB) * GiB), name

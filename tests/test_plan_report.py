@@ -1,0 +1,208 @@
+"""What a plan says, word for word, and the order of what fits: from options written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib.names import CATEGORIES
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.options import Option, RuledOut, changes, describe, ordered
+from gradmem_lib.planning.report import Plan
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.units import GiB, MiB
+
+CARD = Card("Tiny 2GB", 2 * GiB, 2e12, 1e12, 1e11, (8, 6))
+CONTEXT = {"CUDA context": 500 * MiB}
+PLAIN = Recipe(precision="bf16", optimizer="adamw-fused")
+
+
+def option(
+    recipe=PLAIN, micro_batch=1, microseconds=1.0, mib=1000, phase="backward", parts=None, **by
+) -> Option:
+    """One with ``mib`` MiB live at the peak: ``by`` category, the rest parameters."""
+    by = {name: by.get(name, 0) * MiB for name in CATEGORIES}
+    by["parameters"] += mib * MiB - sum(by.values())
+    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase))
+    return Option(recipe, micro_batch, microseconds / 1e6, CARD.nbytes, peak, parts or {})
+
+
+FITS = option(
+    replace(PLAIN, every_n_layers=2, accumulation=4), 2, 12.345, 1400, activations=900, parts=CONTEXT
+)
+SLOW = option(replace(PLAIN, checkpointing="per-layer", accumulation=8), 1, 20.0, 1000)
+FASTER = option(
+    replace(PLAIN, accumulation=4), 2, 12.0, 1900, "optimizer_step", activations=1000, other=38, gradients=37,
+    parts=CONTEXT,
+)  # fmt: skip
+FASTEST = option(PLAIN, 8, 10.0, 5000)
+RULED_OUT = [
+    RuledOut(
+        replace(PLAIN, precision="autocast-bf16"),
+        3 * GiB,
+        "weights 3.00 GiB alone, and the card has 2.00 GiB",
+    ),
+    RuledOut(replace(PLAIN, optimizer="adamw-8bit"), 3 * GiB, "some operation reads values"),
+    RuledOut(Recipe(), 4 * GiB, "weights 3.00 GiB alone, and the card has 2.00 GiB"),
+]
+
+
+def plan_of(**changes) -> Plan:
+    given = dict(
+        title="a model", card=CARD, seq_len=2048, global_batch=8, method="full", target="cuda", fits=[FITS, SLOW],
+        refused=[FASTER, FASTEST], ruled_out=RULED_OUT, advice=[], given=None, config=None,
+    )  # fmt: skip
+    return Plan(**given | changes)
+
+
+def test_an_option_by_hand():
+    assert (FITS.needs, FITS.spare, FITS.fits) == (1900 * MiB, 148 * MiB, True)
+    assert (FASTER.needs, FASTER.spare, FASTER.fits) == (2400 * MiB, -352 * MiB, False)
+    just = replace(FITS, card_bytes=FITS.needs)
+    assert just.spare == 0 and just.fits and not replace(FITS, card_bytes=FITS.needs - 1).fits
+
+
+def test_a_plan_word_for_word():
+    assert (
+        str(plan_of())
+        == repr(plan_of())
+        == (
+            "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method full, target cuda\n"
+            "\n"
+            "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %\n"
+            "of each other, the recipe that changes training least comes first.\n"
+            "  us/token      needs      spare   recipe\n"
+            "     12.35   1.86 GiB 148.00 MiB   full, bf16, adamw-fused, every_n_layers=2, micro-batch 2 x 4\n"
+            "     20.00 1000.00 MiB   1.02 GiB   full, bf16, adamw-fused, checkpointing=per-layer, micro-batch 1 x 8\n"
+            "\n"
+            "The next faster one does not fit: full, bf16, adamw-fused, micro-batch 2 x 4\n"
+            "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations 1000.00 MiB, parameters\n"
+            "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
+            "\n"
+            "Ruled out without a prediction:\n"
+            "  * full, autocast-bf16, adamw-fused; full, float32, adamw: weights 3.00 GiB alone, and the card has 2.00 GiB.\n"
+            "  * full, bf16, adamw-8bit: some operation reads values."
+        )
+    )
+    assert plan_of()._repr_html_() == f"<pre>{plan_of()}</pre>"
+    assert "a &lt;b&gt;" in plan_of(title="a <b>")._repr_html_()
+
+
+def test_a_plan_in_which_nothing_fits_word_for_word():
+    made = plan_of(
+        fits=[], ruled_out=[], seq_len=None, advice=["A larger card would do.", "So would shorter rows."]
+    )
+    assert str(made) == (
+        "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x images, method full, target cuda\n"
+        "\n"
+        "Nothing fits. Closest:\n"
+        "  us/token      needs      spare   recipe\n"
+        "     12.00   2.34 GiB -352.00 MiB   full, bf16, adamw-fused, micro-batch 2 x 4\n"
+        "\n"
+        "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations 1000.00 MiB, parameters\n"
+        "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
+        "  * A larger card would do.\n"
+        "  * So would shorter rows."
+    )
+    assert made.best is None and made.next_faster is None and made.closest is FASTER and made.code == ""
+
+
+def test_the_next_faster_is_the_slowest_of_those_that_are_faster():
+    made = plan_of(refused=[FASTEST, FASTER, replace(FASTER, seconds=FITS.seconds)])
+    assert made.best is made.closest is FITS and made.next_faster is FASTER
+    assert plan_of(refused=[]).next_faster is None
+
+
+def test_a_plan_as_plain_values():
+    found = json.loads(json.dumps(plan_of(fits=[], advice=["Go."]).to_dict()))
+    options = found.pop("refused")
+    assert found == {
+        "model": "a model",
+        "card": {
+            "name": "Tiny 2GB", "nbytes": 2 * GiB, "half": 2e12, "single": 1e12, "bandwidth": 1e11, "capability": [8, 6],
+        },
+        "seq_len": 2048,
+        "global_batch": 8,
+        "method": "full",
+        "target": "cuda",
+        "fits": [],
+        "ruled_out": [
+            {"recipe": str(out), "needs_at_least": out.needs, "why": out.why} for out in RULED_OUT
+        ],
+        "closest": {name: value for name, value in options[0].items() if name != "why"},
+        "advice": ["Go."],
+        "code": "",
+    }  # fmt: skip
+    recipe = options[0].pop("recipe")
+    assert Recipe(**recipe) == FASTER.recipe
+    assert options[0] == {
+        "method": "full",
+        "micro_batch": 2,
+        "needs": 2400 * MiB,
+        "spare": -352 * MiB,
+        "estimated_seconds_per_token": 12e-6,
+        "peak": {
+            "total": 1900 * MiB, "phase": "optimizer_step", "parameters": 825 * MiB, "gradients": 37 * MiB, "optimizer": 0,
+            "activations": 1000 * MiB, "temporaries": 0, "other": 38 * MiB,
+        },
+        "beyond_the_peak": CONTEXT,
+        "why": FASTER.why_not(),
+    }  # fmt: skip
+    assert [o["needs"] for o in options] == [FASTER.needs, FASTEST.needs]
+
+
+def test_a_recipe_in_a_line_is_spelled_as_in_a_recipe():
+    assert describe(Recipe()) == "full, float32, adamw"
+    recipe = Recipe(precision="bf16", in_backward=True, checkpointing="per-layer", chunked_loss=True)
+    assert str(option(recipe, 4)) == (
+        "full, bf16, adamw, in_backward, checkpointing=per-layer, chunked_loss, micro-batch 4 x 1"
+    )
+    lora = Recipe(every_n_layers=2, accumulation=3, lora_rank=16)
+    assert str(option(lora)) == "lora, float32, adamw, every_n_layers=2, micro-batch 1 x 3"
+    assert describe(replace(lora, quantized_base=True)).startswith("qlora, float32")
+
+
+def test_what_changes_training_more():
+    """Each one more than the one before."""
+    mixed = replace(PLAIN, precision="autocast-bf16")
+    in_order = [
+        replace(mixed, precision="float32"),
+        replace(mixed, chunked_loss=True),
+        replace(mixed, in_backward=True),
+        replace(mixed, optimizer="adamw-8bit"),
+        replace(mixed, optimizer="adafactor-torch"),
+        PLAIN,
+        replace(mixed, lora_rank=16),
+        replace(PLAIN, lora_rank=16, quantized_base=True),
+    ]
+    assert changes(mixed) == changes(in_order[0]) == (0, 0, 0, 0, 0)
+    assert all(changes(a) < changes(b) for a, b in pairwise(in_order))
+
+
+def test_options_in_order():
+    """By time; within a tenth of the fastest, what changes training least; without what is beaten."""
+    mixed = replace(PLAIN, precision="autocast-bf16")
+    fast, equal = option(PLAIN, microseconds=10), option(mixed, microseconds=11)
+    slower = option(replace(mixed, checkpointing="per-layer"), microseconds=11.5, mib=900)
+    assert ordered([slower, fast, equal]) == [equal, fast, slower]
+    assert ordered([fast, replace(equal, seconds=11.01e-6)])[0] is fast
+    # Slower, with as many bytes, by a recipe that changes results no less.
+    beaten = option(replace(PLAIN, chunked_loss=True), microseconds=10.5)
+    assert ordered([beaten, fast]) == [fast]
+    assert ordered([replace(fast, seconds=10.5e-6), fast]) == [fast]
+    assert ordered([option(PLAIN, microseconds=10.5, mib=999), fast])[0] is fast
+    assert len(ordered([option(PLAIN, microseconds=10.5, mib=999), fast])) == 2
+    assert ordered([]) == []
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_what_stands_in_the_way_leaves_out_what_is_less_than_a_fiftieth(category):
+    most = "other" if category == "parameters" else "parameters"
+    by = {category: 20, most: 980}
+    assert f"{category} 20.00 MiB" in option(**by, mib=1000).why_not()
+    assert category not in option(**by | {most: 981}, mib=1001).why_not()

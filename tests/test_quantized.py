@@ -1,0 +1,77 @@
+"""A base in 4 bits: its values, its bytes, and gradients through it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib.course import models
+from gradmem_lib.techniques import quantized
+from gradmem_lib.training.recipe import Recipe
+
+
+def test_nf4_keeps_weights_near_and_bytes_as_documented():
+    torch.manual_seed(0)
+    base = nn.Linear(512, 384, bias=False).requires_grad_(False)
+    small = quantized.Linear4bit(base)
+    values = quantized.nf4_values()
+    assert len(values) == 16 and values[0] == -1 and values[7] == 0 and values[15] == 1
+    assert values[8].item() == pytest.approx(0.0795803, abs=1e-6)  # appendix E of the paper
+    assert values[1].item() == pytest.approx(-0.6961928, abs=1e-6)
+    error = (small.dequantized() - base.weight).abs().max() / base.weight.abs().max()
+    assert error < 0.18  # half the widest gap between values, and the magnitudes' own rounding
+    nbytes = {name: p.numel() * p.itemsize for name, p in small.named_parameters()}
+    n = 512 * 384
+    assert nbytes == {"packed": n // 2, "magnitudes": n // 64, "scales": 4 * (n // 64 // 256), "offset": 4}
+
+
+def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
+    torch.manual_seed(0)
+    layer = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False))
+    x = torch.randn(5, 96, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    plain = nn.functional.linear(x, layer.dequantized(), layer.bias)
+    (wanted,) = torch.autograd.grad(plain.square().sum(), x)
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_4bit_layer_keeps_nothing_for_backward():
+    layer, kept = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(5, 96, requires_grad=True))
+    assert not kept
+
+
+def test_writing_a_4bit_weight_out_needs_its_own_bytes_and_little_more():
+    """By the CPU allocator's events, which see inside an operator."""
+    layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
+    layer.dequantized(torch.bfloat16)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiled:
+        result = layer.dequantized(torch.bfloat16)
+    live = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert 0 < peak - result.nbytes < 30 * quantized.SLICE  # all at once, it would be eight times as much
+
+
+def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):
+    layer = quantized.Linear4bit(nn.Linear(37, 29, bias=False))
+    whole = layer.dequantized()
+    monkeypatch.setattr(quantized, "SLICE", 128)
+    assert torch.equal(layer.dequantized(), whole)
+
+
+def test_quantized_base_needs_lora_and_no_autocast():
+    with pytest.raises(ValueError, match="lora_rank"):
+        Recipe(quantized_base=True, precision="bf16")
+    with pytest.raises(ValueError, match="precision='bf16'"):
+        Recipe(quantized_base=True, lora_rank=4, precision="autocast-bf16")
+    with pytest.raises(ValueError, match="add LoRA first"):
+        quantized.quantize_base(models.tiny_llama())
