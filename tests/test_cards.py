@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradmem_lib.planning.cards import CARDS, find_card
+from gradmem_lib.planning.cards import CARDS, Card, _card, find_card
 from gradmem_lib.units import GiB
 
 
@@ -15,21 +15,32 @@ def test_cards_by_name_by_part_of_it_and_by_bytes():
     assert find_card("NVIDIA H100 80GB HBM3") is CARDS["H100 80GB"]
     assert find_card("L4").name == "L4 24GB" and find_card("Tesla T4").nbytes < 16 * GiB
     assert find_card("24 GiB").nbytes == 24 * GiB and find_card(10**9).nbytes == 10**9
+    unnamed = find_card("24 GiB")
+    assert unnamed.name == "24.00 GiB" and unnamed.bandwidth == CARDS["RTX 4090 24GB"].bandwidth
+    assert find_card(unnamed) is unnamed
     with pytest.raises(ValueError, match="'A100 40GB' or 'A100 80GB'"):
         find_card("A100")
 
 
 @pytest.mark.parametrize("other", ["GTX 9999", "RTX 4060", "RTX 4080 SUPER", "L40", "A10", "", None])
 def test_a_card_that_is_not_in_the_table_is_not_taken_for_one_that_is(other):
-    with pytest.raises(ValueError, match=r"no card is known as .*RTX 3060|without a unit"):
+    known = ", ".join(CARDS)
+    with pytest.raises(
+        ValueError, match=rf"no card is known as .* or one of {known}$|without a unit .* or one of {known}$"
+    ):
         find_card(other)
 
 
-@pytest.mark.parametrize("number", ["24576", "24", 24, 5.5, "143,771", "4060"])
+@pytest.mark.parametrize("number", ["24576", "24", 24, 5.5, "143,771", "4060", "2.4e4", 2**18 - 1])
 def test_a_small_number_without_a_unit_is_no_card(number):
     """24576 is what nvidia-smi shows, and was once taken for 24 KiB."""
     with pytest.raises(ValueError, match=r"without a unit .*'24 GiB' or card='24576 MiB'"):
         find_card(number)
+    assert find_card(2**18).nbytes == 2**18
+
+
+def test_a_row_of_the_table_in_bytes_and_operations():
+    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card("a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1))
 
 
 def test_the_table_of_cards_is_the_data_sheets():

@@ -259,13 +259,59 @@ def test_printed_code_word_for_word():
     )
 
 
+def test_printed_code_without_a_card_word_for_word():
+    config = small().config
+    assert text_of(small(), config, Recipe(accumulation=3), "cpu") == (
+        "from gradmem_lib import Recipe, make_trainer\n"
+        "\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    accumulation=3,\n"
+        ")\n"
+        "trainer = make_trainer(model, recipe, batch_size=6, train_dataset=train_dataset)\n"
+        "trainer.train()\n"
+    )
+    assert text_of("tiny-llama", config, Recipe(in_backward=True, checkpointing=[1, 1]), "cpu") == (
+        "from torch.utils.data import DataLoader\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, known_model, prepare, step\n"
+        "\n"
+        'config = known_model("tiny Llama")[1]\n'
+        "model = LlamaForCausalLM(config)\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    in_backward=True,\n"
+        "    checkpointing=(1, 1),\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe)\n"
+        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        "    loss = step(model, optimizer, rows, recipe)\n"
+    )
+    own = text_of("me/mine", config, Recipe(in_backward=True), "cpu")
+    assert 'model = LlamaForCausalLM.from_pretrained("me/mine")\n' in own
+
+
 def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
     recipe, config = Recipe(), small().config
     whole, sizes = tmp_path / "whole", tmp_path / "sizes"
     small().save_pretrained(whole)
     config.save_pretrained(sizes)
     for given in (str(whole), whole, whole / "config.json"):
-        assert f'model = LlamaForCausalLM.from_pretrained("{whole}")' in text_of(given, config, recipe, "cpu")
+        start = (
+            "from transformers import LlamaForCausalLM\n"
+            "\n"
+            "from gradmem_lib import Recipe, make_trainer\n"
+            "\n"
+            f'model = LlamaForCausalLM.from_pretrained("{whole}")\n'
+            "recipe"
+        )
+        assert text_of(given, config, recipe, "cpu").startswith(start)
+    (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
+    assert f'from_pretrained("{whole}")' in text_of(whole, config, recipe, "cpu")
     for given in (sizes, sizes / "config.json"):
         text = text_of(given, config, recipe, "cpu")
         assert f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n' in text

@@ -30,10 +30,10 @@ def plan(
         method: ``"full"``, ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
 
-    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor, after backward
-    or, where nothing else fits, in it), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that divides the global
-    batch. Attention is always fused where the model can: eager needs more bytes and more time. ``float32-master`` is not
-    tried: it holds as many bytes as mixed precision, and needs an optimizer of its own.
+    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
+    where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
+    divides the global batch. Attention is always fused where the model can: eager needs more bytes and more time.
+    ``float32-master`` is not tried: it holds as many bytes as mixed precision, and needs an optimizer of its own.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """

@@ -119,7 +119,7 @@ class Search:
                 self.ruled_out.append(RuledOut(family, self.residents(family), str(error)))
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
-        """The first of the family's ways that fits. After a ``best`` that changes training less, only a faster one is of use."""
+        """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
         ways = self.ways(family)
         if best is None:
             # A batch in one piece may need less than in pieces: its gradients come into being while its activations go.
@@ -151,7 +151,7 @@ class Search:
         return found
 
     def _least(self, recipe: Recipe, known: Option | None = None) -> float:
-        """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which checkpoints as much or more.
+        """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which saves as much or more.
 
         At each moment, what is neither parameter, gradient nor state is taken to shrink with the micro-batch. Of another
         optimizer, what it does in its step says nothing.
