@@ -135,6 +135,9 @@ def _operations(x, n):
     yield x.clone().add_(1)
     yield x.clone().resize_(2, 2)
     yield x.clone().unsqueeze_(0)
+    y = x.clone()
+    yield y.set_(y)
+    yield x.clone().set_(x)
     yield from x.split(2)
     yield torch.nn.functional.layer_norm(x, x.shape[1:])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..compat import FakeTensor, FakeTensorMode, Unguarded, grouped_mm, read_value, schema, storage_key
 
 DEVICE = torch.ops.prim.device.default  # asked for some ten times an operation, by autograd
+SET = torch.ops.aten.set_
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -125,9 +126,9 @@ def _again(func, args, out, before: tuple | None) -> Again | None:
     arguments = schema(func).arguments
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     if written:
-        # Writing does not change a fake tensor, unless it changes its form (resize_, squeeze_, ...).
+        # Writing does not change a fake tensor, unless it changes its form (resize_, squeeze_, ...) or its storage (set_).
         same = written == [0] and args and out is args[0] and before == _form(out)
-        return (lambda mode, args: args[0]) if same else None
+        return (lambda mode, args: args[0]) if same and func.overloadpacket is not SET else None
     if type(out) not in (tuple, list):
         return _one_again(out, args)
     kind, parts = type(out), [_one_again(one, args) for one in out]
