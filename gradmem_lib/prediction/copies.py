@@ -8,14 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import storage_key, tree_leaves
+from ..compat import storage_key
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
-
-
-def batch_leaves(batch) -> list[Tensor]:
-    """The tensors in a batch, which may hold flags and numbers beside them."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def fake_batch(batch):

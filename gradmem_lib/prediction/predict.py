@@ -24,7 +24,6 @@ from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from . import allocator, fakes
 from .configs import find_config, model_class, most_positions, skeleton, title_of
-from .copies import batch_leaves
 from .extrapolation import BY, PHASE, TOTAL, Part, Trace, extrapolate
 from .question import CannotTrace, Question, Source, config_key
 from .trace import traced
@@ -152,7 +151,7 @@ def predict(
 def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
     """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit."""
     if batch is not None:
-        tensors = batch_leaves(batch)
+        tensors = [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError(
                 f"batch is {type(batch).__name__} without a tensor in it: give a dict, a tuple or a tensor; "

@@ -112,6 +112,9 @@ class CudaRecorder(CpuRecorder):
         self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
+RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder}
+
+
 def traced(question: Question, layers: int | None, micro_batches: int | None) -> Trace:
     """The trace of one step; ``CannotTrace``, naming the operation, where its course depends on values."""
     try:
@@ -150,7 +153,9 @@ def _traced(
     a module keeps something from its first step."""
     recipe = question.recipe
     with ExitStack() as stack:
-        stack.enter_context(_without_remarks())
+        # transformers has remarks to make when a model trains, and here none does; what fails is said by an exception.
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         name = stack.enter_context(attention_without_mask())
@@ -167,10 +172,9 @@ def _traced(
             batch = example_batch(model, question.batch_size, question.seq_len)
         else:
             batch = fake_batch(question.batch)
-        recorder = CpuRecorder(model, prepared.optimizer)
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
-            recorder = CudaRecorder(model, prepared.optimizer)
+        recorder = RECORDERS[question.target](model, prepared.optimizer)
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
             def mark(part: str) -> None:
@@ -217,17 +221,6 @@ def _kept(model: nn.Module) -> list[int]:
     """What modules hold besides their parameters."""
     held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
     return [id(value) for values in held for value in values if isinstance(value, Tensor)]
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """transformers has remarks to make when a model trains, and here none does; what fails is said by an exception."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

@@ -78,9 +78,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.frozen_base:
         freeze_base(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "there is nothing to train: every parameter is frozen. Set requires_grad on some of them"
-        )
+        raise ValueError("there is nothing to train: every parameter is frozen, set requires_grad on some")
 
 
 def _step_and_free(optimizer: Optimizer, parameter: Tensor) -> None:
