@@ -12,17 +12,8 @@ from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
 from ..units import format_bytes
+from . import cost
 from .cards import Card
-from .cost import (
-    LORA_RANK,
-    Work,
-    beside,
-    beyond,
-    kept_by_a_token,
-    resident_bytes,
-    run_again,
-    seconds_per_token,
-)
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
 # What is run again: less memory at each step. Older transformers cannot checkpoint one layer in two.
@@ -35,14 +26,16 @@ class Search:
     """Everything that one ``plan`` has been asked, and what it has found out so far. A recipe's ``accumulation`` says how the
     global batch is cut; a *family* is a recipe with neither that nor checkpoints nor a chunked loss."""
 
-    def __init__(self, work: Work, card: Card, seq_len: int | None, global_batch: int, target: str):
+    def __init__(self, work: cost.Work, card: Card, seq_len: int | None, global_batch: int, target: str):
         self.work, self.card, self.target = work, card, target
         self.seq_len, self.global_batch = seq_len, global_batch
         self.tokens = work.patches or seq_len  # in a row; of an image, its patches
         self.ruled_out: list[RuledOut] = []
         self._known: dict[Recipe, Option] = {}
         # Bytes for live tensors and the allocator.
-        self.room = card.nbytes - (sum(beside(0, card.capability, 0).values()) if target == "cuda" else 0)
+        self.room = card.nbytes - (
+            sum(cost.beside(0, card.capability, 0).values()) if target == "cuda" else 0
+        )
 
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted. The allocator is replayed, which may take seconds, only where its part decides."""
@@ -50,7 +43,7 @@ class Search:
             prediction = predict(
                 self.work.config, batch_size=self.global_batch, seq_len=self.seq_len, recipe=recipe, target=self.target
             )  # fmt: skip
-            parts = beyond(prediction, self.card.capability, replay=prediction.peak.total <= self.room)
+            parts = cost.beyond(prediction, self.card.capability, replay=prediction.peak.total <= self.room)
             micro_batch = self.global_batch // recipe.accumulation
             self._known[recipe] = Option(
                 recipe, micro_batch, self.seconds(recipe), self.card.nbytes, prediction, parts
@@ -71,7 +64,7 @@ class Search:
 
     def seconds(self, recipe: Recipe) -> float:
         micro_batch = self.global_batch // recipe.accumulation
-        return seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens)
+        return cost.seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens)
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, those first that change training least; optimizers in backward come last."""
@@ -81,7 +74,7 @@ class Search:
         if method != "full":
             for precision in ["bf16"] if method == "qlora" else precisions:
                 yield replace(
-                    base, precision=precision, lora_rank=LORA_RANK, quantized_base=method == "qlora"
+                    base, precision=precision, lora_rank=cost.LORA_RANK, quantized_base=method == "qlora"
                 )
             return
         for in_backward in (False, True):
@@ -100,7 +93,7 @@ class Search:
         return sorted(found, key=self.seconds)
 
     def residents(self, family: Recipe) -> int:
-        return sum(resident_bytes(self.work, family).values())
+        return sum(cost.resident_bytes(self.work, family).values())
 
     def run(self, method: str) -> None:
         """Look for the fastest way of each family; what cannot be predicted, or need not, is ``ruled_out``."""
@@ -120,15 +113,12 @@ class Search:
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
         """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
-        ways = self.ways(family)
-        if best is None:
-            # A batch in one piece may need less than in pieces: its gradients come into being while its activations go.
-            whole = [way for way in ways if way.accumulation == 1]
-            if not any(self._fits(way) for way in (ways[0], ways[-1], whole[-1])):
+        for way in self.ways(family):
+            if best is not None and self.seconds(way) * EQUAL_TIME >= best.seconds:
                 return None
-        faster = (way for way in ways if best is None or self.seconds(way) * EQUAL_TIME < best.seconds)
-        found = next((way for way in faster if self._fits(way)), None)
-        return None if found is None else self.option(found)
+            if self._fits(way):
+                return self.option(way)
+        return None
 
     def next_faster(self, best: Option) -> Option | None:
         """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""
@@ -157,18 +147,18 @@ class Search:
         optimizer, what it does in its step says nothing.
         """
         if known is None:
-            held = resident_bytes(self.work, recipe)
+            held = cost.resident_bytes(self.work, recipe)
             tokens = self.tokens * (self.global_batch // recipe.accumulation)
             # In one piece, gradients come while activations go.
             waiting = held["gradients"] if recipe.accumulation > 1 else 0
-            kept = tokens * kept_by_a_token(self.work, recipe)
+            kept = tokens * cost.kept_by_a_token(self.work, recipe)
             return max(sum(held.values()), held["parameters"] + held["optimizer"] + waiting + kept)
         if not self._alike(known.recipe, recipe):
             return 0
         rows = known.prediction.timeline.rows
         if known.recipe.optimizer != recipe.optimizer:
             rows = rows[rows[:, 1] != PHASES.index("optimizer_step")]
-        states = [resident_bytes(self.work, r)["optimizer"] for r in (known.recipe, recipe)]
+        states = [cost.resident_bytes(self.work, r)["optimizer"] for r in (known.recipe, recipe)]
         fixed = rows[:, 3] + rows[:, 5] + states[1] - states[0]
         gradients = rows[:, 4]
         if recipe.accumulation > 1:
@@ -184,14 +174,14 @@ class Search:
             (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer)
             for r in (known, recipe)
         ]
-        saves = run_again(self.work, known) >= run_again(self.work, recipe)
+        saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 
     def _too_many(self, family: Recipe) -> str:
         """Which of weights, gradients and states are more than the card has."""
         names = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states"}
         held, sums = [], 0
-        for category, nbytes in resident_bytes(self.work, family).items():
+        for category, nbytes in cost.resident_bytes(self.work, family).items():
             if nbytes and sums <= self.card.nbytes:
                 held.append(f"{names[category]} {format_bytes(nbytes)}")
                 sums += nbytes
