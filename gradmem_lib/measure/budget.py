@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from types import TracebackType
-from typing import Any
 
 import torch
 
 from ..names import CATEGORIES
 from ..units import format_bytes
-from .timeline import Holder, MemorySnapshot, largest_of
-
-
-class BudgetExceeded(torch.OutOfMemoryError):
-    """Live bytes passed the budget. Like a card's out-of-memory error, but it says who holds what.
-
-    Attributes: ``budget`` and ``asked`` (bytes), ``snapshot`` (live bytes, the refused ones included) and ``holders``.
-    """
-
-    def __init__(
-        self, message: str, *, budget: int, asked: int, snapshot: MemorySnapshot, holders: list[Holder]
-    ):
-        # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
-        super().__init__(f"{message}\n  A card of that size would be out of memory.")
-        self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders
-
+from .timeline import Holder, MemorySnapshot
 
 REMEDIES = {
     "parameters": "the weights themselves.\n  What helps: load them in bf16, or train a smaller model",
@@ -37,33 +20,38 @@ REMEDIES = {
 }
 
 
-def over_budget(
-    budget: int, asked: int, what: str, snapshot: MemorySnapshot, holders: list[Holder]
-) -> BudgetExceeded:
-    """The error for ``asked`` bytes too many, which ``what`` asked for; ``holders`` are all that are live."""
-    main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
-    sums: dict[tuple[str, str], int] = {}
-    for h in holders:
-        key = (h.category, ".".join(h.module.split(".")[:3]))
-        sums[key] = sums.get(key, 0) + h.nbytes
-    largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
-    lines = [
-        f"out of budget by {snapshot.total - budget:,} bytes: "
-        f"{snapshot.total:,} live ({format_bytes(snapshot.total)}), "
-        f"{budget:,} allowed ({format_bytes(budget)})",
-        f"  asked for {asked:,} bytes: {what}, in {snapshot.phase}",
-        "  live by category:",
-        *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
-        "  largest holders:",
-        *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
-        f"  Most of it is {REMEDIES[main]}.",
-    ]
-    return BudgetExceeded(
-        "\n".join(lines), budget=budget, asked=asked, snapshot=snapshot, holders=largest_of(holders, 5)
-    )
+class BudgetExceeded(torch.OutOfMemoryError):
+    """Live bytes passed the budget. Like a card's out-of-memory error, but it says who holds what.
+
+    Attributes: ``budget`` and ``asked`` (bytes; ``what`` asked for them), ``snapshot`` (live bytes, the refused ones included)
+    and ``holders``, the five largest (``holders`` are given as all that are live, largest first).
+    """
+
+    def __init__(self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, holders: list[Holder]):
+        self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders[:5]
+        main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
+        sums: dict[tuple[str, str], int] = {}
+        for h in holders:
+            key = (h.category, ".".join(h.module.split(".")[:3]))
+            sums[key] = sums.get(key, 0) + h.nbytes
+        largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
+        lines = [
+            f"out of budget by {snapshot.total - budget:,} bytes: "
+            f"{snapshot.total:,} live ({format_bytes(snapshot.total)}), "
+            f"{budget:,} allowed ({format_bytes(budget)})",
+            f"  asked for {asked:,} bytes: {what}, in {snapshot.phase}",
+            "  live by category:",
+            *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
+            "  largest holders:",
+            *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
+            f"  Most of it is {REMEDIES[main]}.",
+            # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
+            "  A card of that size would be out of memory.",
+        ]
+        super().__init__("\n".join(lines))
 
 
-def let_go(error: BaseException) -> None:
+def let_go(error: BaseException | None) -> None:
     """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
 
     Local variables are cleared. What a function closes over cannot be, so the traceback ends before the first such
@@ -73,13 +61,9 @@ def let_go(error: BaseException) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
-        entries: list[Any] = []
         entry = error.__traceback__
-        while entry is not None and not (entries and entry.tb_frame.f_code.co_freevars):
-            entries.append(entry)
+        while entry is not None:
+            if entry.tb_next is not None and entry.tb_next.tb_frame.f_code.co_freevars:
+                entry.tb_next = None
             entry = entry.tb_next
-        kept = None
-        for entry in reversed(entries):
-            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-        error.__traceback__ = kept
         error = error.__cause__ or error.__context__

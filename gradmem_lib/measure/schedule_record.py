@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +16,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..compat import current_node, graph_task, next_number, number_of, storage_key
-from ..names import OTHER
+from ..names import OTHER, PARAMETERS
 from .display import pictures
-from .storages import Entry, Ledger, Recorder, own_storage, storages_of, tensors_in
+from .recording import Entry, Recording
+from .storages import storages_of, tensors_in
 from .watch import Watch
 
 KINDS = ("forward", "recompute", "backward", "outside")
 PARTS = ("inputs", "internals", "passing", "left")
+OUTSIDE = -1  # all layers
 
 
 class Event(NamedTuple):
@@ -79,35 +82,8 @@ class ScheduleRecord:
         """The layers, from 0, in the order in which events of ``kinds`` ran them."""
         return [event.layer for event in self.events if event.kind in kinds]
 
-    @property
-    def forward_calls(self) -> int:
-        """How often a layer ran forward, again or for the first time."""
-        return len(self.ran("forward", "recompute"))
-
-    @property
-    def looks(self) -> list[str]:
-        """For each event, which of ``LABELS`` it is: its kind, and whether internals are there when it ends ("")."""
-        names = {"forward": ("dropped", "forward"), "recompute": ("redropped", "recompute")}
-        return [
-            names.get(event.kind, (event.kind,) * 2)[bool(self.internals[event.layer, t])]
-            if event.layer >= 0
-            else ""
-            for t, event in enumerate(self.events)
-        ]
-
-    def stored(self, layer: int, what: str = "internals") -> list[tuple[int, int]]:
-        """When ``layer`` has its "internals" or its "inputs": (first event, event by whose end they are gone)."""
-        if what not in ("internals", "inputs"):
-            raise ValueError(f'stored(layer, what) takes "internals" or "inputs", not {what!r}')
-        return _runs(getattr(self, what)[layer] > 0)
-
     def _repr_mimebundle_(self, include=None, exclude=None):
         return pictures().schedule_bundle(self)
-
-
-def _runs(there: np.ndarray) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], there.astype(int), [0]])))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> ScheduleRecord:
@@ -118,9 +94,9 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
             checkpointed in any way.
         step: calls forward and backward, for example ``lambda: model(x).sum().backward()``. What it returns is dropped.
 
-    An operation belongs to the layer whose module, or submodule, was entered last, or whose parameter it uses; an
-    operation of backward, to the layer whose forward made the node of the graph that runs. Modules stay as they are, and
-    nothing keeps listening afterwards, whether ``step`` returns or raises.
+    An operation belongs to the layer whose module, or submodule, was entered last; an operation of backward, to the layer
+    whose forward made the node of the graph that runs. Modules stay as they are, and nothing keeps listening afterwards,
+    whether ``step`` returns or raises.
 
     Raises ``TypeError`` for layers that are not modules, and ``ValueError`` when a layer never ran forward or backward.
     """
@@ -131,201 +107,168 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
             f"record_schedule(layers, step) takes a list of torch.nn.Module, and was given {', '.join(wrong) or 'none'}. "
             "Give the layers themselves: for a Llama, model.model.layers"
         )
-    recorder = _Layers(layers)
+    lives = _Lives(layers)
     with ExitStack() as undo:
-        for register, hook, options in (
-            (register_module_forward_pre_hook, recorder.enter_module, {}),
-            # always_call: checkpointing ends a recomputed forward early, by an exception
-            (register_module_forward_hook, recorder.leave_module, {"always_call": True}),
-        ):
-            undo.callback(register(hook, **options).remove)
-        undo.enter_context(Watch(recorder.observe))
+        undo.callback(register_module_forward_pre_hook(lives.enter_module).remove)
+        # always_call: checkpointing ends a recomputed forward early, by an exception
+        undo.callback(register_module_forward_hook(lives.leave_module, always_call=True).remove)
+        undo.enter_context(Watch(lives.observe))
         step()
-    return recorder.record()
+    return lives.record()
 
 
-@dataclass(eq=False)
-class _Block:
-    """A storage: who made it, when it came and went, counted in operations, and which layers use it."""
-
-    layer: int
-    kind: str
-    nbytes: int
-    birth: int
-    death: int | None = None
-    users: set[int] = field(default_factory=set)
-
-
-_OUTSIDE = -1
-
-
-class _Layers(Recorder):
-    """Puts every operation, and every storage, down to a layer."""
+class _Lives(Recording):
+    """Puts every operation, and every storage, down to a layer: an entry's ``module`` is its layer, and ``op`` the kind of run."""
 
     def __init__(self, layers: list[nn.Module]):
-        self.ledger = Ledger(self)
-        self.n = len(layers)
-        self.module_layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
-        self.tops = {id(layer) for layer in layers}
-        self.weight_layer: dict[int, int] = {}
-        for i, layer in enumerate(layers):
-            for tensor in [*layer.parameters(), *layer.buffers()]:
-                for key in [storage_key(storage) for storage in storages_of(tensor)]:
-                    # Shared weights say nothing about the layer that uses them.
-                    self.weight_layer[key] = i if self.weight_layer.get(key, i) == i else _OUTSIDE
-        self.now = _OUTSIDE  # the layer that runs forward
-        self.back = _OUTSIDE  # the layer that runs backward
-        self.depth = 0
-        self.ops = 0
-        self.runs: list[list] = []  # [kind, layer, first operation]
-        self.seen: list[_Block] = []
+        super().__init__(torch.device("cpu"))
+        self.layers = layers
+        self.layer_of = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
+        self.seen: list[Entry] = []
+        self.deaths: dict[int, int] = {}  # operations, by entry
+        self.users: dict[int, set[int]] = defaultdict(set)  # layers, by entry
+        self.layer = OUTSIDE  # the layer that runs forward
+        self.depth = 0  # of the modules that run
+        self.back = OUTSIDE  # the layer that runs backward
+        self.runs: list[tuple[str, int, int]] = []  # kind, layer, first operation
         # Nodes of the graph are numbered as they are made: from which number on they are whose.
-        self.numbers, self.number_layers = [0], [_OUTSIDE]
+        self.numbers, self.number_layers = [0], [OUTSIDE]
         self.thread = threading.get_ident()
+        for tensor in [t for layer in layers for t in [*layer.parameters(), *layer.buffers()]]:
+            for storage in storages_of(tensor):
+                self.tag(storage, PARAMETERS, OUTSIDE)
 
     def enter_module(self, module: nn.Module, args) -> None:
         self.depth += 1
-        layer = self.module_layer.get(id(module))
-        if layer is not None:
-            self._go_to(layer)
+        self._go_to(self.layer_of.get(id(module), self.layer))
 
     def leave_module(self, module: nn.Module, args, output) -> None:
-        self.depth = max(self.depth - 1, 0)
-        if id(module) in self.tops:
-            self._go_to(_OUTSIDE)
+        self.depth -= 1
+        if module in self.layers:
+            self._go_to(OUTSIDE)
 
-    def _go_to(self, layer: int, back: int = 0) -> None:
-        self.now = layer
+    def _go_to(self, layer: int) -> None:
+        self.layer = layer
         # On a card, backward has threads of its own, and each numbers its nodes anew.
         if layer != self.number_layers[-1] and threading.get_ident() == self.thread:
-            self.numbers.append(next_number() - back)
+            self.numbers.append(next_number())
             self.number_layers.append(layer)
 
-    def _kind_and_layer(self, keys: list[int]) -> tuple[str, int]:
+    def _kind_and_layer(self) -> tuple[str, int]:
         task = graph_task()
         if task == -1 or torch.is_grad_enabled() or self.depth:
-            for key in keys:
-                layer = self.weight_layer.get(key, _OUTSIDE)
-                if layer not in (_OUTSIDE, self.now):
-                    self._go_to(layer, back=1)  # the node of this operation exists already
-            return ("forward" if task == -1 else "recompute"), self.now
+            kind = "forward" if task == -1 else "recompute"
+            return ("outside" if self.layer == OUTSIDE else kind), self.layer
         number = number_of(current_node())
         if number < 2**63:  # gradients are accumulated by nodes without a number: they follow their layer
             self.back = self.number_layers[bisect_right(self.numbers, number) - 1]
         return "backward", self.back
 
     def observe(self, func, args, kwargs, out) -> None:
-        self.ledger.drain()
-        used = [s for t in tensors_in((args, kwargs or {})) if (s := own_storage(t)) is not None]
-        keys = [storage_key(storage) for storage in used]
-        kind, layer = self._kind_and_layer(keys)
+        self.drain()
+        kind, layer = self._kind_and_layer()
         # Saving a tensor detaches it: that belongs to whatever goes on.
-        if func is not torch.ops.aten.detach.default or not self.runs:
-            if layer == _OUTSIDE and kind != "backward":
-                kind = "outside"
-            if not self.runs or self.runs[-1][:2] != [kind, layer]:
-                self.runs.append([kind, layer, self.ops])
-        if kind != "backward":
-            for tensor in tensors_in((args, kwargs or {})):
-                storage = own_storage(tensor)
-                if storage is not None and storage_key(storage) not in self.weight_layer:
-                    self._use(storage, layer, tensor.is_floating_point())
+        saves = func is torch.ops.aten.detach.default
+        if not self.runs or not (saves or self.runs[-1][:2] == (kind, layer)):
+            self.runs.append((kind, layer, self.count))
+        used = set()
+        for tensor in tensors_in((args, kwargs or {})):
+            for storage in storages_of(tensor):
+                key = storage_key(storage)
+                used.add(key)
+                if kind == "backward":
+                    continue
+                if key not in self.live and tensor.is_floating_point():  # older than the step
+                    self.enter(storage, OTHER, OUTSIDE, "outside")
+                    self.live[key].sample = -1
+                if key in self.live:
+                    self.users[id(self.live[key])].add(layer)
         for tensor in tensors_in((out,)):
-            storage = own_storage(tensor)
-            if (
-                storage is not None
-                and storage_key(storage) not in self.ledger.storages
-                and storage_key(storage) not in keys
-            ):
-                self._meet(storage, _Block(layer, kind, storage.nbytes(), self.ops))
-        self.ops += 1
+            for storage in storages_of(tensor):
+                if storage_key(storage) not in used and storage_key(storage) not in self.live:
+                    self.enter(storage, OTHER, layer, kind)
+        self.count += 1
 
-    def _use(self, storage, layer: int, floating: bool) -> None:
-        entry = self.ledger.storages.get(storage_key(storage))
-        if entry is not None:
-            entry.module.users.add(layer)
-        elif floating:  # older than the step
-            block = _Block(_OUTSIDE, "outside", storage.nbytes(), -1)
-            block.users.add(layer)
-            self._meet(storage, block)
+    def size(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
 
-    def _meet(self, storage, block: _Block) -> None:
-        self.seen.append(block)
-        self.ledger.enter(storage, OTHER, block)
+    def entered(self, entry: Entry) -> None:
+        self.seen.append(entry)
 
     def left(self, entry: Entry) -> None:
-        entry.module.death = self.ops
+        self.deaths[id(entry)] = self.count
 
     def record(self) -> ScheduleRecord:
-        self.ledger.drain()
-        events = _columns(self.runs, self.ops)
-        unseen = {
-            kind: sorted(set(range(self.n)) - {e.layer for e in events if e.kind == kind})
-            for kind in ("forward", "backward")
-        }
-        for kind, missing in unseen.items():
+        self.drain()
+        events = _columns(self.runs, self.count)
+        for kind in ("forward", "backward"):
+            missing = sorted(set(range(len(self.layers))) - {e.layer for e in events if e.kind == kind})
             if missing:
                 raise ValueError(
-                    f"layer {missing[0]} of {self.n}, from 0, was not seen to run {kind}"
+                    f"layer {missing[0]} of {len(self.layers)}, from 0, was not seen to run {kind}"
                     + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
                     + ". The step must call forward and backward once, with something that requires a gradient before the "
-                    "first layer or in it. A layer without weights or submodules that a wrapper runs by its forward "
-                    "cannot be heard: put it into an nn.Sequential of its own"
+                    "first layer or in it, and call its layers rather than their forward, which is not heard"
                 )
-        live = {name: np.zeros(self.ops + 1, np.int64) for name in PARTS}
-        inputs, internals = (np.zeros((self.n, len(events)), np.int64) for _ in range(2))
+        live = {name: np.zeros(self.count + 1, np.int64) for name in PARTS}
+        stored = {
+            name: np.zeros((len(self.layers), len(events)), np.int64) for name in ("inputs", "internals")
+        }
         ends = [event.stop for event in events]
-        for block in self.seen:
-            part, layer = self._part(block)
-            death = self.ops + 1 if block.death is None else block.death
-            if block.birth >= 0 or part == "inputs":
-                live[part][max(block.birth, 0)] += block.nbytes
-                live[part][min(death, self.ops)] -= block.nbytes
-            if part in ("inputs", "internals") and layer >= 0:
+        for entry in self.seen:
+            part, layer = self._part(entry)
+            if not part:
+                continue
+            death = self.deaths.get(id(entry), self.count + 1)
+            live[part][max(entry.sample, 0)] += entry.nbytes
+            live[part][min(death, self.count)] -= entry.nbytes
+            if part in stored:
                 # An event ends when the next one's first operation begins: whoever held its tensors has let go by then.
-                first, last = bisect_right(ends, block.birth), bisect_right(ends, death - 1)
-                (inputs if part == "inputs" else internals)[layer, first:last] += block.nbytes
+                first, last = bisect_right(ends, entry.sample), bisect_right(ends, death - 1)
+                stored[part][layer, first:last] += entry.nbytes
         live = {name: np.cumsum(change)[:-1] for name, change in live.items()}
-        return ScheduleRecord(self.n, events, inputs, internals, live)
+        return ScheduleRecord(len(self.layers), events, live=live, **stored)
 
-    def _part(self, block: _Block) -> tuple[str, int]:
-        if block.birth >= 0 and block.death is None:
-            return "left", _OUTSIDE
-        if block.kind == "backward":
-            return "passing", _OUTSIDE
-        others = block.users - {block.layer, _OUTSIDE}
-        if block.layer == _OUTSIDE:  # a batch, an embedding; masks and position tables have many users
-            return ("inputs", min(others)) if len(others) == 1 else ("passing", _OUTSIDE)
-        if others:
-            return "inputs", min((i for i in others if i > block.layer), default=min(others))
-        if _OUTSIDE in block.users:  # what the last layer hands to the loss
-            return "passing", _OUTSIDE
-        return "internals", block.layer
+    def _part(self, entry: Entry) -> tuple[str, int]:
+        """Which of ``PARTS`` a storage is, and of which layer; "" for weights, and what is older than the step."""
+        layer, users = entry.module, self.users[id(entry)]
+        others = users - {layer, OUTSIDE}
+        made = entry.sample >= 0
+        if entry.category == PARAMETERS:
+            return "", OUTSIDE
+        if made and id(entry) not in self.deaths:
+            return "left", OUTSIDE
+        if entry.op == "backward":
+            return "passing", OUTSIDE
+        if (
+            layer == OUTSIDE and len(others) == 1
+        ):  # a batch, an embedding; masks and position tables have many users
+            return "inputs", min(others)
+        if layer != OUTSIDE and others:
+            return "inputs", min((i for i in others if i > layer), default=min(others))
+        if layer == OUTSIDE or OUTSIDE in users:  # what the last layer hands to the loss
+            return ("passing" if made else ""), OUTSIDE
+        return "internals", layer
 
 
-def _columns(runs: list[Any], ops: int) -> list[Event]:
+def _columns(runs: list[tuple[str, int, int]], ops: int) -> list[Event]:
     """Runs of operations as events: one for each time a layer runs, and what is shorter joined to its neighbour."""
-    runs = [(kind if layer >= 0 else "outside", layer, start) for kind, layer, start in runs]
-    inside = [i for i, run in enumerate(runs) if run[1] >= 0]
+    inside = [i for i, (_, layer, _) in enumerate(runs) if layer >= 0]
     if not inside:
         return []
     turn = max((i for i in inside if runs[i][0] == "forward"), default=-1)
-    joined: list[list] = []
+    joined: list[tuple[str, int, int]] = []
     for i, (kind, layer, start) in enumerate(runs):
-        if joined and joined[-1][:2] == [kind, layer]:
-            continue
         # What is done outside has a column before the layers and between forward and backward.
         if layer < 0 and inside[0] < i and i != turn + 1:
             continue
         # Backward reaches a layer, finds nothing stored, and has its segment run again before it goes on.
-        after = next((run for run in runs[i:] if run[0] == "backward" and run[2] > start), None)
+        after = next((run for run in runs[i + 1 :] if run[0] == "backward"), None)
         if kind == "backward" and after and after[1] == layer and runs[i + 1][0] == "recompute":
             kind, layer = runs[i + 1][:2]
-        joined.append([kind, layer, start])
-    starts = [start for _, _, start in joined]
-    starts[0] = 0
+        kind = kind if layer >= 0 else "outside"
+        if not joined or joined[-1][:2] != (kind, layer):
+            joined.append((kind, layer, start))
+    starts = [0, *(start for _, _, start in joined[1:])]
     stops = [*starts[1:], ops]
-    return [
-        Event(kind, layer, start, stop)
-        for (kind, layer, _), start, stop in zip(joined, starts, stops, strict=True)
-    ]
+    return [Event(*run[:2], start, stop) for run, start, stop in zip(joined, starts, stops, strict=True)]

@@ -32,10 +32,6 @@ class Holder(NamedTuple):
     op: str
 
 
-def largest_of(holders: list[Holder], n: int) -> list[Holder]:
-    return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))[:n]
-
-
 class Timeline:
     """Live bytes over the operations of a run; every list has one entry a sample.
 

@@ -40,9 +40,9 @@ class CpuRecorder(Recording):
     """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every sample."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self.optimizers = checked_optimizers(optimizer)
-        self.meter = Meter(model, self.optimizers, self, device=torch.device("cpu"), mode=_WatchFakes)
+        self.meter = Meter(model, self.optimizers, self, mode=_WatchFakes)
         self.operations: list[str] = []
         self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
         self.starts = [0]
@@ -53,19 +53,19 @@ class CpuRecorder(Recording):
 
     def __exit__(self, *error) -> None:
         self.meter.__exit__(*error)
-        self.meter.ledger.drain()
-        self.meter.sample()
+        self.drain()
+        self.sample()
 
     def mark(self, part: str) -> None:
-        self.meter.ledger.drain()
+        self.drain()
         self.starts.append(self.count)
 
     def size(self, storage) -> int:
         # A fake tensor says "cpu", and its storage what is behind it.
         return storage.nbytes() if storage.device.type == "meta" else 0
 
-    def sampled(self, op, phase, total, by, func) -> None:
-        super().sampled(op, phase, total, by, func)
+    def sample(self, func="") -> None:
+        super().sample(func)
         self.operations.append(str(func))
 
     def trace(self) -> Trace:

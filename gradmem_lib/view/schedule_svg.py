@@ -18,6 +18,7 @@ from .schedules import (
     PART_LABELS,
     boxes_of,
     describe_schedule,
+    looks_of,
     peak_column,
     samples,
     turning_point,
@@ -131,9 +132,9 @@ class _Sheet:
         record, y = self.record, TOP + 190
         yield svg_text(VIEW_WIDTH - 10, y + 3, "times", anchor="end")
         for look, label in LABELS.items():
-            if look in record.looks:
+            if look in looks_of(record):
                 y += 19
-                yield self._row(y, look, label, str(record.looks.count(look)))
+                yield self._row(y, look, label, str(looks_of(record).count(look)))
         y += 26
         yield svg_text(VIEW_WIDTH - 10, y + 3, "boundaries at the peak", anchor="end")
         for name in ("passing", "internals", "inputs"):
@@ -243,5 +244,5 @@ def summary(record: ScheduleRecord) -> str:
     again = len(record.ran("recompute"))
     return (
         f"Peak {record.peak / BOUNDARY:.0f} boundaries ({format_bytes(record.peak)}) · "
-        f"{record.forward_calls} forward calls ({record.layers} + {again} again)"
+        f"{record.layers + again} forward calls ({record.layers} + {again} again)"
     )

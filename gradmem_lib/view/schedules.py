@@ -70,6 +70,23 @@ PART_LABELS = {
 MAX_SAMPLES = 1200
 
 
+def looks_of(record: ScheduleRecord) -> list[str]:
+    """For each event, which of ``LABELS`` it is: its kind, and whether internals are there when it ends ("": outside)."""
+    names = {"forward": ("dropped", "forward"), "recompute": ("redropped", "recompute")}
+    return [
+        names.get(event.kind, (event.kind,) * 2)[bool(record.internals[event.layer, t])]
+        if event.layer >= 0
+        else ""
+        for t, event in enumerate(record.events)
+    ]
+
+
+def spans(there: np.ndarray) -> list[tuple[int, int]]:
+    """Where bytes of a layer's input, or of its internals, are there: (first event, event by whose end they are gone)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (there > 0).astype(int), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float, float]]]:
     """Rectangles (x, y, width, height) by look, in columns and layers, in the order in which they are painted."""
     n = record.layers
@@ -78,9 +95,9 @@ def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float
     boxes: dict[str, list] = {"internals": [], "inputs": []}
     for layer in range(n):
         # What appears in one event is there in the columns after it.
-        for start, stop in record.stored(layer, "internals"):
+        for start, stop in spans(record.internals[layer]):
             boxes["internals"].append((start + 1, layer + gap, stop - start - 1, 1 - 2 * gap))
-        for start, stop in record.stored(layer, "inputs"):
+        for start, stop in spans(record.inputs[layer]):
             # Where the layer itself runs, its cell is enough.
             start += record.events[min(start + 1, stop - 1)].layer == layer
             stop -= stop > start + 1 and record.events[stop - 1].layer == layer
@@ -89,7 +106,7 @@ def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float
     for look in ("dropped", "redropped", "forward", "recompute", "backward"):
         boxes[look] = [
             (t, record.events[t].layer + gap, 1, 1 - 2 * gap)
-            for t, name in enumerate(record.looks)
+            for t, name in enumerate(looks_of(record))
             if name == look
         ]
     return boxes
@@ -159,7 +176,7 @@ def _draw_legend(
         figure.text(left + 0.034, 1 - y / height, label, va="center_baseline", fontsize=8)
         figure.text(0.985, 1 - y / height, value, va="center_baseline", ha="right", fontsize=8)
 
-    looks = record.looks
+    looks = looks_of(record)
     shown = [name for name in LABELS if name in looks or name in ("internals", "inputs", "free")]
     step = min(0.2, (low - 0.03) / len(shown))
     for i, look in enumerate(shown):
@@ -296,7 +313,9 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
 def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
     """The picture in words, for those who do not see it."""
     n, again = record.layers, len(record.ran("recompute"))
-    first = [look for look, event in zip(record.looks, record.events, strict=True) if event.kind == "forward"]
+    first = [
+        look for look, event in zip(looks_of(record), record.events, strict=True) if event.kind == "forward"
+    ]
     event = record.events[record.peak_event]
     at, where = (
         record.peak_operation,

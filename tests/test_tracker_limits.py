@@ -1,0 +1,244 @@
+"""MemoryTracker's budget, what is left when a block ends, however it does, and what is refused."""
+
+import contextlib
+import gc
+import signal
+import threading
+import weakref
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from steps import build, forward_then_backward
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker
+
+
+def reachable():
+    """Every dense tensor that Python can reach, by its storage's address."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.layout == torch.strided]
+    return {t.untyped_storage()._cdata: t for t in tensors}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer_step"])
+def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
+    model, opt, batch, step = build("llama")
+    with MemoryTracker(model, live=False) as tracker:
+        step()
+    phases = ["forward", "backward", "optimizer_step"]
+    peaks = [tracker.peak_by_phase[p] for p in phases]
+    model, opt, batch, step = build("llama")
+    if where == "backward":
+        step = forward_then_backward(model, batch)
+        with MemoryTracker(model, live=False) as tracker:
+            step()
+        peaks = [tracker.peak_by_phase[p] for p in phases]
+        model.zero_grad()
+    elif where == "optimizer_step":
+        with MemoryTracker(model, live=False) as tracker:
+            tracker.watch(batch, "other")
+            forward_then_backward(model, batch)()
+        peaks[2] = tracker.peak.total + 1000
+        model.zero_grad()
+    budget = {"forward": peaks[0] - 1, "backward": peaks[0] + 1, "optimizer_step": peaks[2]}[where]
+    before = reachable()
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, opt, budget=budget, live=False) as tracker,
+    ):
+        step()
+    error = caught.value
+    assert error.snapshot.phase == where
+    assert error.snapshot.total > budget == error.budget
+    assert error.snapshot.total - error.asked <= budget, "not an allocation too late"
+    # `caught` still holds the exception and its traceback, as a notebook does: the tensors must be gone all the same.
+    model.zero_grad()
+    opt.state.clear()
+    leaked = [t.shape for address, t in reachable().items() if address not in before]
+    assert leaked == []
+    assert tracker.current.by_category["activations"] == 0, "the failed step is gone from the count as well"
+    with MemoryTracker(model, opt, live=False):
+        forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
+
+
+def test_in_a_notebook_a_failed_cell_leaks_nothing():
+    """A kernel keeps the last exception, with its traceback, for its debugger; tensors must not hang on it."""
+    cells = [
+        """
+import gc, torch
+from gradmem_lib import MemoryTracker
+from gradmem_lib.course import models
+model = models.tiny_llama(layers=2)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+ids = torch.zeros(4, 64, dtype=torch.long)
+def live():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+before = live()
+""",
+        """
+def step(ids):
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
+    step(ids)
+""",
+        "model.zero_grad(); print(live() - before)",  # gradients that came before the error stay, as they should
+        """
+with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
+    step(ids[:1, :8])
+print(tracker.peak.phase)
+""",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
+    said = ["".join(o.get("text", o.get("ename", "")) for o in c.outputs).strip() for c in notebook.cells]
+    assert said[1].endswith("BudgetExceeded")
+    assert said[2] == "0"
+    assert said[3].endswith("backward")
+
+
+def test_budget_message_says_who_holds_what():
+    model, opt, batch, _ = build("llama", precision="bf16")
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, opt, budget="1 MiB", live=False):
+        forward_then_backward(model, batch)()
+    message = str(caught.value)
+    for part in (
+        "1,048,576 allowed",
+        "asked for",
+        "parameters",
+        "activations",
+        "largest holders",
+        "micro-batch",
+    ):
+        assert part in message
+    assert isinstance(caught.value, torch.OutOfMemoryError), (
+        "code that handles a card's error handles this one"
+    )
+
+
+def test_a_budget_below_the_model_raises_at_the_door():
+    model, opt, _, _ = build("llama")
+    with (
+        pytest.raises(BudgetExceeded, match="before the first step"),
+        MemoryTracker(model, opt, budget=1000, live=False),
+    ):
+        pytest.fail("the block must not start")
+    assert MemoryTracker._running is None
+
+
+def test_a_budget_equal_to_the_peak_is_enough():
+    model, opt, _, step = build("llama")
+    step()
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    with MemoryTracker(model, opt, budget=tracker.peak.total, live=False):
+        step()
+    with pytest.raises(BudgetExceeded), MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False):
+        step()
+
+
+def hook_counts(model):
+    from torch.nn.modules import module as m
+    from torch.optim import optimizer as o
+
+    return (
+        len(m._global_forward_pre_hooks),
+        len(m._global_forward_hooks),
+        len(o._global_optimizer_pre_hooks),
+        len(o._global_optimizer_post_hooks),
+        len(model._forward_pre_hooks),
+        sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+@pytest.mark.parametrize("how", ["end", "exception", "ctrl_c", "budget", "at_the_door"])
+def test_everything_is_uninstalled(how, interruptible):
+    model, opt, _, step = build("llama")
+    before = hook_counts(model)
+    error = {"exception": ZeroDivisionError, "ctrl_c": KeyboardInterrupt, "end": None}.get(
+        how, BudgetExceeded
+    )
+    budget = {"budget": "1 MiB", "at_the_door": 1}.get(how)
+    with (
+        pytest.raises(error) if error else contextlib.nullcontext(),
+        MemoryTracker(model, opt, budget=budget, live=False),
+    ):
+        if how == "ctrl_c":
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+            while True:
+                step()
+        step()
+        if how == "exception":
+            raise ZeroDivisionError
+    assert hook_counts(model) == before
+    assert MemoryTracker._running is None
+
+
+def test_the_model_is_not_kept_alive():
+    model, opt, _, step = build("mlp")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    gone = weakref.ref(model)
+    del model, opt, step
+    gc.collect()
+    assert gone() is None
+    assert tracker.peak.total > 0 and tracker.largest_at_peak(1)
+
+
+def test_trackers_do_not_nest_and_do_not_run_twice():
+    with MemoryTracker(live=False) as tracker:
+        with pytest.raises(RuntimeError, match="running already"), MemoryTracker(live=False):
+            pass
+        torch.zeros(10)
+    with pytest.raises(RuntimeError, match="make a new one"), tracker:
+        pass
+
+
+def test_compiled_modules_are_refused():
+    compiled = torch.compile(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(compiled, live=False):
+        pass
+    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(live=False):
+        compiled(torch.zeros(1, 4))
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].compile()
+    with pytest.raises(RuntimeError, match="0 is compiled"), MemoryTracker(module, live=False):
+        pass
+
+
+def test_a_model_that_moves_to_another_device_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="moved while it was tracked"), MemoryTracker(model, live=False):
+        model.to("meta")
+        model(torch.zeros(1, 4, device="meta"))
+
+
+def test_a_model_on_several_devices_needs_a_choice():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="several devices"):
+        MemoryTracker(model)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"model": {"weights": 1}}, TypeError, "takes a torch.nn.Module, and was given dict"),
+        ({"optimizer": "adam"}, TypeError, "takes a torch.optim.Optimizer or a list"),
+        ({"budget": "2 gigs"}, ValueError, 'such as "2 GiB"'),
+        ({"budget": -1}, ValueError, "positive number of bytes"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(kwargs, error, words):
+    with pytest.raises(error, match=words.replace(".", r"\.")):
+        MemoryTracker(**kwargs)
+
+
+def test_bad_names_get_a_sentence():
+    with MemoryTracker(live=False) as tracker, pytest.raises(ValueError, match="choose one of parameters"):
+        tracker.watch(torch.zeros(1), "weights")

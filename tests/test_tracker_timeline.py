@@ -1,0 +1,100 @@
+"""What MemoryTracker keeps of a run: samples, phases, peaks and laps."""
+
+import numpy as np
+import pytest
+import torch
+from steps import build
+
+from gradmem_lib import MemoryTracker, Timeline
+from gradmem_lib.names import CATEGORIES
+
+
+def test_timeline_holds_the_peak_and_every_phase():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    timeline = tracker.timeline
+    assert max(timeline.totals) == tracker.peak.total == timeline.totals[timeline.peak_index]
+    assert timeline.phases[timeline.peak_index] == tracker.peak.phase
+    assert [sum(parts) for parts in zip(*timeline.by_category.values(), strict=True)] == timeline.totals
+    assert timeline.events == sorted(timeline.events)
+    order = [p for i, p in enumerate(timeline.phases) if i == 0 or timeline.phases[i - 1] != p]
+    assert [p for p in order if p != "idle"] == ["forward", "backward", "optimizer_step"]
+
+
+def test_thinning_keeps_the_maximum(monkeypatch):
+    monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", 64)
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        for _ in range(3):
+            step()
+    assert 16 <= len(tracker.timeline) <= 65
+    assert max(tracker.timeline.totals) == tracker.peak.total
+    assert max(tracker.timeline.decimate(10).totals) == tracker.peak.total
+    assert len(tracker.timeline.decimate(10)) <= 10
+
+
+def test_decimate_by_hand():
+    rows = np.zeros((5, 3 + len(CATEGORIES)), dtype=np.int64)
+    rows[:, 0], rows[:, 2] = range(5), [1, 9, 3, 2, 7]
+    assert Timeline(rows).decimate(3).totals == [9, 3, 7]
+    assert Timeline(rows).decimate(5).totals == [1, 9, 3, 2, 7]
+    assert len(Timeline(rows[:0])) == 0
+
+
+def test_phases_come_back_step_after_step_under_checkpointing():
+    """Recomputation leaves a block's forward early, by an exception: the next forward must still be seen as one."""
+    model, opt, _, step = build("llama", checkpointed=True)
+    with MemoryTracker(model, opt, live=False) as tracker:
+        for _ in range(3):
+            step()
+    phases = tracker.timeline.phases
+    order = [p for i, p in enumerate(phases) if p != "idle" and (i == 0 or phases[i - 1] != p)]
+    assert order == ["forward", "backward", "optimizer_step"] * 3
+
+
+def test_a_forward_that_failed_leaves_the_next_one_right():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10**6))
+        step()
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+    with MemoryTracker(model, opt, live=False) as alone:
+        step()
+    assert tracker.timeline.by_category["activations"][-1] == alone.timeline.by_category["activations"][-1]
+
+
+def test_a_step_that_failed_leaves_the_next_forward_right():
+    model, _, _, step = build("mlp")
+
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    with MemoryTracker(model, live=False) as tracker:
+        with pytest.raises(ZeroDivisionError):
+            Broken(model.parameters()).step()
+        step()
+    assert max(tracker.timeline.by_category["activations"]) > 0
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+
+
+def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
+    with MemoryTracker(live=False) as tracker:
+        small = torch.ones(1000)
+        first = tracker.lap()
+        large = torch.ones(5000)
+        del large
+        second = tracker.lap()
+        middle = torch.ones(2000)
+        third = tracker.lap()
+        assert [lap.total for lap in (first, second, third)] == [4000, 24000, 12000]
+        assert tracker.peak == second
+        assert [holder.nbytes for holder in tracker.largest_at_peak()] == [20000, 4000]
+        del middle
+        highest = torch.ones(9000)
+    assert tracker.peak.total == 4000 + 36000
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [36000, 4000]
+    assert small.numel() + highest.numel() == 10000
