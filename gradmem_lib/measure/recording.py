@@ -5,21 +5,20 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..compat import storage_key
-from ..names import CATEGORIES, IDLE, PHASES
+from ..names import CATEGORIES, IDLE, PHASES, TEMPORARIES
 from .storages import has_memory
 from .timeline import MemorySnapshot, largest_of_windows
 
 N = len(CATEGORIES)
 COLUMNS = 4 + N  # the sample's number, the operation's, phase, total, and bytes by category
 TOTAL, BY = 3, slice(4, 4 + N)
-KEPT_MOVES = 8192
+KEPT_LIVES = 8192
 
 
 class Entry(weakref.ref):
@@ -51,8 +50,8 @@ class Recording:
     """Counts each storage of ``device`` once, from when it is found until it is freed, and samples what that adds up to.
 
     It keeps all samples, or (``keep``) about so many: then each is the largest of its window, and no peak is lost. A gradient
-    is a temporary until its parameter has it, and so are an optimizer's first states. When the category of a storage
-    changes, the samples since it appeared are put right.
+    is a temporary until its parameter has it, and so are an optimizer's first states. A storage is written into the samples
+    when it is gone, or when they are asked for, under the last category that it had.
     """
 
     def __init__(self, device: torch.device, keep: int | None = None):
@@ -60,13 +59,13 @@ class Recording:
         self._type, self._index = device.type, device.index
         self.live: dict[int, Entry] = {}
         self.freed: deque[Entry] = deque()
-        self.total, self.by = 0, [0] * N
+        self.total = 0
         self.op, self.phase = 0, IDLE  # of the last operation
         self.count = 0  # samples so far
         self.run, self.lap = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
         self._rows = array("q")
-        self._moves = array("q")  # sample a storage is part of from, sample it moved at, bytes, before, after
+        self._lives = array("q")  # of what is gone: its first sample, the first without it, bytes, category
         self._stride = 1
 
     # Others may count otherwise (predictions do).
@@ -102,7 +101,6 @@ class Recording:
         entry.module, entry.op, entry.sample = module, op, self.count
         self.live[key] = entry
         self.total += nbytes
-        self.by[category] += nbytes
         self.entered(entry)
         return nbytes
 
@@ -111,7 +109,9 @@ class Recording:
             return
         del self.live[entry.key]
         self.total -= entry.nbytes
-        self.by[entry.category] -= entry.nbytes
+        self._lives.extend((entry.sample, self.count, entry.nbytes, entry.category))
+        if len(self._lives) >= 4 * KEPT_LIVES:
+            self._settle()
         for peak in (self.run, self.lap):
             if entry.sample <= peak.sample:
                 peak.gone.append(entry)
@@ -134,30 +134,26 @@ class Recording:
         entry = self.live.get(storage_key(storage))
         if entry is None:
             self.enter(storage, category, module)
-            return
-        entry.module = module
-        before, entry.category = entry.category, category
-        if before != category:
-            self.by[before] -= entry.nbytes
-            self.by[category] += entry.nbytes
-            if entry.sample < self.count:
-                self._moves.extend((entry.sample, self.count, entry.nbytes, before, category))
-                if len(self._moves) >= 5 * KEPT_MOVES:
-                    self._settle()
+        else:
+            entry.module, entry.category = module, category
 
     def were_there(self, entries: list[Entry]) -> None:
-        """``entries``, all of one category, have just been found, and are older than the block."""
-        if not entries:
-            return
+        """``entries`` have just been found, and are older than the block."""
         nbytes = sum(entry.nbytes for entry in entries)
         for entry in entries:
             entry.sample = 0
-        rows = self._settle()
-        rows[:, [TOTAL, BY.start + entries[0].category]] += nbytes
-        self._rows = array("q", rows.tobytes())
+        for at in range(TOTAL, len(self._rows) if entries else 0, COLUMNS):
+            self._rows[at] += nbytes
         self.phase_peaks = [n and n + nbytes for n in self.phase_peaks]
         self.run.total += nbytes
         self.lap.total += nbytes
+
+    def take_and_give(self, nbytes: int, func: object) -> None:
+        """Sample ``nbytes`` that operation ``func`` had for a moment."""
+        self._lives.extend((self.count, self.count + 1, nbytes, TEMPORARIES))
+        self.total += nbytes
+        self.sample(func)
+        self.total -= nbytes
 
     # Samples
 
@@ -169,32 +165,24 @@ class Recording:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
             self.phase_peaks[phase] = total
-        rows = self._rows
+        row = (self.count, self.op, phase, total, 0, 0, 0, 0, 0, 0)
         if self.count % self._stride == 0:
-            if self.keep is not None and len(rows) >= self.keep * COLUMNS:
+            if self.keep is not None and len(self._rows) >= self.keep * COLUMNS:
                 self._thin_out()
-                rows = self._rows
-            rows.extend((self.count, self.op, phase, total, *self.by))
-        elif total >= rows[TOTAL - COLUMNS]:
-            rows[-COLUMNS:] = array("q", (self.count, self.op, phase, total, *self.by))
+            self._rows.extend(row)
+        elif total >= self._rows[TOTAL - COLUMNS]:
+            self._rows[-COLUMNS:] = array("q", row)
         self.count += 1
 
     def rows(self) -> np.ndarray:
         """int64 (samples, 9): operation, phase, total, and bytes by the category that they turned out to belong to."""
-        return self._settle()[:, 1:]
+        alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
+        return _with(self._settle(), alive)[:, 1:]
 
     def _settle(self) -> np.ndarray:
-        """The samples, put right for every move since the last look."""
-        rows = np.array(self._rows, dtype=np.int64).reshape(-1, COLUMNS)
-        moves = np.array(self._moves, dtype=np.int64).reshape(-1, 5)
-        change = np.zeros((len(rows) + 1, N), dtype=np.int64)
-        nbytes, before, after = moves[:, 2], moves[:, 3], moves[:, 4]
-        for samples, sign in ((moves[:, 0], 1), (moves[:, 1], -1)):
-            at = np.searchsorted(rows[:, 0], samples)
-            np.add.at(change, (at, after), sign * nbytes)
-            np.add.at(change, (at, before), -sign * nbytes)
-        rows[:, BY] += change.cumsum(axis=0)[:-1]
-        self._rows, self._moves = array("q", rows.tobytes()), array("q")
+        """The samples, with what has come and gone in their bytes by category."""
+        rows = _with(np.array(self._rows, dtype=np.int64).reshape(-1, COLUMNS), self._lives)
+        self._rows, self._lives = array("q", rows.tobytes()), array("q")
         return rows
 
     def _thin_out(self) -> None:
@@ -206,13 +194,10 @@ class Recording:
     # Moments
 
     def now(self) -> MemorySnapshot:
-        return _snapshot(self.total, self.by, self.phase)
+        return _snapshot(self.entries(), self.total, self.phase)
 
     def at(self, peak: Peak) -> MemorySnapshot:
-        by = [0] * N
-        for entry in self.entries(peak):
-            by[entry.category] += entry.nbytes
-        return _snapshot(peak.total, by, peak.phase)
+        return _snapshot(self.entries(peak), peak.total, peak.phase)
 
     def entries(self, peak: Peak | None = None) -> list[Entry]:
         """What is alive now, or was at ``peak``."""
@@ -233,5 +218,18 @@ class Recording:
         self.phase_peaks = [0] * len(PHASES)
 
 
-def _snapshot(total: int, by: Iterable[int], phase: int) -> MemorySnapshot:
-    return MemorySnapshot(total, dict(zip(CATEGORIES, by, strict=True)), PHASES[phase])
+def _with(rows: np.ndarray, lives: Any) -> np.ndarray:
+    """``rows``, with the bytes of ``lives`` added to their categories from the first sample of each until before its last."""
+    lives = np.array(lives, dtype=np.int64).reshape(-1, 4)
+    change = np.zeros((len(rows) + 1, N), dtype=np.int64)
+    for samples, sign in ((lives[:, 0], 1), (lives[:, 1], -1)):
+        np.add.at(change, (np.searchsorted(rows[:, 0], samples), lives[:, 3]), sign * lives[:, 2])
+    rows[:, BY] += change.cumsum(axis=0)[:-1]
+    return rows
+
+
+def _snapshot(entries: list[Entry], total: int, phase: int) -> MemorySnapshot:
+    by = dict.fromkeys(CATEGORIES, 0)
+    for entry in entries:
+        by[CATEGORIES[entry.category]] += entry.nbytes
+    return MemorySnapshot(total, by, PHASES[phase])

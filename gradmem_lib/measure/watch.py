@@ -156,11 +156,7 @@ class Meter:
                 self.sample(asked, func)
             scratch = recording.scratch(func, args)
             if scratch:
-                for taken in (scratch, -scratch):
-                    recording.total += taken
-                    recording.by[TEMPORARIES] += taken
-                    if taken > 0:
-                        self.sample(0, func)
+                recording.take_and_give(scratch, func)
 
     def sample(self, asked: int = 0, func: object = "") -> None:
         self.recording.sample(func)
