@@ -54,6 +54,7 @@ def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
     assert error.snapshot.phase == where
     assert error.snapshot.total > budget == error.budget
     assert error.snapshot.total - error.asked <= budget, "not an allocation too late"
+    assert sum(h.nbytes for h in error.everything) == error.snapshot.total
     # `caught` still holds the exception and its traceback, as a notebook does: the tensors must be gone all the same.
     model.zero_grad()
     opt.state.clear()

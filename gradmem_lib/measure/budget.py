@@ -23,15 +23,18 @@ REMEDIES = {
 class BudgetExceeded(torch.OutOfMemoryError):
     """Live bytes passed the budget. Like a card's out-of-memory error, but it says who holds what.
 
-    Attributes: ``budget`` and ``asked`` (bytes; ``what`` asked for them), ``snapshot`` (live bytes, the refused ones included)
-    and ``holders``, the five largest (``holders`` are given as all that are live, largest first).
+    Attributes: ``budget`` and ``asked`` (bytes; ``what`` asked for them), ``snapshot`` (live bytes, the refused ones included),
+    ``everything`` that is live, largest first, and ``holders``, the first five of that.
     """
 
-    def __init__(self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, holders: list[Holder]):
-        self.budget, self.asked, self.snapshot, self.holders = budget, asked, snapshot, holders[:5]
+    def __init__(
+        self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, everything: list[Holder]
+    ):
+        self.budget, self.asked, self.snapshot = budget, asked, snapshot
+        self.everything, self.holders = everything, everything[:5]
         main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
         sums: dict[tuple[str, str], int] = {}
-        for h in holders:
+        for h in everything:
             key = (h.category, ".".join(h.module.split(".")[:3]))
             sums[key] = sums.get(key, 0) + h.nbytes
         largest = sorted(sums.items(), key=lambda item: -item[1])[:5]

@@ -6,7 +6,7 @@ total that is left is the lowest peak that it can reach with them, however well 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Technique:
     """``takes``: the phases in which it can shrink a category; ``part``: only what was made in the "layers", or "outside" them."""
 
     name: str
-    takes: dict[str, tuple[str, ...]]
+    takes: Mapping[str, tuple[str, ...]]
     part: str = ""
 
 

@@ -211,11 +211,12 @@ class MemoryTracker:
             where = f" in {name_of(meter.stack[-1], meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
-        due = time.perf_counter() - self._last_frame > LIVE_FRAME_SECONDS
         # Autograd's own threads must not talk to the front end.
-        if self._plot is not None and due and threading.get_ident() == self._thread:
-            self._draw("push", self.timeline, None, self.current)
-            self._last_frame = time.perf_counter()
+        if self._plot is not None and threading.get_ident() == self._thread:
+            now = time.perf_counter()
+            if now - self._last_frame > LIVE_FRAME_SECONDS:
+                self._last_frame = now
+                self._draw("push", self.timeline, None, self.current)
 
     def _draw(self, action: str, *args) -> None:
         """A picture that fails must not stop a training run."""
