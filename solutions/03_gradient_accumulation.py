@@ -693,7 +693,8 @@ print(next(line.strip() for line in source.splitlines() if "CrossEntropyLoss()" 
 #
 # <details><summary>Hint 1: how to ask</summary>
 #
-# Call `model(**batch, num_items_in_batch=torch.tensor(n))` with two different n, and compare the losses.
+# Call `model(**batch, num_items_in_batch=torch.tensor(n))` with two different n, and compare the losses. Do it in eval
+# mode: dropout would make any two losses differ.
 #
 # </details>
 
@@ -701,8 +702,10 @@ print(next(line.strip() for line in source.splitlines() if "CrossEntropyLoss()" 
 # %%
 def mended(model, batch):
     ### BEGIN SOLUTION
+    model.eval()
     few = model(**batch, num_items_in_batch=torch.tensor(1)).loss
     many = model(**batch, num_items_in_batch=torch.tensor(1000)).loss
+    model.train()
     if few.item() == many.item():
         model.accepts_loss_kwargs = False
     return model

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib.course import lesson_05
 from gradmem_lib.course.check import get
-from gradmem_lib.course.exercises import lesson_02, lesson_03, lesson_03_updates
+from gradmem_lib.course.exercises import lesson_02, lesson_03, lesson_03_updates, lesson_05_batch
 from gradmem_lib.course.judging import PASSED, judge
 
 
@@ -60,14 +59,18 @@ def without_the_last_update(model, optimizer, batches):
 
 
 def changes_the_arguments(arguments, gpus, fits):
-    arguments.update(lesson_05.on_one_card(arguments, gpus, fits))
+    arguments.update(lesson_05_batch.on_one_card(arguments, gpus, fits))
     return arguments
 
 
 def powers_of_two(arguments, gpus, fits):
-    batch = arguments[lesson_05.TRAIN] * arguments[lesson_05.STEPS] * gpus
+    batch = arguments[lesson_05_batch.TRAIN] * arguments[lesson_05_batch.STEPS] * gpus
     micro = max(2**k for k in range(9) if 2**k <= fits and batch % 2**k == 0)
-    return arguments | {lesson_05.TRAIN: micro, lesson_05.STEPS: batch // micro, lesson_05.EVAL: micro}
+    return arguments | {
+        lesson_05_batch.TRAIN: micro,
+        lesson_05_batch.STEPS: batch // micro,
+        lesson_05_batch.EVAL: micro,
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,10 +80,10 @@ def powers_of_two(arguments, gpus, fits):
         ("2.1", of_everybody(lesson_02.momentum), "which each of them has for itself"),
         ("2.2", of_everybody(lesson_02.second_moment), "which each of them has for itself"),
         ("2.3", of_everybody(lesson_02.adam), "which each of them has for itself"),
-        ("3.3", fills_what_it_was_given, "your code changes `micro_batches`"),
+        ("3.3", fills_what_it_was_given, "your code has changed `micro_batches` in place"),
         ("3.6", never_zeroes, "a second update"),
         ("4.4", reentrant, "use_reentrant=False"),
-        ("5.1", changes_the_arguments, "your code changes `arguments`"),
+        ("5.1", changes_the_arguments, "your code has changed `arguments` in place"),
         ("5.1", powers_of_two, "entry 'per_device_train_batch_size'"),
     ],
 )
@@ -94,7 +97,7 @@ def test_a_wrong_answer_that_passed_is_told_what_is_wrong(id, answer, said):
 def test_the_answers_above_are_wrong_in_one_thing_alone():
     assert judge(get("3.6"), lesson_03_updates.clipped_update).outcome == PASSED
     assert judge(get("3.3"), lesson_03.accumulate).outcome == PASSED
-    assert judge(get("5.1"), lesson_05.on_one_card).outcome == PASSED
+    assert judge(get("5.1"), lesson_05_batch.on_one_card).outcome == PASSED
 
 
 @pytest.mark.parametrize("number", [np.int64, float, torch.tensor])
@@ -104,7 +107,7 @@ def test_a_length_may_be_any_kind_of_number(number):
 
 
 def test_the_best_length_is_the_best_of_all():
-    from gradmem_lib.course.exercises.lesson_04_schedules import best_length, kept_at_peak
+    from gradmem_lib.course.exercises.lesson_04_lengths import best_length, kept_at_peak
     from gradmem_lib.techniques.schedules import uniform_segments
 
     for n in (1, 2, 3, 5, 7, 12, 13, 31, 64):

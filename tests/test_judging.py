@@ -166,7 +166,10 @@ def test_a_wrong_answer_is_told_its_case_and_no_formula():
 
 def test_the_author_may_explain_whole_families():
     told = replace(AREA, explain=lambda got, expected: "that is negative" if got["(3, 5)"] < 0 else None)
-    assert judge(told, lambda w, h: -w * h - 1).line == "✗ 0.7 not yet: that is negative."
+    assert (
+        judge(told, lambda w, h: -w * h - 1).line
+        == "✗ 0.7 not yet: that is negative. For area(3, 5): got -16, expected 15."
+    )
     assert "expected 15" in judge(told, lambda w, h: w * h + 1).line
 
 

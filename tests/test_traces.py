@@ -62,7 +62,7 @@ def test_changing_an_input_does_not_reach_the_next_candidate():
             result += numbers.pop()
         return result
 
-    told = "✗ 0.7 not yet: your code changes `numbers`, which it was given: leave it as it was, and work on a copy."
+    told = "✗ 0.7 not yet: your code has changed `numbers` in place, which it was given: leave it as it was, and work on a copy."
     assert judge(total, pops).line == told
     assert judge(total, pops).line == told
     assert judge(replace(total, changes=("numbers",)), pops).outcome == PASSED
@@ -75,12 +75,12 @@ def test_the_reference_is_computed_before_an_answer_can_reach_what_it_is_compute
     def doubles(x):
         return x.mul_(2).sum() / 2
 
-    assert "changes `x`" in judge(total, doubles).line
+    assert "has changed `x` in place" in judge(total, doubles).line
 
     def twice_too_large(x):
         return x.mul_(2).sum()
 
-    assert "changes `x`" in judge(total, twice_too_large).line
+    assert "has changed `x` in place" in judge(total, twice_too_large).line
 
 
 def leaves_grad_off(width, height):

@@ -39,13 +39,14 @@ class Difference:
     """The first place where an answer departs from the expected one.
 
     ``path`` names the place, from the outside in. ``said`` shows the expected value, ``hinted`` keeps it back.
-    ``over`` is set when the value is right and only the byte budget is not.
+    ``over`` is set when the value is right and only the byte budget is not; ``worded`` when text differs.
     """
 
     path: tuple[Any, ...]
     said: str
     hinted: str
     over: Measured | None = None
+    worded: bool = False
 
 
 def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference | None:
@@ -60,11 +61,11 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
             found = Difference((), words, words, over=got)
         return found
 
-    got, expected = _plain(got), _plain(expected)
+    got, expected = plain(got), plain(expected)
     if _is_tensor(expected) and isinstance(got, tuple):
         got = _as_tensor(got)
     if _is_tensor(got) and isinstance(expected, tuple):
-        got = _plain(got.tolist())
+        got = plain(got.tolist())
 
     if isinstance(expected, Real) and isinstance(got, Real):
         return None if _equal_numbers(got, expected, tolerance) else _number_difference(got, expected)
@@ -74,19 +75,21 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
         return _dict_difference(got, expected, tolerance)
     if isinstance(expected, tuple) and isinstance(got, tuple):
         return _tuple_difference(got, expected, tolerance)
+    worded = False
     if isinstance(expected, str) and isinstance(got, str):
         same = got.strip().casefold() == expected.strip().casefold()
+        worded = True
     else:
         same = isinstance(expected, type(got)) and bool(got == expected)
     if same:
         return None
     shown = "None (is a `return` missing?)" if got is None else describe(got)
-    return _plain_difference(shown, describe(expected))
+    return replace(_plain_difference(shown, describe(expected)), worded=worded)
 
 
 def describe(value: Any) -> str:
     """A few words for any value: the same words on every run, so never its address."""
-    value = _plain(value)
+    value = plain(value)
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, Integral):
@@ -112,7 +115,7 @@ def describe(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The one form under which different spellings of a value are compared."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.item() if getattr(value, "ndim", 1) == 0 else _as_tensor(value)
@@ -123,6 +126,8 @@ def _plain(value: Any) -> Any:
         return tuple(value)
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
+    if isinstance(value, int) and type(value) not in (int, bool):
+        return int(value)  # a subclass may compare as it likes
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -29,9 +29,10 @@ class Exercise:
     ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)`` returns what a candidate
     does, from inputs made afresh on each call; the default is the candidate itself, for value exercises. A dict from
     ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
-    ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``. ``tolerance`` is
-    relative and holds for floats; whole numbers must be equal. ``changes`` names the arguments that an answer is asked to
-    change; all others must be left as they were, a model's mode, hooks and config among them.
+    ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``; ``raises`` are pairs of a
+    pattern for "Kind: text" of an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole
+    numbers must be equal. ``changes`` names the arguments that an answer is asked to change; all others must be left as they
+    were, a model's mode, hooks and config among them.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Exercise:
     mistakes: tuple[Mistake, ...]
     observe: Callable[[Any], Any] = lambda candidate: candidate
     explain: Callable[[Any, Any], str | None] | None = None
+    raises: tuple[tuple[str, str], ...] = ()
     tolerance: float = 1e-5
     changes: tuple[str, ...] = ()
 
@@ -57,15 +59,36 @@ class Exercise:
         return "●" * self.difficulty + "○" * (3 - self.difficulty)
 
 
-def calls(*cases: tuple) -> Callable[[Callable], dict[str, Any]]:
-    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh copies of them.
+class Unseen(str):
+    """The key of a case that is never printed, so that a table copied from messages is no answer."""
 
-    ``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and ``candidate((5,), 2)``. For arguments
-    that are not short when written out, such as models, write a function that returns a dict of named cases.
+
+@dataclass(frozen=True)
+class Calls:
+    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh copies of them."""
+
+    cases: tuple[tuple, ...]
+    unseen: tuple[tuple, ...] = ()
+
+    def __call__(self, candidate: Callable) -> dict[str, Any]:
+        return {
+            self.key(arguments): candidate(*copy.deepcopy(arguments))
+            for arguments in (*self.cases, *self.unseen)
+        }
+
+    def key(self, arguments: tuple) -> str:
+        """What names a case: its arguments, as they are written."""
+        kind = Unseen if arguments in self.unseen else str
+        return kind(f"({', '.join(map(repr, arguments))})")
+
+
+def calls(*cases: tuple, unseen: tuple[tuple, ...] = ()) -> Calls:
+    """``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and ``candidate((5,), 2)``.
+
+    Cases that are ``unseen`` are judged like the others and never printed. For arguments that are not short when written
+    out, such as models, write a function that returns a dict of named cases.
     """
-    return lambda candidate: {
-        f"({', '.join(map(repr, arguments))})": candidate(*copy.deepcopy(arguments)) for arguments in cases
-    }
+    return Calls(cases, unseen)
 
 
 def measure(run: Callable[[], Any], *, budget: int | str, model=None, optimizer=None) -> Measured:
@@ -80,3 +103,28 @@ def measure(run: Callable[[], Any], *, budget: int | str, model=None, optimizer=
     with MemoryTracker(model, optimizer, live=False) as tracker:
         value = run()
     return Measured(value, tracker.peak.total, parse_bytes(budget))
+
+
+class Seen(dict):
+    """What a candidate did, case by case; ``notes`` are for ``explain`` alone, and not compared."""
+
+    def __init__(self, cases, **notes):
+        super().__init__(cases)
+        self.notes = notes
+
+
+def outside_torch(run: Callable[[], Any]) -> int:
+    """The most bytes that Python and numpy hold at once for ``run()``, which a ``MemoryTracker`` does not see."""
+    import tracemalloc
+
+    on = tracemalloc.is_tracing()
+    if not on:
+        tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        run()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not on:
+            tracemalloc.stop()

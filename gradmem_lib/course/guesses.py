@@ -91,14 +91,14 @@ def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
     """One aligned line per row; the last is the measured value, which the others are compared with."""
     measured = rows[-1][1]
     cells = []
-    for name, value in rows:
+    for row, (name, value) in enumerate(rows, 1):
         if value is None:
             cells.append((name, "none", "", ""))
             continue
         human = format_bytes(value) if unit == "bytes" else ""
-        cells.append(
-            (name, f"{_exact(value)} {unit}", human, "" if name == "measured" else how_far(value, measured))
-        )
+        # The last one is no distance from itself, whatever it is called.
+        far = "" if row == len(rows) else how_far(value, measured)
+        cells.append((name, f"{_exact(value)} {unit}", human, far))
     wide = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = (
         f"  {name:<{wide[0]}}  {exact:>{wide[1]}}  {human:>{wide[2]}}  {far}"

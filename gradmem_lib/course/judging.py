@@ -13,14 +13,16 @@ import inspect
 import itertools
 import os
 import re
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .compare import Difference, describe, difference, over_budget
-from .exercise import Exercise
+from . import patience, recognising
+from .compare import Difference, Measured, describe, difference, over_budget
+from .exercise import Calls, Exercise, Mistake, Unseen
 from .stubs import functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
 
 PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
@@ -52,7 +54,8 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
         return wrong(
             exercise, f"this cannot be checked here, since the reference stopped too: {expected.failure.says}"
         )
-    run = _run(exercise, candidate, returns=not expected.returns_none)
+    limit = max(patience.SECONDS, 10 * expected.seconds)
+    run = _run(exercise, candidate, returns=not expected.returns_none, limit=limit)
     if run.unfinished:
         return _not_attempted(exercise)
     found = None if run.failure else difference(run.value, expected.value, exercise.tolerance)
@@ -62,15 +65,20 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
         return Verdict(PASSED, f"✓ {exercise.id} passed: {exercise.title}", candidate)
     if callable(candidate) and has_gaps(candidate, exercise.reference):
         return _not_attempted(exercise)
-    return wrong(exercise, _diagnosis(exercise, run, expected, found))
+    return wrong(exercise, _diagnosis(exercise, candidate, run, expected, found))
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception, kept as text: the exception itself would keep the tensors of its frames alive."""
+    """An exception, kept as text: the exception itself would keep the tensors of its frames alive.
 
-    key: tuple[str, str]
+    Two are the same by ``key``: kind, text, in which call, and whether in code of the candidate's own. ``hint`` is what to
+    look at, where that is known.
+    """
+
+    key: tuple[Any, ...]
     says: str
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,24 +86,26 @@ class _Run:
     """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what its last call did."""
 
     value: Any = None
-    failure: _Failure | None = None
     unfinished: bool = False
     left: str = ""
     returns_none: bool = False
+    seconds: float = 0.0
+    failure: _Failure | None = None
 
 
 class _Unfinished(BaseException):
     """The candidate returned ``...`` or ``NotImplemented``. Not an ``Exception``, so that no ``observe`` catches it."""
 
 
-def _run(exercise: Exercise, candidate: Any, *, returns: bool = True) -> _Run:
-    """``returns``: whether the candidate ought to return something."""
+def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: float = 0.0) -> _Run:
+    """``returns``: whether the candidate ought to return something; ``limit``: seconds that it gets, 0 for as many as it takes."""
     from . import traces
 
     watch = _Watch(exercise)
     subject = watch.around(candidate) if inspect.isroutine(candidate) else candidate
+    began = time.monotonic()
     try:
-        with _undisturbed():
+        with _undisturbed(), patience.stopped_after(limit) if limit else contextlib.nullcontext():
             before = traces.switches()
             value = exercise.observe(subject)
             watch.left += traces.left_switched(before)
@@ -106,9 +116,11 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True) -> _Run:
     except BaseException as error:  # SystemExit too: exit() in an answer must not end the kernel
         if is_stub_error(error, candidate):
             return _Run(unfinished=True)
-        failure = _failure(error, candidate, exercise, forgot_return=returns and watch.returns_none)
+        forgot = returns and watch.returns_none
+        failure = _failure(error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit)
         return _Run(failure=failure, left=watch.first)
-    return _Run(value, unfinished=has_ellipsis(value), left=watch.first, returns_none=watch.returns_none)
+    seconds = time.monotonic() - began
+    return _Run(value, has_ellipsis(value), watch.first, watch.returns_none, seconds)
 
 
 class _Watch:
@@ -118,6 +130,7 @@ class _Watch:
         self.exercise = exercise
         self.left: list[str] = []
         self.returns_none = False
+        self.calls = 0
 
     @property
     def first(self) -> str:
@@ -131,6 +144,7 @@ class _Watch:
             arguments = traces.arguments_of(self.exercise.reference, args, kwargs, self.exercise.changes)
             given, switches = traces.Given(arguments), traces.switches()
             del arguments
+            self.calls += 1
             result = function(*args, **kwargs)
             if has_ellipsis(result):
                 raise _Unfinished
@@ -167,24 +181,46 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _failure(error: BaseException, candidate: Any, exercise: Exercise, *, forgot_return: bool) -> _Failure:
-    kind, text = type(error).__name__, _one_line(str(error))
+def _failure(
+    error: BaseException, candidate: Any, exercise: Exercise, *, forgot_return: bool, call: int, limit: float
+) -> _Failure:
+    kind, text = type(error).__name__, _one_line(_text(error))
     line = _line_of(error, candidate)
     raised = f"{kind}: {text}" if text else kind
-    if hasattr(error, "budget") and hasattr(error, "snapshot"):
+    hint = recognising.raised(kind, _text(error), exercise.raises)
+    if isinstance(error, patience.TooLong):
+        hint, place = "", f", and is at {line}" if line else ""
+        says = f"your code was stopped after {limit:.0f} seconds{place}: is there a loop that never ends?"
+    elif hasattr(error, "budget") and hasattr(error, "snapshot"):
         says = (
             f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes it asked for "
             f"last, {error.snapshot.total:,} bytes would be live, {error.snapshot.total - error.budget:,} too many"
         )
     elif line:
-        says = f"your code raised {kind} at {line}" + (f": {text}" if text else "")
+        zeros = _zeros(error) if isinstance(error, ZeroDivisionError) else ""
+        says = f"your code raised {kind} at {line}{zeros}" + (f": {text}" if text else "")
     elif forgot_return:
-        says = f"{exercise.name} returned None: is a `return` missing?"
+        says, hint = f"{exercise.name} returned None: is a `return` missing?", ""
     elif callable(candidate):
         says = f"{exercise.name}{_signature(exercise.reference)} could not be used: {raised}"
     else:
         says = f"{describe(candidate)} could not be used: {raised}"
-    return _Failure((kind, str(error)), says)
+    return _Failure((kind, _text(error), call, bool(line)), says, hint)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception whose own text raises
+        return ""
+
+
+def _zeros(error: BaseException) -> str:
+    """ ", where t is 0": the names that are 0 where a division by zero was raised."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    used = frame.f_code.co_varnames
+    zeros = [name for name in used if type(value := frame.f_locals.get(name)) in (int, float) and value == 0]
+    return f", where {' and '.join(zeros[:3])} {'is' if len(zeros) == 1 else 'are'} 0" if zeros else ""
 
 
 def _line_of(error: BaseException, candidate: Any) -> str:
@@ -226,6 +262,9 @@ def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
     if not callable(reference):
         asked = f"the answer is a value, and you gave a function: write check({exercise.id!r}, value)"
         return asked if inspect.isroutine(candidate) else ""
+    if isinstance(reference, type) and inspect.isroutine(candidate):
+        what = f"a function, {getattr(candidate, '__name__', name)}{_signature(candidate)}"
+        return f"expected the class {name} with methods that you wrote, and got {what}: hand over the class itself"
     asked = f"expected {'the class' if isinstance(reference, type) else 'a function'} {name}{_signature(reference)}"
     if not callable(candidate):
         return f"{asked}, and got {describe(candidate)}: hand over {name} itself, without calling it"
@@ -256,22 +295,69 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
     return True
 
 
-def _diagnosis(exercise: Exercise, run: _Run, expected: _Run, found: Difference | None) -> str:
-    """The sentence for a wrong answer: a known mistake's, the author's explanation, or where it first differs."""
+def _diagnosis(
+    exercise: Exercise, candidate: Any, run: _Run, expected: _Run, found: Difference | None
+) -> str:
+    """The sentence for a wrong answer: a known mistake's, what it does as far as that can be read off, or where it differs."""
+    known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
     over = over_budget(found.over) if found and found.over else ""
-    for mistake in exercise.mistakes:
-        known = _run(exercise, mistake.function)
-        if _same_outcome(run, known, exercise.tolerance):
-            return f"{mistake.says} {over}".strip()
+    for says, theirs in known:
+        if _same_outcome(run, theirs, exercise.tolerance):
+            return f"{says} {over}".strip()
     if run.left:
         return run.left
     if run.failure:
-        return run.failure.says
-    if exercise.explain and (says := exercise.explain(run.value, expected.value)):
-        return f"{says} {over}".strip()
+        says = run.failure.says
+        return f"{run.failure.hint} {says[0].upper()}{says[1:]}" if run.failure.hint else says
+    place = _place(exercise, found)
+    if says := _recognised(exercise, candidate, run, expected, known):
+        where = over or _over(run.value) or _case(exercise, found)
+        return f"{says if says.endswith('.') else says + '.'} {where}".strip()
     if over:
-        return f"{_place(exercise, found)}the numbers are right, the bytes are too many. {over}"
-    return _place(exercise, found) + (found.said if callable(exercise.reference) else found.hinted)
+        return f"{place}the numbers are right, the bytes are too many. {over}"
+    if not callable(exercise.reference):
+        return place + found.hinted
+    right = recognising.so_far(run.value, expected.value, exercise.tolerance, exercise.name)
+    return f"{right}; {place}{_said(found)}" if right and place else place + _said(found)
+
+
+def _over(value: Any) -> str:
+    """Peak and budget, where a part of what was observed goes over one."""
+    found = (leaf for _, leaf in recognising.leaves(value) if isinstance(leaf, Measured) and leaf.over)
+    return next(map(over_budget, found), "")
+
+
+def _recognised(
+    exercise: Exercise, candidate: Any, run: _Run, expected: _Run, known: list[tuple[str, _Run]]
+) -> str:
+    """What the numbers of a wrong answer say of it, if they say anything."""
+    got, wanted, tolerance = run.value, expected.value, exercise.tolerance
+    says = _explained(exercise, got, wanted)
+    values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
+    says = says or recognising.most_alike(got, wanted, values, tolerance)
+    if says or not callable(exercise.reference):
+        return says
+    says = recognising.fact(got, wanted, tolerance)
+    if not says and isinstance(exercise.observe, Calls) and callable(candidate):
+        names = list(inspect.signature(exercise.reference).parameters)
+        with _undisturbed(), patience.stopped_after(patience.SECONDS):
+            says = recognising.effect(exercise.observe, names, candidate, exercise.reference)
+    return says
+
+
+def _explained(exercise: Exercise, got: Any, expected: Any) -> str:
+    """The author's sentence, which is not asked for more than it knows: what an answer returns may be of any kind."""
+    with _undisturbed(), contextlib.suppress(Exception):
+        return (exercise.explain and exercise.explain(got, expected)) or ""
+    return ""
+
+
+def _known(exercise: Exercise, mistake: Mistake) -> _Run:
+    """What a known mistake does, found out once."""
+    cache = vars(exercise).setdefault("_known", {})
+    if mistake.name not in cache:
+        cache[mistake.name] = _run(exercise, mistake.function)
+    return cache[mistake.name]
 
 
 def _same_outcome(one: _Run, other: _Run, tolerance: float) -> bool:
@@ -280,11 +366,25 @@ def _same_outcome(one: _Run, other: _Run, tolerance: float) -> bool:
     return difference(one.value, other.value, tolerance) is None
 
 
+def _said(found: Difference) -> str:
+    return found.hinted if any(isinstance(step, Unseen) for step in found.path) else found.said
+
+
+def _case(exercise: Exercise, found: Difference) -> str:
+    """ "For two layers, entry 'loss': got 3, expected 2.", to follow a sentence; empty where the case is a word of ours."""
+    place = _place(exercise, found)
+    if not place or found.worded:
+        return ""
+    return f"{place[0].upper()}{place[1:]}{_said(found)}"
+
+
 def _place(exercise: Exercise, found: Difference) -> str:
     """ "for tensor_bytes((2, 3), 4): " or "for two layers, entry 'gradients': "; empty for a plain value."""
     if not found.path:
         return ""
     case, *rest = found.path if callable(exercise.reference) else ("", *found.path)
+    if isinstance(case, Unseen):
+        case = "another case, which is not shown"
     case = f"{exercise.name}{case}" if str(case).startswith("(") else case
     words = [str(case)] if case != "" else []
     for step in rest:

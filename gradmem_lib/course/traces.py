@@ -28,8 +28,16 @@ class Given:
             after = _look(value)
             if isinstance(value, nn.Module):
                 yield from (f"your code leaves `{name}` with {what}" for what in _switched(before, after))
+            elif isinstance(value, torch.optim.Optimizer):
+                if changed := [
+                    key
+                    for was, now in zip(before, after, strict=False)
+                    for key in was
+                    if was[key] != now.get(key)
+                ]:
+                    yield f"your code leaves `{name}` with another {changed[0]} than before: put it back"
             elif before != after:
-                yield f"your code changes `{name}`, which it was given: leave it as it was, and work on a copy"
+                yield f"your code has changed `{name}` in place, which it was given: leave it as it was, and work on a copy"
 
 
 def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
@@ -43,6 +51,10 @@ def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[
 
 def _look(value: Any) -> Any:
     """Something that compares equal as long as ``value`` is as it was; ``None`` for what is not looked at."""
+    if isinstance(value, torch.optim.Optimizer):
+        return [
+            {name: _data(v) for name, v in group.items() if name != "params"} for group in value.param_groups
+        ]
     return _switches_of(value) if isinstance(value, nn.Module) else _data(value)
 
 
@@ -122,7 +134,8 @@ def left_switched(before: dict[str, Any]) -> Iterator[str]:
             continue
         how = {"gradients": "off" if value else "on", "autocast": "on"}.get(name, "changed")
         how = f"at {now[name]}" if name.startswith("the ") else how
-        yield f"your code leaves {name} {how}, for all that runs after it: put it back, best by a `with` block"
+        stays = " (torch.set_grad_enabled stays until it is called again)" if how == "off" else ""
+        yield f"your code leaves {name} {how}, for all that runs after it: put it back, best by a `with` block{stays}"
 
 
 def put_back(before: dict[str, Any]) -> None:

@@ -25,10 +25,6 @@ def _sum_of_sides(shape, bytes_per_element):
     return sum(shape) * bytes_per_element
 
 
-def _always_float32(shape, bytes_per_element):
-    return math.prod(shape) * 4
-
-
 def _product_from_zero(shape, bytes_per_element):
     total = 0
     for side in shape:
@@ -44,6 +40,15 @@ def _two_sides(shape, bytes_per_element):
     return shape[0] * shape[1] * bytes_per_element
 
 
+def _explain(got, expected):
+    wrong = [case for case in expected if got[case] != expected[case]]
+    if wrong == ["((0, 5), 4)"]:
+        return "a side of 0 leaves no elements: a tensor of shape (0, 5) takes no bytes."
+    if wrong == ["((), 4)"]:
+        return "the empty shape () is one number, and takes the bytes of one."
+    return None
+
+
 EXERCISES = (
     Exercise(
         id="0.1",
@@ -53,7 +58,17 @@ EXERCISES = (
         trains="turning a shape and a dtype into bytes",
         reference=tensor_bytes,
         # The empty shape is a single number, and a side of 0 leaves no elements at all.
-        observe=calls(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
+        observe=calls(
+            *(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
+            unseen=(((5, 3, 7, 2), 8), ((6, 1), 1)),
+        ),
+        explain=_explain,
+        raises=(
+            (
+                "IndexError",
+                "a shape may have any number of sides, none, one or three: go through all of them.",
+            ),
+        ),
         mistakes=(
             Mistake(
                 "bits",
@@ -71,14 +86,9 @@ EXERCISES = (
                 "this adds the sides of the shape: a 2 × 3 tensor has 6 elements, not 5.",
             ),
             Mistake(
-                "always float32",
-                _always_float32,
-                "this takes 4 bytes for every element: use bytes_per_element, which is 2 for bfloat16.",
-            ),
-            Mistake(
                 "a product that starts at 0",
                 _product_from_zero,
-                "this multiplies up from 0, so the product stays 0: start from 1.",
+                "this is always 0: a product that starts at 0 stays 0, so start from 1.",
             ),
             Mistake(
                 "two sides",

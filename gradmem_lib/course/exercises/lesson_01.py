@@ -1,15 +1,15 @@
-"""Lesson 01's exercises: count what stays, what autograd saves, what the logits need, and fit a step into a budget."""
+"""Lesson 01's exercises on models: count what stays, what autograd saves, and fit a step into a budget."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..exercise import Exercise, Mistake, calls, measure
+from ..exercise import Exercise, Mistake, measure
+from ..recognising import shares
 from .settings import flat, train_setting
 
 
@@ -48,16 +48,44 @@ class _Tied(nn.Module):
         self.head.weight = self.table.weight
 
 
-def _observe_resident(candidate):
+def _models() -> dict[str, nn.Module]:
     frozen = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     frozen[0].requires_grad_(False)
-    models = {
+    two = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(torch.bfloat16)
+    two[1].float()
+    return {
         "a float32 MLP": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
         "a bf16 MLP": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(torch.bfloat16),
         "a model with a tied table": _Tied(),
         "an MLP whose first layer is frozen": frozen,
+        "a bf16 MLP whose norm has another dtype, float32": two,
     }
-    return {name: candidate(model) for name, model in models.items()}
+
+
+def _observe_resident(candidate):
+    return {name: candidate(model) for name, model in _models().items()}
+
+
+def _explain_resident(got, expected):
+    def off(entry):
+        return {case: got[case][entry] - expected[case][entry] for case in expected}
+
+    try:
+        wrong = {entry: off(entry) for entry in ("parameters", "gradients", "optimizer")}
+        tensors = {
+            case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()
+        }
+    except (TypeError, KeyError, ValueError):
+        return None
+    before = list(expected)[:-1]
+    if not any(difference[case] for difference in wrong.values() for case in before):
+        return "each parameter has a dtype of its own, and a model may have several: ask each for its element_size()."
+    if any(wrong["parameters"].values()):
+        return None
+    counters = None if any(wrong["gradients"].values()) else shares(wrong["optimizer"], tensors)
+    if counters:
+        return f"the moments are right; a step counter comes out at {4 + counters[0]:g} bytes, and is one float32 a tensor: 4."
+    return None
 
 
 def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
@@ -105,57 +133,40 @@ class _FirstColumnSquared(nn.Module):
         return x[:, :1] * x[:, :1]
 
 
-def _observe_saved(candidate):
+def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     five = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     sliced = nn.Sequential(nn.Linear(4, 8), _FirstColumnSquared())
     wide = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(torch.bfloat16)
     return {
-        "five modules": candidate(five, torch.randn(1, 2)),
-        "a slice of a large tensor": candidate(sliced, torch.randn(6, 4)),
-        "a bf16 MLP": candidate(wide, torch.randn(32, 16, dtype=torch.bfloat16)),
+        "five modules": (five, torch.randn(1, 2)),
+        "a slice of a large tensor": (sliced, torch.randn(6, 4)),
+        "a bf16 MLP": (wide, torch.randn(32, 16, dtype=torch.bfloat16)),
     }
 
 
-def eager_surplus(batch: int, seq_len: int, heads: int) -> int:
-    """Bytes that eager attention saves above fused attention, in one float32 block."""
-    softmax = 4 * batch * heads * seq_len * seq_len
-    log_sum_exp = 4 * batch * heads * seq_len
-    return softmax - log_sum_exp
+def _observe_saved(candidate):
+    return {name: candidate(model, x) for name, (model, x) in _saving().items()}
 
 
-def logits_spike(batch: int, seq_len: int, vocab: int) -> int:
-    """Bytes around the loss when its backward begins, for a model of any precision: three float32 tensors."""
-    return 3 * 4 * batch * seq_len * vocab
-
-
-def bytes_per_parameter(recipe: str) -> int:
-    """Bytes that training with AdamW keeps for each parameter: weight, gradient, both moments, master copy."""
-    return {
-        "float32": 4 + 4 + 8,
-        "bf16": 2 + 2 + 4,
-        "autocast-bf16": 4 + 4 + 8,
-        "float32-master": 2 + 2 + 4 + 8,
-    }[recipe]
-
-
-_RECIPES = ("float32", "bf16", "autocast-bf16", "float32-master")
-# As the exercise called them at first.
-_BEFORE = {"autocast-bf16": "autocast", "float32-master": "float32 master"}
-
-
-def _asked(answer, recipe: str):
-    """What ``answer`` says of ``recipe``. One that was written for the names of before is asked by those."""
-    try:
-        return answer(recipe)
-    except KeyError as error:
-        with suppress(KeyError):
-            return answer(_BEFORE[recipe])
-        raise error
-
-
-def _recipe(**wrong):
-    right = {recipe: bytes_per_parameter(recipe) for recipe in _RECIPES}
-    return lambda recipe: {**right, **{name.replace("_", "-"): n for name, n in wrong.items()}}[recipe]
+def _explain_saved(got, expected):
+    off = {case: got[case] - right for case, right in expected.items() if isinstance(got[case], (int, float))}
+    given = _saving()
+    for what, size, says in (
+        (
+            "input",
+            {case: x.nbytes for case, (_, x) in given.items()},
+            "the first layer saves it, for its weight's gradient.",
+        ),
+        (
+            "output",
+            {case: model(x).nbytes for case, (model, x) in given.items()},
+            "a last Linear's backward does not need it.",
+        ),
+    ):
+        factor = shares(off, size) if len(off) == len(size) else None
+        if factor:
+            return f"the model's {what} is {'left out' if factor[0] < 0 else 'counted too'}: {says}"
+    return None
 
 
 def train(model, optimizer, batches) -> list[float]:
@@ -196,9 +207,10 @@ def _trains(*, keeps=None, steps=True, set_to_none=True, **backward):
 
 @cache
 def train_budget() -> int:
-    """Bytes that the three steps of exercise 1.6 need at least: the peak of a loop that keeps nothing."""
+    """Bytes that the three steps of exercise 1.6 need, in whole KiB: the peak of a loop that keeps nothing but numbers."""
     model, optimizer, batches = train_setting()
-    return measure(lambda: train(model, optimizer, batches), budget=1, model=model, optimizer=optimizer).peak
+    peak = measure(lambda: train(model, optimizer, batches), budget=1, model=model, optimizer=optimizer).peak
+    return -(-peak // 1024) * 1024  # room for losses that are kept as detached tensors
 
 
 def _observe_train(candidate):
@@ -229,11 +241,12 @@ EXERCISES = (
         trains="adding up parameters, gradients and AdamW's states",
         reference=resident_bytes,
         observe=_observe_resident,
+        explain=_explain_resident,
         mistakes=(
             Mistake("one moment", lambda model: _resident(*_split(model), moments=1),
                     "this counts one moment: Adam keeps two for every parameter."),
             Mistake("float32 moments", lambda model: _resident(*_split(model), moment_bytes=4),
-                    "this takes 4 bytes for every moment: PyTorch keeps them in the parameter's own dtype, 2 bytes in bf16."),
+                    "for a bf16 MLP, entry 'optimizer' is 4 bytes a number too large: PyTorch keeps two moments in the parameter's own dtype, 2 bytes each in bf16, and no float32 copy."),
             Mistake("frozen parameters", lambda model: _resident(*_split(model, frozen_too=True)),
                     "this gives frozen parameters a gradient and moments: they have neither."),
             Mistake("tied twice", lambda model: _resident(*_split(model, duplicates=True)),
@@ -249,6 +262,7 @@ EXERCISES = (
         trains="saved-tensor hooks, and thinking in storages rather than tensors",
         reference=saved_bytes,
         observe=_observe_saved,
+        explain=_explain_saved,
         mistakes=(
             Mistake("every time", _saves(each=True),
                     "this counts a storage as often as it is saved: a ReLU and the Linear after it save the same one."),
@@ -259,64 +273,6 @@ EXERCISES = (
             Mistake("elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), "this counts elements, not bytes."),
             Mistake("outputs of layers", _outputs_of_layers,
                     "this adds up the layers' outputs: what is saved is what backward needs, which is something else."),
-        ),
-    ),
-    Exercise(
-        id="1.3", title="what eager attention saves on top", difficulty=2, minutes=5,
-        trains="the one term that grows with the square of the sequence",
-        reference=eager_surplus,
-        observe=calls((1, 128, 4), (2, 256, 8), (8, 64, 3)),
-        mistakes=(
-            Mistake("one head", lambda batch, seq_len, heads: 4 * batch * seq_len * (seq_len - 1),
-                    "this counts one head: every head has scores of its own."),
-            Mistake("one sequence", lambda batch, seq_len, heads: 4 * heads * seq_len * (seq_len - 1),
-                    "this counts one sequence: every sequence of the batch has scores of its own."),
-            Mistake("log-sum-exp forgotten", lambda batch, seq_len, heads: 4 * batch * heads * seq_len**2,
-                    "almost: fused attention saves something instead, one float32 (the log-sum-exp) a row of scores."),
-            Mistake("lower triangle", lambda batch, seq_len, heads: 2 * batch * heads * seq_len * (seq_len + 1),
-                    "this counts the lower triangle: a causal mask fills the rest with zeros, and zeros take bytes too."),
-            Mistake("half precision", lambda batch, seq_len, heads: 2 * batch * heads * seq_len * (seq_len - 1),
-                    "this takes 2 bytes a number: the block is in float32."),
-            Mistake("not squared", lambda batch, seq_len, heads: 4 * batch * heads * seq_len,
-                    "this grows with the sequence: the scores grow with its square."),
-        ),
-    ),
-    Exercise(
-        id="1.4", title="the logits spike", difficulty=2, minutes=5,
-        trains="seeing the loss as the largest layer of a small model",
-        reference=logits_spike,
-        observe=calls((1, 128, 49152), (4, 256, 8192), (2, 32, 1000)),
-        mistakes=(
-            Mistake("once", lambda batch, seq_len, vocab: 4 * batch * seq_len * vocab,
-                    "this counts one tensor: the loss's backward holds three of that shape at once."),
-            Mistake("without the last gradient", lambda batch, seq_len, vocab: 8 * batch * seq_len * vocab,
-                    "this counts two tensors: the saved log-softmax, its gradient, and the gradient of the logits make three."),
-            Mistake("bf16", lambda batch, seq_len, vocab: 6 * batch * seq_len * vocab,
-                    "this takes 2 bytes a number: the loss is computed in float32, whatever the model's precision."),
-            Mistake("shifted", lambda batch, seq_len, vocab: 12 * batch * (seq_len - 1) * vocab,
-                    "this leaves out the last position: transformers shifts the labels, and the logits keep their length."),
-            Mistake("without the batch", lambda batch, seq_len, vocab: 12 * seq_len * vocab,
-                    "this counts one sequence: multiply by the batch."),
-        ),
-    ),
-    Exercise(
-        id="1.5", title="bytes per parameter, by recipe", difficulty=1, minutes=5,
-        trains="telling precision recipes apart by what they keep",
-        reference=bytes_per_parameter,
-        observe=lambda answer: {f"({recipe!r})": _asked(answer, recipe) for recipe in _RECIPES},
-        mistakes=(
-            Mistake("float32 moments in bf16", _recipe(bf16=12),
-                    "the bf16 recipe comes out at 12: PyTorch's moments follow the parameters' dtype, so they are bf16 too."),
-            Mistake("autocast halves", _recipe(autocast_bf16=8),
-                    "autocast-bf16 comes out at 8: it casts on the way, and keeps weights, gradients and moments in float32."),
-            Mistake("autocast keeps both", _recipe(autocast_bf16=18),
-                    "autocast-bf16 comes out at 18: its bf16 copies live only while the forward and backward pass run."),
-            Mistake("twelve beside a master", _recipe(float32_master=12),
-                    "the master recipe comes out at 12: it keeps a float32 copy of the weights (4) and both moments in float32 (8)."),
-            Mistake("one moment", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=12),
-                    "this counts one moment: Adam keeps two."),
-            Mistake("no gradients", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=14),
-                    "the gradient is missing: it is as large as the weight."),
         ),
     ),
     Exercise(

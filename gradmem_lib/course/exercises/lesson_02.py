@@ -13,49 +13,8 @@ import torch
 from torch import Tensor
 
 from ..compare import difference
-from ..exercise import Exercise, Mistake, calls, measure
-
-BESIDE = "a second parameter"
-START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
-
-
-def _rule(*cases: dict, steps: int = 5):
-    """An ``observe``: where a parameter is after a few steps, alone and with another beside it, and its gradient."""
-
-    def walk(rule, case: dict, beside: bool):
-        p, second, state, of_second = START.clone(), START.flip(0), {}, {}
-        for step in range(1, steps + 1):
-            before = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * (1.5 - step % 3)
-            grad = before.clone()
-            with torch.no_grad():
-                rule(p, grad, state, *case.values())
-                if beside:
-                    rule(second, before.roll(1), of_second, *case.values())
-            if step in (1, steps):
-                second_too = {BESIDE: second.clone()} if beside else {}
-                yield step, {"p": p.clone(), "grad": grad, "grad before": before, **second_too}
-
-    def observe(rule) -> dict:
-        seen = {}
-        for case in cases:
-            settings = ", ".join(f"{name}={value}" for name, value in case.items())
-            seen |= {f"step {step} with {settings}": found for step, found in walk(rule, case, False)}
-            seen[f"{BESIDE} with {settings}"] = dict(walk(rule, case, True))[steps]
-        return seen
-
-    return observe
-
-
-def _explain(got, expected):
-    first = next(iter(got.values()))
-    if not torch.equal(first["grad"], first["grad before"]):
-        return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
-    if torch.equal(first["p"], START):
-        return _LOST
-    alone = [case for case in got if not case.startswith(BESIDE)]
-    if difference([got[case] for case in alone], [expected[case] for case in alone]) is None:
-        return "one parameter alone goes right, two in turn do not: remember in `state`, which each of them has for itself."
-    return None
+from ..exercise import Exercise, Mistake, calls, measure, outside_torch
+from . import rules
 
 
 def momentum(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float) -> None:
@@ -67,19 +26,6 @@ def momentum(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float) -> No
     p.sub_(lr * m)
 
 
-def _momentum(p, grad, state, lr, beta, *, wrong):
-    if not state or wrong == "re-created":
-        state["m"] = torch.zeros_like(p)
-    m = state["m"]
-    if wrong == "swapped":
-        beta = 1 - beta
-    m.mul_(beta).add_(grad, alpha=1.0 if wrong == "sum" else 1 - beta)
-    if wrong == "uphill":
-        p.add_(lr * m)
-    else:
-        p.sub_(lr * (grad if wrong == "by the gradient" else m))
-
-
 def second_moment(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float, eps: float) -> None:
     """Move ``p`` against the gradient, divided by the root of v, the moving average of its square."""
     if not state:
@@ -87,17 +33,6 @@ def second_moment(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float, 
     v = state["v"]
     v.mul_(beta).add_(grad * grad, alpha=1 - beta)
     p.sub_(lr * grad / (v.sqrt() + eps))
-
-
-def _second_moment(p, grad, state, lr, beta, eps, *, wrong):
-    if not state or wrong == "re-created":
-        state["v"] = torch.zeros_like(p)
-    v = state["v"]
-    old = v.clone()
-    square = grad if wrong == "not squared" else grad * grad
-    v.mul_(beta).add_(square, alpha=1.0 if wrong == "sum" else 1 - beta)
-    divisor = {"eps inside": (v + eps).sqrt(), "no root": v + eps, "old v": old.sqrt() + eps}
-    p.sub_(lr * grad / divisor.get(wrong, v.sqrt() + eps))
 
 
 def adam(p: Tensor, grad: Tensor, state: dict, lr: float, beta1: float, beta2: float, eps: float) -> None:
@@ -119,35 +54,33 @@ def adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, weight_de
     adam(p, grad, state, lr, beta1, beta2, eps)
 
 
-def _adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
-    """Adam, or AdamW, with one thing wrong."""
-    if wrong == "decay in the gradient":
-        grad = grad + weight_decay * p
-    elif wrong == "decay without lr":
-        p.mul_(1 - weight_decay)
-    elif wrong == "decay grows":
-        p.mul_(1 + lr * weight_decay)
-    elif wrong not in ("decay afterwards", "no decay"):
-        p.mul_(1 - lr * weight_decay)
-    if not state:
-        state["t"] = 0
-    if "m" not in state or wrong == "re-created":
-        state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
-    t = 1 if wrong == "t stays 1" else state["t"] + (wrong != "t from 0")
-    state["t"] += 1
-    m, v = state["m"], state["v"]
-    m.mul_(beta1).add_(grad, alpha=1 - beta1)
-    v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
-    m_hat = m if wrong == "no correction" else m / (1 - beta1**t)
-    v_hat = v if wrong in ("no correction", "v not corrected") else v / (1 - beta2**t)
-    p.sub_(lr * m_hat / ((v_hat + eps).sqrt() if wrong == "eps inside" else v_hat.sqrt() + eps))
-    if wrong == "decay afterwards":
-        p.mul_(1 - lr * weight_decay)
-
-
 def half_gap(x: float) -> float:
     """Half the distance from ``x`` to the next larger bf16 number: anything smaller, added to x, changes nothing."""
     return 2.0 ** (floor(log2(x)) - 8)
+
+
+def _explain_gap(got, expected):
+    ratios = {
+        float(case.strip("(),")): got[case] / right
+        for case, right in expected.items()
+        if isinstance(got[case], (int, float))
+    }
+    wrong = {x: ratio for x, ratio in ratios.items() if ratio != 1}
+    if len(ratios) < len(expected) or not wrong:
+        return None
+    if wrong.keys() == {x for x in ratios if x != 0.5 and not 1 <= x < 2}:
+        return "right at 0.5 and from 1 to 2, and wrong wherever else: the gap must follow x."
+    below = {x: ratio for x, ratio in ratios.items() if x < 1 and x != 2.0 ** round(log2(x))}
+    if set(wrong.values()) == {2.0} and wrong.keys() == below.keys():
+        return "below 1 it comes out twice as large: log2 is negative there, and int() rounds towards zero, where floor() goes down."
+    nearer_up = {x for x in ratios if log2(x) % 1 > 0.5}
+    if set(wrong.values()) == {2.0} and wrong.keys() == nearer_up:
+        return "the exponent is rounded to the nearest whole number: it must be rounded down, by floor()."
+    bits = -log2(ratios[1.0]) if ratios[1.0] > 0 else 0
+    if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
+        name = "float16, which has 10" if bits < 5 else "float32, which has 23"
+        return f"every gap comes out {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+    return None
 
 
 def frugal_adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, weight_decay) -> None:
@@ -208,26 +141,47 @@ def step_budget() -> int:
 
 
 def _observe_frugal(candidate):
-    return measure(lambda: three_steps(candidate), budget=step_budget())
+    measured = measure(lambda: three_steps(candidate), budget=step_budget())
+    beside = _ADAMW(candidate)
+    held = outside_torch(lambda: three_steps(candidate))
+    too_many = held if held > 4 * prod(SIZES[0]) else 0
+    return beside | {"three steps": measured, "arrays that are no tensors": {"bytes": too_many}}
 
 
 def _explain_frugal(got, expected):
     unmoved = three_steps(lambda p, *_: None)
-    if all(torch.equal(got.value[name], unmoved[name]) for name in unmoved if name.startswith("parameter")):
-        return _LOST
-    more, rest = divmod(got.over, 4 * prod(SIZES[0]))
-    if more and rest < 1024 and difference(got.value, expected.value) is None:  # scalars and counters
-        return f"{more + 1} temporaries as large as p at once, where one is enough: {_COPIES}"
-    return None
+    measured, right = got["three steps"], expected["three steps"]
+    if all(
+        torch.equal(measured.value[name], unmoved[name]) for name in unmoved if name.startswith("parameter")
+    ):
+        return rules.LOST
+    if not got["arrays that are no tensors"]["bytes"]:
+        more, rest = divmod(measured.over, 4 * prod(SIZES[0]))
+        if more and rest < 1024 and difference(measured.value, right.value) is None:  # scalars and counters
+            return f"{more + 1} temporaries as large as p at once, where one is enough: {_COPIES}"
+    elif difference(measured.value, right.value) is None:
+        return "temporaries of numpy are temporaries too, and take bytes that no tracker of torch sees: stay with torch, in place."
+    return rules.read_off(_ADAMW, rules.adam, rules.ADAMW)(got, expected)
 
 
-_LOST = "p is where it was: `p = p - …` makes a new tensor and lets the parameter go; change it in place, as p.sub_(…) does."
 _AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
 _EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by far too much."
 _NOT_SQUARED = "v averages the gradient itself: it must average its square, or signs cancel and the root of a negative is nan."
 _ROOT = "the root is missing: v has the size of a squared gradient, and sqrt(v) that of a gradient."
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
 _COPIES = "`/`, `*` and `+` make a new tensor beside those they read, and a name keeps it alive; div_, mul_ and add_ do not."
+
+
+_MOMENTUM = rules.watched({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6})
+_SECOND_MOMENT = rules.watched({"lr": 0.1, "beta": 0.9, "eps": 1e-8}, {"lr": 0.02, "beta": 0.99, "eps": 0.1})
+_ADAM = rules.watched(
+    {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1},
+)
+_ADAMW = rules.watched(
+    {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.5},
+    {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1},
+)
 
 
 def _wrong(rule, wrong: str, says: str) -> Mistake:
@@ -239,75 +193,71 @@ EXERCISES = (
         id="2.1", title="momentum", difficulty=1, minutes=4,
         trains="a moving average, and changing a tensor in place",
         reference=momentum,
-        observe=_rule({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6}),
+        observe=_MOMENTUM,
         changes=("p", "state", "grad"),
-        explain=_explain,
+        explain=rules.read_off(_MOMENTUM, rules.momentum, rules.MOMENTUM),
         mistakes=(
-            _wrong(_momentum, "sum", "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it."),
-            _wrong(_momentum, "swapped", "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient."),
-            _wrong(_momentum, "re-created", _AGAIN),
-            _wrong(_momentum, "by the gradient", "m is kept and not used: the step goes along m, not along the gradient."),
-            _wrong(_momentum, "uphill", "this walks uphill: subtract lr * m."),
+            _wrong(rules.momentum, "sum", "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it."),
+            _wrong(rules.momentum, "swapped", "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient."),
+            _wrong(rules.momentum, "re-created", _AGAIN),
+            _wrong(rules.momentum, "by the gradient", "m is kept and not used: the step goes along m, not along the gradient."),
+            _wrong(rules.momentum, "uphill", "this walks uphill: subtract lr * m."),
         ),
     ),
     Exercise(
         id="2.2", title="the second moment", difficulty=1, minutes=4,
         trains="one step size for every number of a parameter",
         reference=second_moment,
-        observe=_rule({"lr": 0.1, "beta": 0.9, "eps": 1e-8}, {"lr": 0.02, "beta": 0.99, "eps": 0.1}),
+        observe=_SECOND_MOMENT,
         changes=("p", "state", "grad"),
-        explain=_explain,
+        explain=rules.read_off(_SECOND_MOMENT, rules.second_moment, rules.SECOND_MOMENT),
         mistakes=(
-            _wrong(_second_moment, "not squared", _NOT_SQUARED),
-            _wrong(_second_moment, "no root", _ROOT),
-            _wrong(_second_moment, "eps inside", _EPS_INSIDE),
-            _wrong(_second_moment, "old v", "this divides by the v of the step before: take the new gradient in first."),
-            _wrong(_second_moment, "sum", "this adds the whole square: v is an average, which takes 1 - beta of it."),
-            _wrong(_second_moment, "re-created", _AGAIN),
+            _wrong(rules.second_moment, "not squared", _NOT_SQUARED),
+            _wrong(rules.second_moment, "no root", _ROOT),
+            _wrong(rules.second_moment, "eps inside", _EPS_INSIDE),
+            _wrong(rules.second_moment, "old v", "this divides by the v of the step before: take the new gradient in first."),
+            _wrong(rules.second_moment, "sum", "this adds the whole square: v is an average, which takes 1 - beta of it."),
+            _wrong(rules.second_moment, "re-created", _AGAIN),
         ),
     ),
     Exercise(
         id="2.3", title="Adam", difficulty=2, minutes=6,
         trains="both moments together, and the bias correction",
         reference=adam,
-        observe=_rule(
-            {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}, {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1}
-        ),
+        observe=_ADAM,
         changes=("p", "state", "grad"),
-        explain=_explain,
+        explain=rules.read_off(_ADAM, rules.adam, rules.ADAM),
         mistakes=(
-            _wrong(_adam, "no correction", "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up."),
-            _wrong(_adam, "v not corrected", "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more."),
-            _wrong(_adam, "t from 0", _T),
-            _wrong(_adam, "t stays 1", "t is 1 in every step: keep it in `state` and count on."),
-            _wrong(_adam, "eps inside", _EPS_INSIDE),
-            _wrong(_adam, "re-created", "m and v start from zero in every step: make them once, when `state` is empty."),
+            _wrong(rules.adam, "no correction", "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up."),
+            _wrong(rules.adam, "v not corrected", "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more."),
+            _wrong(rules.adam, "t from 0", _T),
+            _wrong(rules.adam, "t stays 1", "t is 1 in every step: keep it in `state` and count on."),
+            _wrong(rules.adam, "eps inside", _EPS_INSIDE),
+            _wrong(rules.adam, "re-created", "m and v start from zero in every step: make them once, when `state` is empty."),
         ),
     ),
     Exercise(
         id="2.4", title="AdamW", difficulty=2, minutes=4,
         trains="decoupled weight decay: where the W goes",
         reference=adamw,
-        observe=_rule(
-            {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.5},
-            {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1},
-        ),
+        observe=_ADAMW,
         changes=("p", "state", "grad"),
-        explain=_explain,
+        explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW),
         mistakes=(
-            _wrong(_adam, "decay in the gradient", "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself."),
-            _wrong(_adam, "decay without lr", "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay."),
-            _wrong(_adam, "decay grows", "the sign is wrong: this makes p larger."),
-            _wrong(_adam, "decay afterwards", "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam."),
-            _wrong(_adam, "no decay", "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay)."),
-            _wrong(_adam, "no correction", "this is AdamW without bias correction."),
+            _wrong(rules.adam, "decay in the gradient", "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself."),
+            _wrong(rules.adam, "decay without lr", "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay."),
+            _wrong(rules.adam, "decay grows", "the sign is wrong: this makes p larger."),
+            _wrong(rules.adam, "decay afterwards", "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam."),
+            _wrong(rules.adam, "no decay", "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay)."),
+            _wrong(rules.adam, "no correction", "this is AdamW without bias correction."),
         ),
     ),
     Exercise(
         id="2.5", title="the gaps between bf16 numbers", difficulty=2, minutes=5,
         trains="reading a float format: which additions change nothing",
         reference=half_gap,
-        observe=calls((1.0,), (0.5,), (3.0,), (100.0,), (0.01,), (1.99,)),
+        explain=_explain_gap,
+        observe=calls((1.0,), (0.5,), (3.0,), (100.0,), (0.0125732421875,), (1.9921875,), unseen=((0.0001678466796875,), (7.5,), (3008.0,))),
         mistakes=(
             Mistake("whole gap", lambda x: 2.0 ** (floor(log2(x)) - 7), "this is the whole gap: from its middle on, rounding goes up."),
             Mistake("relative", lambda x: x * 2.0**-8, "this grows smoothly with x: the gap is the same from one power of two to the next, and then doubles."),
@@ -329,8 +279,8 @@ EXERCISES = (
             _wrong(_frugal, "in v", "v.sqrt_() puts the root into v itself: no temporary is left, and no second moment either."),
             _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no average any more."),
             _wrong(_frugal, "in the gradient", "this squares the gradient in place: it saves bytes that belong to someone else, and the next step sees the square."),
-            _wrong(_adam, "decay in the gradient", "the decay goes into the gradient: AdamW shrinks p itself."),
-            _wrong(_adam, "no correction", "this is AdamW without bias correction."),
+            _wrong(rules.adam, "decay in the gradient", "the decay goes into the gradient: AdamW shrinks p itself."),
+            _wrong(rules.adam, "no correction", "this is AdamW without bias correction."),
         ),
     ),
 )  # fmt: skip

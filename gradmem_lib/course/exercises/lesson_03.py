@@ -1,4 +1,4 @@
-"""Lesson 03's exercises about windows: micro-batches and their items, the right divisor, the whole loop, the log."""
+"""Lesson 03's exercises about windows: the right divisor, and the whole loop around it."""
 
 from __future__ import annotations
 
@@ -8,44 +8,11 @@ from itertools import islice
 import torch
 
 from ...names import IGNORED
-from ..exercise import Exercise, Mistake, calls
-from .settings import Bigrams, bigram_loss, flat, rows
-
-
-def plan_window(tokens_per_update: int, micro_batch: int, seq_len: int, gpus: int) -> tuple[int, int]:
-    """Micro-batches that each GPU needs for at least ``tokens_per_update``, and the tokens that makes."""
-    at_once = micro_batch * seq_len * gpus
-    steps = math.ceil(tokens_per_update / at_once)
-    return steps, steps * at_once
-
-
-def _window(steps=math.ceil, *, tokens=None, length=True, cards=True):
-    def wrong(tokens_per_update, micro_batch, seq_len, gpus):
-        at_once = micro_batch * seq_len**length * gpus**cards
-        k = steps(tokens_per_update / at_once)
-        return k, tokens_per_update if tokens == "asked for" else k * at_once
-
-    return wrong
-
-
-def count_targets(labels: torch.Tensor) -> int:
-    """How many tokens a causal language model predicts, for labels (batch, sequence) in which -100 is to be ignored."""
-    return int((labels[:, 1:] != IGNORED).sum())
-
-
-def _observe_count(candidate):
-    prompt = rows(8, 8)
-    prompt[:, :3] = IGNORED
-    zeros = rows(6, 4)
-    zeros[0, 2] = zeros[1, 1] = 0
-    cases = {
-        "sequences of 5, 3 and 8 tokens": rows(5, 3, 8),
-        "a prompt that is not trained on": prompt,
-        "padding on the left": rows(5, 3).flip(1),
-        "a real token with id 0": zeros,
-        "nothing but padding": torch.full((2, 4), IGNORED),
-    }
-    return {name: candidate(labels) for name, labels in cases.items()}
+from ...techniques.losses import count_targets
+from ..compare import difference, plain
+from ..exercise import Exercise, Mistake
+from .settings import Bigrams, bigram_loss, flat, gradients_of, rows
+from .weights import Graphs, parts_of, weights_of, why, why_loss
 
 
 def accumulate(micro_batches, loss_and_count) -> float:
@@ -85,22 +52,53 @@ def _mean_times_count(losses, counts):
     return sum(m * c for m, c in zip(_each_mean(losses, counts), counts, strict=True)) / sum(counts)
 
 
-def _observe_accumulate(candidate):
-    cases = {
+def _accumulations() -> dict[str, list]:
+    return {
         "micro-batches of equal counts": [rows(6, 6), rows(6, 6, seed=1), rows(6, 6, seed=2)],
         "micro-batches of unequal counts": unequal(),
         "one micro-batch without a label": [rows(4), torch.full((1, 5), IGNORED), rows(7, seed=1)],
     }
+
+
+def _observe_accumulate(candidate):
     found = {}
-    for name, micro_batches in cases.items():
+    for name, micro_batches in _accumulations().items():
         model = Bigrams()
-        loss = candidate(micro_batches, bigram_loss(model))
-        found[name] = {"gradient": flat(p.grad for p in model.parameters()), "loss": loss}
+        graphs = Graphs(bigram_loss(model))
+        loss = candidate(micro_batches, graphs)
+        found[name] = {
+            "gradient": gradients_of(model),
+            "loss": loss,
+            "graphs that are kept at once": graphs.kept,
+        }
     return found
 
 
+def _explain_accumulate(got, expected):
+    names = sorted(expected, key="micro-batches of unequal counts".__ne__)  # the one that tells most
+    right = {name: difference(got[name]["gradient"], expected[name]["gradient"]) is None for name in names}
+    for name in names:
+        model, micro_batches = Bigrams(), _accumulations()[name]
+        parts, counts = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
+        if not right[name]:
+            weights = weights_of(got[name]["gradient"], parts)
+            says = why(weights, counts) if weights else None
+            if says:
+                return says
+        elif all(right.values()) and difference(got[name]["loss"], expected[name]["loss"]):
+            sums = [bigram_loss(model)(micro)[0].item() for micro in micro_batches]
+            if what := why_loss(plain(got[name]["loss"]), sums, counts):
+                return f"the gradient is right; the returned loss is {what}."
+    if all(right.values()) and got[name]["graphs that are kept at once"]:
+        return GRAPHS_KEPT
+    return None
+
+
+GRAPHS_KEPT = "the graphs of several micro-batches are kept at once: call backward on each before the next forward, and keep loss.item()."
+
+
 def unequal():
-    return [rows(2), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(5, seed=3)]
+    return [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(5, seed=3)]
 
 
 def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float]:
@@ -154,74 +152,88 @@ def step_and_zero(optimizer):
     optimizer.zero_grad()
 
 
+_EPOCHS = {
+    "6 micro-batches in windows of 3": (((2,), (9, 3), (12, 12), (5,), (4, 4), (7,)), 3),
+    "7 micro-batches in windows of 3": (((2,), (9, 3), (12, 12), (5,), (4, 4), (7,), (6, 2)), 3),
+    "5 micro-batches in windows of 2": (((6,), (3,), (8,), (5,), (4,)), 2),
+}
+
+
 def _observe_train(candidate):
     found = {}
-    for name, lengths, window in (
-        ("6 micro-batches in windows of 3", ((2,), (9, 3), (12, 12), (5,), (4, 4), (7,)), 3),
-        ("7 micro-batches in windows of 3", ((2,), (9, 3), (12, 12), (5,), (4, 4), (7,), (6, 2)), 3),
-        ("5 micro-batches in windows of 2", ((6,), (3,), (8,), (5,), (4,)), 2),
-    ):
+    for name, (lengths, window) in _EPOCHS.items():
         model = Bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        micro_batches = (rows(*each, seed=seed) for seed, each in enumerate(lengths))
-        losses = candidate(model, optimizer, micro_batches, window, bigram_loss(model))
-        found[name] = {"losses": losses, "weights": flat(model.parameters())}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        micro_batches = [rows(*each, seed=seed) for seed, each in enumerate(lengths)]
+        updates: list[torch.Tensor] = []
+
+        def look(*_, model=model, micro_batches=micro_batches, updates=updates):
+            with torch.enable_grad():
+                parts, _ = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
+            updates.append(torch.tensor(weights_of(gradients_of(model), parts) or [0.0]))
+
+        optimizer.register_step_pre_hook(look)
+        losses = candidate(model, optimizer, iter(micro_batches), window, bigram_loss(model))
+        found[name] = {"weights": flat(model.parameters()), "losses": losses, "updates": len(updates)}
+        found[f"{name}: each micro-batch's weight"] = {
+            f"update {i}": weights for i, weights in enumerate(updates, 1)
+        }
     return found
 
 
-def window_loss(means: list[float], counts: list[int]) -> float:
-    """The mean loss of a window's items, from each micro-batch's mean loss and its number of items."""
-    return sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+def _explain_train(got, expected):
+    for name, (lengths, window) in _EPOCHS.items():
+        updates, right = (
+            list(seen[f"{name}: each micro-batch's weight"].values()) for seen in (got, expected)
+        )
+        counts = [count_targets(rows(*each)) for each in lengths]
+        if says := _why_updates(updates, right, counts, window):
+            return says
+    losses, right = next((got[name]["losses"], expected[name]["losses"]) for name in _EPOCHS)
+    if isinstance(plain(losses), tuple) and len(losses) == len(right):
+        return "the updates are right, and the losses are not: each is the mean that backward was called on, before the update."
+    return None
+
+
+def _why_updates(updates, right, counts, window) -> str | None:
+    if not updates:
+        return "optimizer.step() is missing: the weights never move."
+    if len(updates) == len(counts) > len(right):
+        return "this steps after every micro-batch: that trains with small batches and accumulates nothing."
+    held = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
+    wanted = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in right]
+    if held == wanted[:-1]:
+        return (
+            "this drops the last window when it is not full: its micro-batches were read and taught nothing."
+        )
+    if (
+        held
+        and len(held[0]) > 0
+        and held[0] == set(range(len(held[0]))) != wanted[0]
+        and len(updates) < len(right) + 1
+    ):
+        return f"the first update is made of {len(held[0])} micro-batches, and the window is {window}."
+    for mine, theirs, u in zip(held, wanted, updates, strict=False):
+        if mine > theirs and min(mine) < min(theirs):
+            return "without zero_grad between windows, every update repeats the gradients of all those before it."
+        inside = sorted(theirs)
+        says = why([u[i].item() for i in inside], [counts[i] for i in inside]) if len(u) > 1 else None
+        if says:
+            return says if len(inside) == window else f"in the last window, which is not full, {says}"
+    return (
+        f"there are {len(updates)} updates, and there should be {len(right)}."
+        if len(updates) != len(right)
+        else None
+    )
 
 
 EXERCISES = (
-    Exercise(
-        id="3.1", title="from tokens per update to micro-batches", difficulty=1, minutes=4,
-        trains="micro-batch, accumulation and GPUs, with remainders",
-        reference=plan_window,
-        observe=calls(
-            (524288, 4, 2048, 1), (524288, 4, 2048, 8), (500000, 4, 2048, 1), (524288, 8, 1000, 3), (1000, 4, 2048, 1)
-        ),
-        mistakes=(
-            Mistake("rounds down", _window(math.floor),
-                    "this rounds down, and the update gets fewer tokens than asked for: whatever is left needs a micro-batch too."),
-            Mistake("one more", _window(lambda n: math.floor(n) + 1),
-                    "this adds a micro-batch even where the division comes out even: round up only when something is left."),
-            Mistake("rounds", _window(round),
-                    "this rounds to the nearest, which is down as often as up: at least the tokens asked for means up."),
-            Mistake("without the GPUs", _window(cards=False),
-                    "this forgets the GPUs: each of them works on a micro-batch of its own at the same time."),
-            Mistake("sequences", _window(length=False),
-                    "this counts sequences: a micro-batch has micro_batch times seq_len tokens."),
-            Mistake("asked for", _window(tokens="asked for"),
-                    "the steps are right; the tokens are those asked for, not those that so many whole micro-batches make."),
-        ),
-    ),
-    Exercise(
-        id="3.2", title="what counts as an item", difficulty=1, minutes=5,
-        trains="padding, -100 and the causal shift",
-        reference=count_targets,
-        observe=_observe_count,
-        mistakes=(
-            Mistake("everything", lambda labels: labels.numel(),
-                    "this counts padding: a label of -100 adds nothing to the loss."),
-            Mistake("everything but the first", lambda labels: labels[:, 1:].numel(),
-                    "this counts padding, if only after the shift: a label of -100 adds nothing to the loss."),
-            Mistake("position 0", lambda labels: int((labels != IGNORED).sum()),
-                    "this counts position 0: nothing comes before the first token, so nothing predicts it."),
-            Mistake("the last dropped", lambda labels: int((labels[:, :-1] != IGNORED).sum()),
-                    "this drops the last label and keeps the first: logits lose their last position, labels their first."),
-            Mistake("sequence by sequence", lambda labels: int((labels != IGNORED).sum()) - len(labels),
-                    "this takes one off for every sequence: one whose first label is -100 anyway loses a real one."),
-            Mistake("id 0 is padding", lambda labels: int((labels[:, 1:] > 0).sum()),
-                    "this takes token 0 for padding: it is a token like any other, and -100 alone is ignored."),
-        ),
-    ),
     Exercise(
         id="3.3", title="the right divisor", difficulty=2, minutes=8,
         trains="the gradient of a mean, taken piece by piece",
         reference=accumulate,
         observe=_observe_accumulate,
+        explain=_explain_accumulate,
         mistakes=(
             Mistake("no division", accumulates(lambda loss, count, k, total: loss),
                     "no division: this is the gradient of the sum, as many times too large as there are tokens."),
@@ -242,6 +254,7 @@ EXERCISES = (
         trains="when to step, when to zero, and the last incomplete window",
         reference=train,
         observe=_observe_train,
+        explain=_explain_train,
         mistakes=(
             Mistake("zeroes inside", _trains(first=True, zero=False),
                     "this zeroes the gradients inside the window: only the last micro-batch's survive."),
@@ -255,24 +268,6 @@ EXERCISES = (
                     "without zero_grad between windows, every update repeats the gradients of all those before it."),
             Mistake("by K", _trains(weight=lambda count, total, k: count * k),
                     "the windows are right; inside them every micro-batch has the same weight, however many tokens it has."),
-        ),
-    ),
-    Exercise(
-        id="3.5", title="the loss to log", difficulty=1, minutes=3,
-        trains="weighting what is logged as what is trained",
-        reference=window_loss,
-        observe=calls(([2.0, 4.0], [10, 30]), ([3.0, 1.0, 2.5], [5, 0, 20]), ([2.5, 3.5], [8, 8])),
-        mistakes=(
-            Mistake("unweighted", lambda means, counts: sum(means) / len(means),
-                    "this averages the means without weights: a micro-batch with few tokens counts as much as one with many."),
-            Mistake("after dividing", lambda means, counts: sum(means) / len(means) ** 2,
-                    "this logs after dividing by K and then averages: K times too small. Log before dividing, or add up after."),
-            Mistake("the last", lambda means, counts: means[-1], "this logs the last micro-batch alone."),
-            Mistake("the sum", lambda means, counts: sum(m * c for m, c in zip(means, counts, strict=True)),
-                    "this is the sum over all items: divide it by their number."),
-            Mistake("added up", lambda means, counts: sum(means), "this adds up means: K times too large."),
-            Mistake("by K", lambda means, counts: sum(m * c for m, c in zip(means, counts, strict=True)) / len(means),
-                    "the sum over all items is divided by K: divide it by the number of items."),
         ),
     ),
 )  # fmt: skip

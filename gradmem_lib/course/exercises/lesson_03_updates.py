@@ -1,8 +1,9 @@
-"""Lesson 03's exercises about one update: clipping, a batch that does not fit, and Trainer."""
+"""Lesson 03's exercises about one update: clipping, and a batch that does not fit."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,10 +11,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ...techniques.accumulation import split
 from ...techniques.losses import count_targets, next_token_loss
+from ..compare import difference, plain
 from ..exercise import Exercise, Mistake, measure
-from .lesson_03 import accumulate, accumulates, mean_of_means, step_and_zero, unequal
-from .settings import CARD, Bigrams, batch_setting, bigram_loss, flat
-from .trainer import one_batch, trainer_logs, trainer_setting
+from ..recognising import times
+from .lesson_03 import GRAPHS_KEPT, accumulate, accumulates, mean_of_means, step_and_zero, unequal
+from .settings import CARD, Bigrams, batch_setting, bigram_loss, flat, gradients_of
+from .weights import Graphs, parts_of, weights_of, why
 
 
 def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) -> float:
@@ -53,16 +56,87 @@ def _clips(model, optimizer, micro_batches, loss_and_count, max_norm, *, wrong):
     return norm.item()
 
 
+_CLIPPED, _UNCLIPPED = "a norm that is too large", "a norm that is small enough"
+
+
 def _observe_clip(candidate):
     found = {}
-    for name, max_norm in (("a norm that is too large", 0.1), ("a norm that is small enough", 100.0)):
+    for name, max_norm in ((_CLIPPED, 0.1), (_UNCLIPPED, 100.0)):
         model = Bigrams()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        norm = candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
-        found[name] = {"weights": flat(model.parameters()), "norm": norm}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        steps: list[torch.Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_, m=model, steps=steps: steps.append(gradients_of(m)))
+        graphs = Graphs(bigram_loss(model))
+        norm = candidate(model, optimizer, unequal(), graphs, max_norm)
+        found[name] = {
+            "weights": flat(model.parameters()),
+            "norm": norm,
+            "updates": len(steps),
+            "gradient at the step": steps[0] if steps else torch.zeros_like(flat(model.parameters())),
+            "graphs that are kept at once": graphs.kept,
+        }
         candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
         found[f"{name}, a second update"] = {"weights": flat(model.parameters())}
     return found
+
+
+def _explain_clip(got, expected):
+    whole = expected[_UNCLIPPED]["gradient at the step"]
+    mine, right = got[_CLIPPED], expected[_CLIPPED]
+    if mine["updates"] != 1:
+        return (
+            NO_STEP
+            if not mine["updates"]
+            else f"{mine['updates']} updates are made: the exercise asks for one."
+        )
+    says = _why_clipped(mine["gradient at the step"], whole, 0.1)
+    if not says and difference(got[_UNCLIPPED]["gradient at the step"], whole):
+        model = Bigrams()
+        parts, counts = parts_of(bigram_loss(model), unequal(), list(model.parameters()))
+        weights = weights_of(got[_UNCLIPPED]["gradient at the step"], parts)
+        says = why(weights, counts) if weights else None
+    if says:
+        return says
+    if difference(mine["norm"], right["norm"]) and not difference(mine["weights"], right["weights"]):
+        return _why_norm(plain(mine["norm"]), whole)
+    if not difference(mine["weights"], right["weights"]) and any(
+        seen.get("updates") == 1 for seen in got.values()
+    ):
+        return GRAPHS_KEPT if mine["graphs that are kept at once"] else NEVER_ZEROED
+    return None
+
+
+NO_STEP = "optimizer.step() is missing: the weights never move."
+NEVER_ZEROED = "the first update is right and a second one repeats its gradient: zero_grad() is missing."
+
+
+def _why_clipped(gradient, whole, max_norm) -> str | None:
+    size, right = gradient.norm().item(), whole.norm().item()
+    if not size:
+        return "the gradient is zero at the step: it is zeroed before it is clipped and used."
+    factors = [(size / part.norm().item()) if part.norm() else 1.0 for part in (whole,)]
+    parallel = torch.allclose(gradient / size, whole / right, atol=1e-6)
+    halves = [half.norm().item() for half in gradient.chunk(2)]
+    if not parallel and all(math.isclose(half, max_norm, rel_tol=1e-3) for half in halves):
+        return (
+            "each parameter is clipped by itself: the norm is that of all parameters together, as one whole."
+        )
+    if parallel and math.isclose(factors[0], 1.0, rel_tol=1e-6):
+        return "the update used the gradient as it was: clip .grad itself, after the last backward and before the step."
+    largest = whole.abs().max().item()
+    if parallel and math.isclose(size, max_norm * right / largest, rel_tol=1e-3):
+        return "this clips by the largest number, an infinite norm: the norm here is the root of the sum of squares."
+    return None
+
+
+def _why_norm(norm, whole) -> str:
+    if not isinstance(norm, (int, float)):
+        return "the update is right; the norm before clipping is to be returned, a float."
+    if norm <= 0.1001:
+        return "the update is right; the returned norm is the one after clipping, and the one before was asked for: clip_grad_norm_ returns it."
+    if math.isclose(norm, whole.square().sum().item(), rel_tol=1e-4):
+        return "the update is right; the returned number is the square of the norm."
+    return "the update is right; what is returned is not the gradient's norm before clipping (the loss, perhaps?)."
 
 
 def train_64(model, optimizer, batch, loss_and_count) -> float:
@@ -110,62 +184,59 @@ def _steps_each(model, optimizer, batch, loss_and_count):
 
 def _observe_64(candidate):
     model, optimizer, batch = batch_setting()
+    updates: list[None] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(None))
+
+    def moments():
+        # Adam's first step moves every weight by about the learning rate, whatever its gradient's size: look at m.
+        kept = [optimizer.state[p].get("exp_avg", torch.zeros_like(p)) for p in model.parameters()]
+        return 10 * flat(kept)
 
     def run():
-        loss = candidate(model, optimizer, batch, lambda micro: next_token_loss(model, micro))
-        # Adam's first step moves every weight by about the learning rate, whatever its gradient's size: look at m.
-        moments = [optimizer.state[p]["exp_avg"].double() for p in model.parameters() if p in optimizer.state]
-        return {
-            "loss": loss,
-            "size of the gradient": 10 * math.sqrt(sum(m.square().sum().item() for m in moments)),
-        }
+        return candidate(model, optimizer, batch, lambda micro: next_token_loss(model, micro))
 
-    return measure(run, budget=CARD, model=model, optimizer=optimizer)
-
-
-def _heeds(model, batch) -> bool:
-    """Does the model's loss depend on the number of items that it is told?"""
-    few, many = (model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in (1, 1000))
-    return few != many
-
-
-def mended(model, batch):
-    """``model``, told to ``Trainer`` as what it is: one that heeds the number of items, or one that does not."""
-    if not _heeds(model, batch):
-        model.accepts_loss_kwargs = False
-    return model
-
-
-def _told(what):
-    """A wrong ``mended``, which sets ``accepts_loss_kwargs`` to ``what(heeds)``."""
-
-    def wrong(model, batch):
-        model.accepts_loss_kwargs = what(_heeds(model, batch))
-        return model
-
-    return wrong
-
-
-def _one_in_four(model, batch):
-    for parameter in model.parameters() if not _heeds(model, batch) else ():
-        parameter.register_hook(lambda gradient: gradient / 4)
-    return model
-
-
-def _observe_mended(candidate):
-    from transformers import default_data_collator
-
-    found = {}
-    for kind in ("BertForSequenceClassification", "LlamaForCausalLM"):
-        model, examples = trainer_setting(kind)
-        batch = default_data_collator(examples)
-        right = one_batch(trainer_setting(kind)[0], batch)
-        logged = trainer_logs(candidate(model, batch), examples, 4)
-        found[kind] = {
-            "loss, over that of one batch": logged["loss"] / right["loss"],
-            "gradient norm, over that of one batch": logged["grad_norm"] / right["grad_norm"],
-        }
+    measured = measure(run, budget=CARD, model=model, optimizer=optimizer)
+    found = {
+        "64 sequences": {"gradient": moments(), "loss": measured.value, "updates": len(updates)},
+        "the card": replace(measured, value=None),
+    }
+    if not measured.over:
+        sizes = [found["64 sequences"]["gradient"].norm().item()]
+        handle = optimizer.register_step_pre_hook(lambda *_: sizes.append(gradients_of(model).norm().item()))
+        run()
+        handle.remove()
+        larger = sizes[-1] > 1.5 * sizes[0] > 0
+        found["a second update"] = {"its gradient is half as large again (1 is yes)": int(larger)}
     return found
+
+
+def _explain_64(got, expected):
+    mine, right = got["64 sequences"], expected["64 sequences"]
+    if not mine["updates"]:
+        return NO_STEP
+    if mine["updates"] > 1:
+        return (
+            f"{mine['updates']} updates are made with this batch: the exercise asks for one, on all 64 rows."
+        )
+    if difference(mine["gradient"], right["gradient"], 1e-4):
+        return _why_64(mine["gradient"], right["gradient"])
+    if difference(mine["loss"], right["loss"], 1e-4):
+        return "the gradient is right; the returned loss is not the mean over all tokens."
+    return NEVER_ZEROED if not got["the card"].over else None
+
+
+def _why_64(gradient, right) -> str | None:
+    if not gradient.norm():
+        return "the gradient is zero at the step: backward comes first, and zero_grad() last."
+    ratio = (gradient.norm() / right.norm()).item() * (1 if gradient @ right > 0 else -1)
+    if torch.allclose(gradient, ratio * right, atol=1e-4 * right.abs().max().item() * abs(ratio)):
+        sign = "the gradient has the wrong sign: this walks uphill."
+        return (
+            sign
+            if math.isclose(ratio, -1, rel_tol=1e-3)
+            else f"the gradient comes out {times(ratio)}: divide by the tokens of all 64 rows."
+        )
+    return None
 
 
 EXERCISES = (
@@ -174,6 +245,7 @@ EXERCISES = (
         trains="clipping the gradient of the update, not its parts",
         reference=clipped_update,
         observe=_observe_clip,
+        explain=_explain_clip,
         mistakes=(
             Mistake("inside", partial(_clips, wrong="inside"),
                     "this clips inside the window: what has been gathered is cut again and again, and early micro-batches lose most."),
@@ -194,6 +266,7 @@ EXERCISES = (
         trains="choosing a micro-batch by its bytes, and letting go of each graph",
         reference=train_64,
         observe=_observe_64,
+        explain=_explain_64,
         tolerance=1e-4,
         mistakes=(
             Mistake("all at once", _updates(64), "all 64 sequences go through at once: that is the batch that does not fit."),
@@ -205,24 +278,6 @@ EXERCISES = (
             Mistake("by K", _updates(8, accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means)),
                     "it fits, and dividing by K weights the sequences wrongly: their lengths differ, so divide by the tokens of all 64."),
             Mistake("steps each", _steps_each, "it fits, and it makes eight updates: the exercise asks for one."),
-        ),
-    ),
-    Exercise(
-        id="3.8", title="mend a Trainer run", difficulty=2, minutes=6,
-        trains="asking a model whether it heeds the number of items",
-        reference=mended,
-        observe=_observe_mended,
-        tolerance=1e-4,
-        changes=("model",),
-        mistakes=(
-            Mistake("unchanged", lambda model, batch: model,
-                    "the classifier's loss and gradient are still multiplied by the 4 accumulation steps."),
-            Mistake("every model", _told(lambda heeds: False),
-                    "the classifier is mended and the language model is spoiled: it does heed the number of items, so leave it alone."),
-            Mistake("True", _told(lambda heeds: not heeds),
-                    "accepts_loss_kwargs is the wrong way round: False makes Trainer divide by the accumulation steps itself."),
-            Mistake("a quarter of the gradient", _one_in_four,
-                    "the gradient is right for 4 accumulation steps and no others, and the logged loss is still 4 times too large."),
         ),
     ),
 )  # fmt: skip

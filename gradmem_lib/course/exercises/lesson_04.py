@@ -1,68 +1,15 @@
-"""Lesson 04's exercises about one checkpoint: by hand, with its random numbers, and after a frozen start."""
+"""Lesson 04's exercises about one checkpoint: by hand, and with its random numbers."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ...measure.tracker import MemoryTracker
+from ..compare import difference
 from ..exercise import Exercise, Mistake
+from .layers import count_calls, first_input, kept_boundaries, one_by_one, trained_layers
 from .settings import gradients_of
-
-ROWS, WIDTH = 16, 8
-BOUNDARY = ROWS * WIDTH * 4  # bytes of what one layer hands to the next
-
-
-def trained_layers(n: int, dropout: float = 0.0) -> nn.Sequential:
-    """``n`` residual-free layers (16, 8) -> (16, 8) with weights that are trained, the same ones on each call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH))
-                for _ in range(n)
-            )
-        )
-
-
-def first_input(requires_grad: bool = True) -> torch.Tensor:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
-    return x.requires_grad_(requires_grad)
-
-
-@contextmanager
-def count_calls(layers):
-    """A list that grows by a layer's index each time the layer runs forward, again or for the first time."""
-    order: list[int] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda module, args, i=i: order.append(i))
-        for i, layer in enumerate(layers)
-    ]
-    try:
-        yield order
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _one_by_one(run, layers, x):
-    for layer in layers:
-        x = run(layer, x)
-    return x
-
-
-def kept_boundaries(forward, layers, x) -> int:
-    """Boundaries that are alive when ``forward(layers, x)`` has returned, its input and its output included."""
-    with MemoryTracker(layers, live=False) as tracker:
-        out = forward(layers, x)
-        weights = sum(p.nbytes for p in layers.parameters())
-        kept = tracker.current.total - weights
-        del out
-    return round(kept / BOUNDARY)
 
 
 class Checkpoint(torch.autograd.Function):
@@ -142,7 +89,7 @@ def _backward_of_one(ctx, gradient):
 def _observe_checkpoint(candidate):
     layers, x = trained_layers(4), first_input()
     with count_calls(layers) as order:
-        out = _one_by_one(candidate.apply, layers, x)
+        out = one_by_one(candidate.apply, layers, x)
         out.square().sum().backward()
     found = {
         "four layers": {
@@ -151,12 +98,38 @@ def _observe_checkpoint(candidate):
             "gradients of the weights": gradients_of(layers),
         }
     }
-    kept = kept_boundaries(
-        lambda layers, x: _one_by_one(candidate.apply, layers, x), trained_layers(8), first_input()
-    )
+    kept = kept_boundaries(lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
     found["four layers, forward calls"] = {"in forward and backward": len(order)}
     return found
+
+
+_KEPT = "what 8 layers keep"
+
+
+def _explain_kept(got, expected):
+    kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
+    if kept > 2 * right:
+        return "the graph of the first run is kept: keep x alone, and run again in backward."
+    if kept > right:
+        return "something beside x is kept for each layer: save x itself, and no clone or copy of it, nor the output."
+    return None
+
+
+def _explain_checkpoint(got, expected):
+    mine, right = got["four layers"], expected["four layers"]
+    if difference(mine["output"], right["output"]):
+        return "the output is not that of run(x): forward returns what run(x) returns."
+    if not mine["gradients of the weights"].any():
+        return "the weights inside run get no gradient: torch.autograd.backward(out, gradient) reaches them, and x."
+    if difference(mine["gradient of the input"], right["gradient of the input"]):
+        return "the gradient that backward hands on is not that of x: run again from x.detach().requires_grad_(), go backward from its output with the incoming gradient, once, and return x.grad."
+    calls, wanted = (
+        seen["four layers, forward calls"]["in forward and backward"] for seen in (got, expected)
+    )
+    if calls > wanted:
+        return "layers run more often than needed: once in forward, and once more in backward."
+    return _explain_kept(got, expected)
 
 
 class SafeCheckpoint(torch.autograd.Function):
@@ -207,7 +180,7 @@ def _state_of_everyone(ctx, run, x):
 def _observe_dice(candidate):
     layers, x = trained_layers(4, dropout=0.5), first_input()
     torch.default_generator.manual_seed(6)
-    out = _one_by_one(candidate.apply, layers, x)
+    out = one_by_one(candidate.apply, layers, x)
     out.square().sum().backward()
     after = torch.rand(3)
     found = {
@@ -218,71 +191,21 @@ def _observe_dice(candidate):
         },
         "after the step": {"the next random numbers": after},
     }
-    kept = kept_boundaries(
-        lambda layers, x: _one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5), first_input()
-    )
+    kept = kept_boundaries(lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5))
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
     return found
 
 
-def _reentrant(layer, x):
-    return checkpoint(layer, x, use_reentrant=True)
-
-
-def from_frozen(embedding, layers, ids):
-    """The output of ``layers``, each in a reentrant checkpoint, on the vectors of a frozen ``embedding``."""
-    x = embedding(ids).requires_grad_()
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=True)
-    return x
-
-
-def _thaws(embedding, layers, ids):
-    embedding.weight.requires_grad_(True)
-    return _one_by_one(_reentrant, layers, embedding(ids))
-
-
-def _first_one_plain(embedding, layers, ids):
-    return _one_by_one(_reentrant, layers[1:], layers[0](embedding(ids)))
-
-
-def _too_late(embedding, layers, ids):
-    x = _reentrant(layers[0], embedding(ids)).requires_grad_()
-    return _one_by_one(_reentrant, layers[1:], x)
-
-
-def _cuts_the_chain(embedding, layers, ids):
-    return _one_by_one(
-        lambda layer, x: _reentrant(layer, x.detach().requires_grad_()), layers, embedding(ids)
-    )
-
-
-def _frozen_setting():
-    generator = torch.Generator().manual_seed(7)
-    embedding = nn.Embedding(50, WIDTH, _weight=torch.randn(50, WIDTH, generator=generator))
-    embedding.requires_grad_(False)
-    return embedding, trained_layers(4), torch.randint(0, 50, (ROWS,), generator=generator)
-
-
-def _observe_frozen(candidate):
-    embedding, layers, ids = _frozen_setting()
-    head = nn.Linear(WIDTH, 1)
-    with torch.no_grad():
-        head.weight.fill_(0.5)
-        head.bias.fill_(0.1)
-    with count_calls(layers) as order:
-        head(candidate(embedding, layers, ids)).square().sum().backward()
-    embedding_, layers_, ids_ = _frozen_setting()
-    kept = kept_boundaries(lambda layers, x: candidate(embedding_, layers, ids_), layers_, None)
-    return {
-        "four trained layers after a frozen embedding": {
-            f"gradient of layer {i}": gradients_of(layer) for i, layer in enumerate(layers, 1)
-        }
-        | {"gradient of the head": gradients_of(head)},
-        "the embedding": {"gets a gradient (1 is yes)": int(embedding.weight.grad is not None)},
-        "forward calls": {"of four layers": len(order)},
-        "kept": {"boundaries alive after forward": kept},
-    }
+def _explain_dice(got, expected):
+    name = "four layers with dropout"
+    mine, right = got[name], expected[name]
+    if difference(mine["output"], right["output"]):
+        return "the first run, in forward, does not draw what a plain run of the layers draws: no seed and no fork_rng there; note the state that was there, and run."
+    if difference(mine, right):
+        return "the second run draws other masks than the first: it needs torch.get_rng_state() of the moment before the first run; no seed, and no state of another moment."
+    if difference(got["after the step"], expected["after the step"]):
+        return "the gradients are right, and the rest of the program goes on with other random numbers: put the state back that was there before backward's run."
+    return _explain_kept(got, expected)
 
 
 EXERCISES = (
@@ -291,6 +214,7 @@ EXERCISES = (
         trains="what autograd keeps, and how to run a layer again inside backward",
         reference=Checkpoint,
         observe=_observe_checkpoint,
+        explain=_explain_checkpoint,
         mistakes=(
             Mistake("keeps the graph", _keeps_the_graph(),
                     "the gradients are right, and nothing is saved: forward builds and keeps the graph of run(x); keep x alone, and run again in backward."),
@@ -311,6 +235,7 @@ EXERCISES = (
         trains="saving the random state, and leaving the rest of the program alone",
         reference=SafeCheckpoint,
         observe=_observe_dice,
+        explain=_explain_dice,
         mistakes=(
             Mistake("not restored", _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
                     "the second run draws other dropout masks than the first: the random state is not restored."),
@@ -322,26 +247,6 @@ EXERCISES = (
                     "the gradients are right, and the rest of the program gets its random numbers twice: torch.random.fork_rng() puts the state back."),
             Mistake("one state for all", _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
                     "there is one state for all layers, the last one's: keep it in ctx, which every call has for itself."),
-        ),
-    ),
-    Exercise(
-        id="4.3", title="the gradient that never came", difficulty=1, minutes=5,
-        trains="why a reentrant checkpoint needs an input that requires a gradient",
-        reference=from_frozen,
-        observe=_observe_frozen,
-        mistakes=(
-            Mistake("the trap", lambda embedding, layers, ids: _one_by_one(_reentrant, layers, embedding(ids)),
-                    "no layer gets a gradient: a reentrant checkpoint whose input needs none has no node in the graph. Let the embedding's output require one."),
-            Mistake("thaws", _thaws,
-                    "this trains the embedding, which is frozen: let its output require a gradient, not its weight."),
-            Mistake("first one plain", _first_one_plain,
-                    "the gradients are right, and one layer keeps all its activations: every layer can be checkpointed, the first one too."),
-            Mistake("all plain", lambda embedding, layers, ids: layers(embedding(ids)),
-                    "the gradients are right, and nothing is checkpointed."),
-            Mistake("too late", _too_late,
-                    "the first layer gets no gradient: its input must require one, and not just its output."),
-            Mistake("cuts the chain", _cuts_the_chain,
-                    "detaching in front of every layer cuts the chain: only the last layer learns. Once, in front of the first, is right."),
         ),
     ),
 )  # fmt: skip

@@ -1,17 +1,18 @@
-"""Lesson 04's exercises about schedules: segments, their peak, the best length, and a card that equal segments exceed."""
+"""Lesson 04's exercises that run in segments: of one length, and on a card that equal ones exceed."""
 
 from __future__ import annotations
 
-import math
+import re
+from dataclasses import replace
 
 import torch
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ...techniques.checkpointing import checkpoint_layers
-from ...techniques.schedules import best_segments, uniform_segments
+from ...techniques.schedules import best_segments
 from ..compare import difference
-from ..exercise import Exercise, Mistake, calls, measure
-from .lesson_04 import count_calls, first_input, kept_boundaries, trained_layers
+from ..exercise import Exercise, Mistake, measure
+from .layers import count_calls, first_input, kept_boundaries, trained_layers
 from .settings import DEPTH, KEEPS, chain_budget, chain_setting, gradients_of
 
 
@@ -66,15 +67,14 @@ def _observe_segments(candidate):
     found = {}
     for n, k in ((8, 4), (10, 4), (9, 2), (3, 5)):
         layers, x = trained_layers(n), first_input()
-        kept = kept_boundaries(
-            lambda layers, x, k=k: candidate(layers, x, k), trained_layers(n), first_input()
-        )
+        kept = kept_boundaries(lambda layers, x, k=k: candidate(layers, x, k), trained_layers(n))
         with count_calls(layers) as order:
             candidate(layers, x, k).square().sum().backward()
         found[f"{n} layers, k = {k}"] = {
             "boundaries alive after forward": kept,
             "forward calls": len(order),
             "layers in the order in which they run": order,
+            "layers that record no graph in forward": len(order.no_graph),
             "gradients": gradients_of(layers),
         }
     layers = trained_layers(4)
@@ -84,49 +84,46 @@ def _observe_segments(candidate):
     return found | {"4 layers, k = 2, an input that needs no gradient": {"gradients": gradients_of(layers)}}
 
 
+_REENTRANT = "that is the reentrant kind of checkpoint, which needs an input that requires a gradient: use_reentrant=False."
+
+
 def _explain_segments(got, expected):
-    *_, last = got
-    if (
-        difference(
-            [got[case] for case in got if case != last], [expected[case] for case in got if case != last]
+    cases = list(got)[:-1]
+    for case in cases:
+        if got[case]["layers that record no graph in forward"]:
+            return _REENTRANT
+        if says := _why_segments(got[case], expected[case], *(int(n) for n in re.findall(r"\d+", case))):
+            return says
+    alone = [[seen[case] for case in cases] for seen in (got, expected)]
+    return (
+        f"no layer learns from an input that needs no gradient: {_REENTRANT}"
+        if difference(*alone) is None
+        else None
+    )
+
+
+def _why_segments(mine, right, n, k) -> str | None:
+    order, wanted = (
+        mine["layers in the order in which they run"],
+        right["layers in the order in which they run"],
+    )
+    layers = range(n)
+    if missing := [i for i in layers if i not in order]:
+        return f"{len(missing)} of {n} layers are left out and never run: a segment is the slice layers[start : start + k], the last one too."
+    learns = mine["gradients"].view(n, -1).any(1).tolist()
+    if not all(learns) and learns[-1]:
+        return (
+            "the gradient stops on its way: x is detached between segments, and earlier layers learn nothing."
         )
-        is None
-    ):
-        return f"for {last}: no layer learns; that is the reentrant kind of checkpoint: use_reentrant=False."
+    if once := [i for i in layers if order.count(i) == 1]:
+        return f"{len(once)} of {n} layers run without a checkpoint, plain: the last segment is put into one as well."
+    if max(order.times(layers)) > 2:
+        return "some layers run more than twice: one checkpoint around each segment is enough."
+    if order.segments(layers) != wanted.segments(layers):
+        return f"for {n} layers and k = {k} your segments have {order.segments(layers)} layers, and should have {wanted.segments(layers)}."
+    if mine["boundaries alive after forward"] > right["boundaries alive after forward"]:
+        return "more boundaries are kept than there are segments: keep the newest x alone."
     return None
-
-
-def kept_at_peak(lengths, a, x):
-    """The most bytes kept at once by segments of these lengths: earlier boundaries, and one whole segment."""
-    return max(i * x + length * a for i, length in enumerate(lengths))
-
-
-def best_length(n, a, x):
-    """The segment length k with the lowest peak for ``n`` layers that keep ``a`` bytes each, ``x`` of them their input."""
-    near = math.sqrt(n * x / a)  # the rule; where a last, shorter segment decides, its neighbours are better
-    return min(range(1, n + 1), key=lambda k: (kept_at_peak(uniform_segments(n, k), a, x), abs(k - near)))
-
-
-def _observe_length(candidate):
-    found = {}
-    for name, n, a, x in (
-        ("64 layers, a = x", 64, 1000, 1000),
-        ("100 layers, a = 4 x", 100, 4000, 1000),
-        ("32 layers, a = 23 x (a 7B)", 32, 23_000, 1000),
-        ("96 layers, a = 28 x", 96, 28_000, 1000),
-        ("4 layers, a = 20 x", 4, 20_000, 1000),
-        ("1 layer, a = x", 1, 1000, 1000),
-    ):
-        k = candidate(n, a, x)
-        k = k.item() if hasattr(k, "item") else k  # numpy's numbers and 0-d tensors
-        whole = isinstance(k, int) or (isinstance(k, float) and k.is_integer())
-        fits = whole and 1 <= k <= n
-        # Two lengths may have the same peak, so the peak is what counts.
-        found[name] = {
-            "k is a whole number from 1 to n (1 is yes)": int(fits),
-            "peak with your k": kept_at_peak(uniform_segments(n, int(k)), a, x) if fits else math.nan,
-        }
-    return found
 
 
 def train_step(layers, x):
@@ -161,13 +158,30 @@ def _observe_budget(candidate):
     with count_calls(layers) as order:
         measured = measure(lambda: candidate(layers, x), budget=chain_budget(), model=layers)
     gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    often = max(order.times(layers), default=0)
     return {
         "64 layers": {"loss": measured.value, "gradient of the input": gradient},
-        "forward calls": {"more than 2 for each layer (too many)": max(0, len(order) - 2 * DEPTH)},
-        "the card": measured,
-        # Tells two ways of the same peak apart: none, and a checkpoint around everything.
-        "forward calls of a step that does not fit": {"in all": len(order) if measured.over else 0},
+        "forward calls": {"of one layer, where they are more than 2": often if often > 2 else 0},
+        "the card": replace(measured, value=None),
+        # Tells ways that do not fit apart.
+        "segments of a step that does not fit": {"lengths": order.segments(layers) if measured.over else []},
     }
+
+
+def _explain_budget(got, expected):
+    if difference(got["64 layers"], expected["64 layers"]):
+        return None
+    often = got["forward calls"]["of one layer, where they are more than 2"]
+    if often:
+        return f'some layers run forward {often} times, and twice is the limit for each: once more in backward (every="best" also runs them once to measure).'
+    lengths = got["segments of a step that does not fit"]["lengths"]
+    if not lengths:
+        return "nothing is checkpointed: no layer runs again."
+    if set(lengths) == {1}:
+        return "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."
+    if len(set(lengths[:-1])) == 1:
+        return f"equal segments of {lengths[0]}: early segments find few boundaries waiting, so they may be longer, and the last ones must be shorter."
+    return f"your segments have {', '.join(map(str, lengths))} layers: too much waits at one of them; best_segments(64, internal=4, boundary=1) balances them."
 
 
 EXERCISES = (
@@ -193,52 +207,11 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="4.5", title="the peak of a schedule", difficulty=2, minutes=5,
-        trains="finding the segment whose backward needs the most",
-        reference=kept_at_peak,
-        observe=calls(
-            ([1, 1, 1, 1], 1000, 1000), ([4, 4, 4, 4], 3000, 1000), ([4, 4, 1], 5000, 1000), ([9], 5000, 1000),
-            ([5, 4, 3, 2], 3000, 1000), ([2, 3, 4, 5], 3000, 1000),
-        ),
-        mistakes=(
-            Mistake("boundaries alone", lambda lengths, a, x: len(lengths) * x,
-                    "this counts boundaries alone: in backward, a segment that runs again is there in full, with a bytes for each layer."),
-            Mistake("the segment alone", lambda lengths, a, x: max(lengths) * a,
-                    "this counts the segment that runs again, and not the boundaries of the earlier ones, which are still waiting."),
-            Mistake("its own boundary twice", lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths, 1)),
-                    "this counts a segment's own boundary twice: a includes the input of its first layer."),
-            Mistake("all boundaries", lambda lengths, a, x: len(lengths) * x + max(lengths) * a,
-                    "the longest segment does not meet all boundaries: later ones are gone when its backward comes."),
-            Mistake("all later boundaries", lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths[::-1])),
-                    "the boundaries are counted from the end: when a segment runs again, the earlier ones are those still there."),
-            Mistake("the last segment", lambda lengths, a, x: (len(lengths) - 1) * x + lengths[-1] * a,
-                    "this looks at the last segment alone: an earlier, longer one may need more."),
-        ),
-    ),
-    Exercise(
-        id="4.6", title="the best segment length", difficulty=2, minutes=6,
-        trains="deriving the rule, and knowing when the root of n is not it",
-        reference=best_length,
-        observe=_observe_length,
-        mistakes=(
-            Mistake("the root of n", lambda n, a, x: max(1, round(math.sqrt(n))),
-                    "this is √n, which is right where a layer keeps no more than its input: with a > x, segments must be shorter."),
-            Mistake("the wrong way round", lambda n, a, x: min(n, max(1, round(math.sqrt(n * a / x)))),
-                    "a and x are the wrong way round (or this is n / k, the number of segments): the more a layer keeps, the shorter the segments."),
-            Mistake("always 1", lambda n, a, x: 1,
-                    "one layer is right for most Transformers, and not for every chain: let n, a and x decide."),
-            Mistake("down to 0", lambda n, a, x: round(math.sqrt(n * x / a)),
-                    "for a shallow network of large layers this rounds to 0: no segment has fewer layers than one."),
-            Mistake("a fraction", lambda n, a, x: math.sqrt(n * x / a), "k must be a whole number: round it."),
-            Mistake("rounds down", lambda n, a, x: max(1, int(math.sqrt(n * x / a))),
-                    "this rounds down where the nearest whole number is above: 1.85 is closer to 2."),
-        ),
-    ),
-    Exercise(
         id="4.7", title="64 layers on a card that the root of n exceeds", difficulty=3, minutes=10,
         trains="choosing segments of unequal length under a budget of bytes and of forward calls",
         reference=train_step,
         observe=_observe_budget,
+        explain=_explain_budget,
         mistakes=(
             Mistake("none", _steps(lambda layers, x: layers(x)), "nothing is checkpointed."),
             Mistake("layer by layer", _trains(1),

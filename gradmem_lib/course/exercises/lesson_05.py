@@ -1,167 +1,15 @@
-"""Lesson 05's exercises about a whole run: its batch on one card, its schedule, its log, and a 7B's recipe."""
+"""Lesson 05's exercise about a 7B: a recipe that fits a card which nobody needs to own."""
 
 from __future__ import annotations
 
-import math
+import re
 from functools import cache, lru_cache
 
 import torch
 
 from ...training.recipe import Recipe
-from .. import models
 from ..exercise import Exercise, Mistake
 from .settings import quietly
-
-TRAIN, STEPS, EVAL = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "per_device_eval_batch_size",
-)
-
-
-def on_one_card(arguments: dict, gpus: int, fits: int) -> dict:
-    """``arguments`` of a run on ``gpus`` cards, for one card that takes at most ``fits`` rows at a time."""
-    batch = arguments[TRAIN] * arguments[STEPS] * gpus
-    micro = max(m for m in range(1, fits + 1) if batch % m == 0)
-    return arguments | {TRAIN: micro, STEPS: batch // micro, EVAL: micro}
-
-
-def _one_card_uneven(divide):
-    def wrong(arguments, gpus, fits):
-        batch = arguments[TRAIN] * arguments[STEPS] * gpus
-        return arguments | {TRAIN: fits, STEPS: divide(batch / fits), EVAL: fits}
-
-    return wrong
-
-
-def _observe_one_card(candidate):
-    found = {}
-    for train, steps, gpus, fits in ((4, 4, 8, 2), (8, 1, 4, 8), (12, 2, 1, 7), (15, 3, 2, 11)):
-        given = {
-            TRAIN: train,
-            STEPS: steps,
-            EVAL: 32,
-            "max_steps": 600,
-            "warmup_steps": 60,
-            "learning_rate": 2e-5,
-        }
-        found[f"{train} rows x {steps} x {gpus} GPUs, {fits} fit"] = candidate(given, gpus, fits)
-    return found  # fmt: skip
-
-
-_SCALED = {
-    "max_steps": "it counts optimizer steps, and there are as many as before",
-    "warmup_steps": "it counts optimizer steps, and there are as many as before",
-    "learning_rate": "it goes with the global batch, which is the same",
-}
-
-
-def _explain_one_card(got, expected):
-    case = next(case for case in expected if got[case] != expected[case])
-    given, right = got[case], expected[case]
-    if not isinstance(given, dict):
-        return None
-    if lost := [name for name in right if name not in given]:
-        return f"for {case}: {lost[0]} is gone; hand back all fields, arguments | {{...}}"
-    if all(isinstance(given[name], (int, float)) for name in (TRAIN, STEPS)):
-        rows, wanted = (fields[TRAIN] * fields[STEPS] for fields in (given, right))
-        if rows != wanted:
-            return f"for {case}: your update has {rows} rows, and the run's had {wanted}; the global batch has changed"
-    changed = [
-        f"{name} has been changed: {why}" for name, why in _SCALED.items() if given[name] != right[name]
-    ]
-    return f"for {case}: {changed[0]}" if changed else None
-
-
-def train_epoch(optimizer, micro_batches, window, warmup, accumulate) -> None:
-    """An update after every ``window`` micro-batches and one for the rest; the rate climbs for the first part ``warmup`` of
-    the updates, then falls in a line."""
-    from transformers import get_linear_schedule_with_warmup
-
-    updates = math.ceil(len(micro_batches) / window)
-    schedule = get_linear_schedule_with_warmup(optimizer, round(warmup * updates), updates)
-    for start in range(0, len(micro_batches), window):
-        accumulate(micro_batches[start : start + window])
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-
-def _epoch(warm=None, total=None, *, stop=lambda n, k: n, per_micro=False, first=False):
-    """A wrong ``train_epoch``: of what the warm-up is a part, how long the schedule is, both from (micro-batches, window)."""
-
-    def wrong(optimizer, micro_batches, window, warmup, accumulate):
-        from transformers import get_linear_schedule_with_warmup
-
-        n = len(micro_batches)
-        steps, length = ((f or _updates)(n, window) for f in (warm, total))
-        schedule = get_linear_schedule_with_warmup(
-            optimizer, round(warmup * steps) if warm is not _one else warmup, length
-        )
-        for start in range(0, stop(n, window), window):
-            held = micro_batches[start : start + window]
-            accumulate(held)
-            if first:
-                schedule.step()
-            optimizer.step()
-            for _ in held if per_micro else [0] * (not first):
-                schedule.step()
-            optimizer.zero_grad()
-
-    return wrong
-
-
-def _updates(n, k):
-    return math.ceil(n / k)
-
-
-def _micro(n, k):
-    return n
-
-
-def _one(n, k):
-    return 1
-
-
-def _whole_windows(n, k):
-    return n // k
-
-
-@quietly
-def _observe_schedule(candidate):
-    found = {}
-    # Parts of 6 updates, 5 whole windows and 21 micro-batches: rounded or cut off, the same.
-    for n, window, warmup in ((40, 4, 0.2), (21, 4, 0.5)):
-        model = models.tiny_llama(layers=1, hidden=8, heads=2, intermediate=8, vocab=16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        updates: list[tuple[int, float]] = []
-        held: list[torch.Tensor] = []
-
-        def accumulate(some, model=model, held=held):
-            held += some
-            ids = torch.stack(some)
-            model(input_ids=ids, labels=ids).loss.backward()
-
-        def updated(optimizer, *_, updates=updates, held=held):
-            updates.append((len(held), optimizer.param_groups[0]["lr"]))
-            held.clear()
-
-        optimizer.register_step_post_hook(updated)
-        ids = torch.randint(0, 16, (n, 4), generator=torch.Generator().manual_seed(2))
-        candidate(optimizer, list(ids), window, warmup, accumulate)
-        found[f"{n} micro-batches, window {window}, warmup {warmup}"] = {
-            "micro-batches of each update": [size for size, _ in updates],
-            "learning rate of each update": torch.tensor([rate for _, rate in updates]),
-        }
-    return found
-
-
-def _explain_schedule(got, expected):
-    rates = next(iter(got.values()))["learning rate of each update"]
-    if len(rates) > 1 and (rates == rates[0]).all():
-        return "the schedule never steps: every update has its first learning rate, and with a warm-up that is 0."
-    return None
-
 
 MODEL_7B, CARD_7B, TOKENS_7B, BATCH_7B = "Llama-2-7B", "RTX 4090 24GB", 2048, 8
 
@@ -199,6 +47,19 @@ def on_card(recipe: Recipe, micro_batch: int):
     return Option(recipe, micro_batch, seconds, card.nbytes, prediction, parts)
 
 
+def _layers_with_adapters(recipe: Recipe) -> int:
+    """How many of the model's layers have something to learn, by a copy without numbers."""
+    from transformers import AutoModelForCausalLM
+
+    from ...techniques.lora import LoRALinear, add_lora
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_sizes()[0])
+        add_lora(model, 1, recipe.lora_targets)
+    names = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    return len({found[0] for name in names if (found := re.search(r"layers\.\d+", name))})
+
+
 def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
     """The kind of mistake in a recipe for the exercise's 7B, in a few words; empty where there is none."""
     from ...planning.cost import resident_bytes
@@ -207,6 +68,8 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
         return "another batch"
     if recipe.frozen_base:
         return "the head alone"
+    if recipe.lora_rank and (layers := _layers_with_adapters(recipe)) < _sizes()[0].num_hidden_layers:
+        return "some layers" if layers else "the head alone"
     _, work, card = _sizes()
     resident = resident_bytes(work, recipe)
     if resident["parameters"] > card.nbytes:
@@ -231,6 +94,7 @@ _IN_THE_WAY = {
     "no checkpointing": "the weights fit, and the activations of 32 layers do not (frozen layers keep theirs too, for the adapters below them): checkpointing='per-layer'.",
     "another batch": "it is the global batch that has changed: micro-batch x accumulation must make 8 rows.",
     "micro-batch": "the weights fit, and so many rows at a time do not: a smaller micro-batch, and more accumulation.",
+    "some layers": "LoRA is on some layers alone: every layer has to learn something, so name the last part of a path, such as 'q_proj', and no layer's number.",
     "the head alone": "the head alone is trained, and the 32 layers below it are not: give every layer something to learn, by lora_rank.",
 }  # fmt: skip
 
@@ -271,48 +135,6 @@ def _explain_7b(got, expected):
 
 
 EXERCISES = (
-    Exercise(
-        id="5.1", title="the same batch on one card", difficulty=1, minutes=5,
-        trains="rows, accumulation and GPUs, and what must not change with them",
-        reference=on_one_card,
-        observe=_observe_one_card,
-        explain=_explain_one_card,
-        mistakes=(
-            Mistake("accumulation left as it was", lambda a, gpus, fits: on_one_card(a, gpus, fits) | {STEPS: a[STEPS]},
-                    "the global batch has changed: fewer rows at a time and the accumulation as before is a smaller batch; rows x accumulation must stay what it was on all GPUs."),
-            Mistake("GPUs forgotten", lambda a, gpus, fits: on_one_card(a, 1, fits),
-                    "this forgets the other GPUs: each of them had rows of its own, and one card now has to work through them all."),
-            Mistake("rounds down", _one_card_uneven(math.floor),
-                    "rows get lost: where the micro-batch does not divide the batch, take the largest one that does and fits."),
-            Mistake("rounds up", _one_card_uneven(math.ceil),
-                    "the batch has grown: where the micro-batch does not divide it, take the largest one that does and fits."),
-            Mistake("one row at a time", lambda a, gpus, fits: on_one_card(a, gpus, 1),
-                    "the batch is right, and one row at a time is slower than need be: take as many as fit."),
-            Mistake("evaluation left as it was", lambda a, gpus, fits: on_one_card(a, gpus, fits) | {EVAL: a[EVAL]},
-                    "training fits, and the evaluation still takes the old number of rows at a time: set per_device_eval_batch_size too."),
-        ),
-    ),
-    Exercise(
-        id="5.3", title="a schedule in optimizer steps", difficulty=2, minutes=8,
-        trains="counting updates, not micro-batches, in a loop that accumulates",
-        reference=train_epoch,
-        observe=_observe_schedule,
-        explain=_explain_schedule,
-        mistakes=(
-            Mistake("a step for every micro-batch", _epoch(per_micro=True),
-                    "the schedule steps with every micro-batch: it is through after a part of the updates, and the rest have a learning rate of 0."),
-            Mistake("everything in micro-batches", _epoch(_micro, _micro),
-                    "the schedule's length and warm-up are counted in micro-batches, and it steps with the updates: it climbs too slowly, and the epoch ends before it has fallen."),
-            Mistake("length in micro-batches", _epoch(total=_micro),
-                    "the schedule's length is counted in micro-batches, so the learning rate never comes down: count updates."),
-            Mistake("warm-up of a fraction", _epoch(_one),
-                    "the warm-up is handed over as a fraction of 1, and is counted in steps: multiply it by the number of updates."),
-            Mistake("schedule first", _epoch(first=True),
-                    "the schedule steps before the optimizer, so the first learning rate is never used and each update has the next one's: optimizer first."),
-            Mistake("last window dropped", _epoch(_whole_windows, _whole_windows, stop=lambda n, k: n // k * k),
-                    "the last micro-batches are dropped: a window that is not full makes an update too."),
-        ),
-    ),
     Exercise(
         id="5.8", title="a 7B on a card of 24 GB", difficulty=3, minutes=10,
         trains="finding what stands in the way, and the one change that moves it",

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import replace
-
 import torch
 from torch import nn
 
-from ...names import IGNORED
-from ...techniques.accumulation import split
 from ...techniques.lora import LoRALinear
-from ...techniques.losses import count_targets
-from ..compare import over_budget
 from ..exercise import Exercise, Mistake, measure
 from .settings import (
-    EVAL_CARD,
-    EVAL_ROWS,
     LORA_CARD,
-    evaluation_setting,
     lora_setting,
     quietly,
 )
@@ -96,7 +86,24 @@ _NO_ADAPTER = (
 def _explain_lora(got, expected):
     if not got["the adapters"]["around"]:
         return _NO_ADAPTER
-    return _NOTHING_LEFT if got["the adapters"]["error"] else None
+    if got["the adapters"]["error"]:
+        return _NOTHING_LEFT
+    other, right = (seen["other names, another rank and rate"] for seen in (got, expected))
+    wrong = [name for name in right if other[name] != right[name]]
+    said = {
+        "around": "the adapters are not around the layers whose last name is in `names`: all of them, and no others.",
+        "ranks": f"`rank` has no effect: the adapters have rank {other['ranks']}, and {right['ranks']} was asked for.",
+        "scales": "the adapters have a scale of their own: LoRALinear(layer, rank) is what was asked for.",
+        "learning rates": f"`lr` has no effect: the optimizer has {other['learning rates']}, and {right['learning rates']} was asked for.",
+    }
+    if wrong and wrong[0] in said:
+        return said[wrong[0]]
+    numbers = [seen["two updates"]["numbers that are trained"] for seen in (got, expected)]
+    if numbers[0] > numbers[1]:
+        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: all but A and B of the adapters is frozen, the head and the norms too."
+    if got["two updates"]["largest number in B, in learning rates"] != 2:
+        return "B does not move as under AdamW, by about lr in each update: return torch.optim.AdamW, with its own settings."
+    return None
 
 
 _NOTHING_TRAINED = ("empty parameter list", "does not require grad")
@@ -135,6 +142,7 @@ def _observe_lora(candidate):
     found = {"the adapters": {"around": " ".join(sorted(adapters)), "error": stopped}}
     if stopped:
         return found | {"numbers that are trained": trained}
+    largest = max((m.B.abs().max().item() for m in adapters.values()), default=0.0)
     return found | {
         "before the first update": {"change of the logits": changed},
         "two updates": {
@@ -144,90 +152,27 @@ def _observe_lora(candidate):
             ],
             "numbers that are trained": trained,
             "weights of the base that have moved": sum(not torch.equal(p, w) for p, w in weights.items()),
+            "largest number in B, in learning rates": round(largest / 0.01),
         },
         "the card": measured,
+        "other names, another rank and rate": _other_adapters(candidate),
     }
 
 
-def held_out_loss(model, rows) -> float:
-    """The mean loss over all predicted tokens of ``rows``, within the card; ``model`` is left as it was."""
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for micro in split(rows, 4):
-            loss = model(**micro, use_cache=False).loss
-            total += loss.item() * count_targets(micro["labels"])
-    model.train()
-    return total / count_targets(rows["labels"])
-
-
-def _held_out(*, mode=True, back=True, grad=False, weigh=True, first=False, last=True):
-    """A wrong ``held_out_loss``."""
-
-    def wrong(model, rows):
-        model.train(not mode)
-        total, items, parts = 0.0, 0, 0
-        with torch.set_grad_enabled(grad):
-            for micro in split(rows, 4):
-                if not last and len(micro["labels"]) < 4:
-                    break
-                count = int((micro["labels"] != IGNORED).sum()) if first else count_targets(micro["labels"])
-                total += model(**micro, use_cache=False).loss.item() * (count if weigh else 1)
-                items, parts = items + count, parts + 1
-        model.train(back)
-        return total / (items if weigh else parts)
-
-    return wrong
-
-
-@contextmanager
-def _seen(model):
-    """What forward passes of ``model`` do: a dict of the most rows, and whether one built a graph or filled a cache."""
-    seen = {"rows": 0, "graph": False, "cache": False}
-
-    def look(module, args, kwargs, out):
-        seen["rows"] = max(seen["rows"], len(out.logits))
-        seen["graph"] |= out.logits.requires_grad
-        seen["cache"] |= out.past_key_values is not None
-
-    handle = model.register_forward_hook(look, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-@quietly
-def _observe_evaluation(candidate):
-    model, held_out = evaluation_setting()
-    with _seen(model) as seen:
-        measured = measure(lambda: candidate(model, held_out), budget=EVAL_CARD, model=model)
-    found = {"what is too much": ""}
-    if seen["graph"]:
-        found = {"what is too much": "a graph"}
-    elif measured.over:
-        too_many = f"{seen['rows']} rows" if seen["rows"] > EVAL_ROWS else ""
-        found = {"what is too much": too_many or ("the cache" if seen["cache"] else "the logits")}
-    return found | {
-        "18 rows": {"loss": measured.value},
-        "the model afterwards": {"is in train mode (1 is yes)": int(model.training)},
-        "the card": replace(measured, value=None),
+def _other_adapters(candidate) -> dict:
+    model, _ = lora_setting()
+    optimizer = candidate(model, ("o_proj", "up_proj"), 3, 0.002)
+    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        "around": " ".join(sorted(adapters)),
+        "ranks": sorted({len(m.A) for m in adapters.values()}),
+        "scales": sorted({m.scale for m in adapters.values()}),
+        "learning rates": sorted({float(group["lr"]) for group in optimizer.param_groups}),
+        "parameters that are trained and not handed to the optimizer": sum(
+            id(p) not in held for p in _trained(model)
+        ),
     }
-
-
-_TOO_MUCH_TO_EVALUATE = {
-    "a graph": "gradients are on, so every layer's activations are kept for a backward that never comes: torch.no_grad().",
-    "the cache": "the key-value cache is on, as from_pretrained leaves it: keys and values of every layer stay until the last one is through. Training keeps them anyway; here give use_cache=False.",
-    "the logits": "something of every piece is kept until the end, as large as its logits: the loss is all that is asked for, and it is one number.",
-    "18 rows": "all 18 rows go through at once: cut them, as in training.",
-}  # fmt: skip
-
-
-def _explain_evaluation(got, expected):
-    what = got["what is too much"]
-    rows = f"{what} at a time are too many for this card: an evaluation has a micro-batch too."
-    says = _TOO_MUCH_TO_EVALUATE.get(what, rows) if what else ""
-    return f"{says} {over_budget(got['the card'])}" if says and got["the card"].over else says
 
 
 EXERCISES = (
@@ -251,25 +196,6 @@ EXERCISES = (
                     "the optimizer has A and not B: B stays zero, so the product stays zero, and so does A's gradient."),
             Mistake("optimizer first", _optimizer_first,
                     "the optimizer was made before the adapters: it has the frozen weights, which get no gradient, and never hears of A and B."),
-        ),
-    ),
-    Exercise(
-        id="5.7", title="an evaluation within the card", difficulty=2, minutes=8,
-        trains="what an evaluation holds, and what it must leave as it was",
-        reference=held_out_loss,
-        observe=_observe_evaluation,
-        explain=_explain_evaluation,
-        mistakes=(
-            Mistake("a graph", _held_out(grad=True), _TOO_MUCH_TO_EVALUATE["a graph"]),
-            Mistake("left in eval", _held_out(back=False),
-                    "the loss is right, and the model is left in eval mode: training goes on without dropout, and checkpointing saves nothing any more; model.train()."),
-            Mistake("dropout", _held_out(mode=False), "dropout is on: this is the loss of a model with holes in it; model.eval() first."),
-            Mistake("mean of means", _held_out(weigh=False),
-                    "this is a mean of means: rows of few tokens, and the last, smaller piece, count as much as full ones; weight by predicted tokens."),
-            Mistake("first tokens too", _held_out(first=True),
-                    "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
-            Mistake("last piece dropped", _held_out(last=False),
-                    "the last rows are dropped: 18 rows are four pieces of 4 and one of 2."),
         ),
     ),
 )  # fmt: skip

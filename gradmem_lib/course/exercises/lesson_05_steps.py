@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -10,18 +9,18 @@ from torch import nn
 
 from ...names import IGNORED
 from ...techniques.losses import count_targets
-from ..compare import over_budget
+from ..compare import difference, plain
 from ..exercise import Exercise, Mistake, measure
+from .layers import count_calls
 from .settings import (
     CHECKPOINTING_CARD,
     LOG_CARD,
-    bf16_setting,
     checkpointing_setting,
-    flat,
     gradients_of,
     log_setting,
     quietly,
 )
+from .weights import parts_of, weights_of, why, why_loss
 
 
 def _enable(model: nn.Module, kwargs: dict | None = None, **more) -> None:
@@ -37,11 +36,16 @@ def switch_on(model) -> None:
     _enable(model)
 
 
-def _switch(model) -> str:
-    """Which switch of ``model`` was found, where it saves too little."""
-    on = [layer.gradient_checkpointing for layer in model.model.layers]
+def _switch(model, layers: int, again: bool) -> str:
+    """Which switch of ``model`` was found, where it saves too little; ``again``: its layers do run twice."""
+    found = list(model.model.layers)
+    if len(found) != layers:
+        return "layers are gone"
+    on = [layer.gradient_checkpointing for layer in found]
     if any(on):
         return "some layers" if not all(on) else "" if model.training else "eval mode"
+    if again:
+        return "one segment"
     if getattr(model.config, "gradient_checkpointing", False):
         return "the config's"
     return (
@@ -82,6 +86,7 @@ def _in_bf16(model):
 @quietly
 def _observe_checkpointing(candidate):
     model, ids = checkpointing_setting()
+    layers = len(model.model.layers)
     candidate(model)
 
     def step():
@@ -89,11 +94,14 @@ def _observe_checkpointing(candidate):
         loss.backward()
         return loss.item()
 
-    measured = measure(step, budget=CHECKPOINTING_CARD, model=model)
+    with count_calls(model.model.layers) as order:
+        measured = measure(step, budget=CHECKPOINTING_CARD, model=model)
+    again = max(order.times(model.model.layers), default=0) > 1
     found = {
         "a step on token ids": {"loss": measured.value, "gradients": gradients_of(model)},
         "the card": measured,
-        "what stands in the way": _switch(model) if measured.over else "",  # tells ways of one peak apart
+        # Tells ways of one peak apart.
+        "what stands in the way": _switch(model, layers, again) if measured.over else "",
     }
     model, ids = checkpointing_setting()
     vectors = model.get_input_embeddings()(ids).detach()
@@ -107,13 +115,14 @@ _SAVES_TOO_LITTLE = {
     "none": "no layer of this model checkpoints: train mode and a cache switched off are not the switch, and TrainingArguments or a copy do not reach the model.",
     "the config's": "model.config.gradient_checkpointing is read when a model is made, and by nobody afterwards: call the model's method.",
     "an attribute": "model.gradient_checkpointing = True makes an attribute that nobody reads: each layer has its own, and the model's method sets them all.",
+    "layers are gone": "layers of the model are gone, and with them its loss: keep them all, and checkpoint each.",
+    "one segment": "all layers are in one segment: the checkpoint runs them all again at once, and saves nothing at the peak; checkpoint each layer by itself.",
     "some layers": "only some of the layers are checkpointed, which saves too little for this card: leave every_n_layers at 1.",
 }  # fmt: skip
 
 
 def _explain_checkpointing(got, expected):
-    says = _SAVES_TOO_LITTLE.get(got["what stands in the way"])
-    return says and f"{says} {over_budget(got['the card'])}"
+    return _SAVES_TOO_LITTLE.get(got["what stands in the way"])
 
 
 def train_and_log(model, window) -> float:
@@ -180,8 +189,8 @@ def _observe_log(candidate):
             logged = candidate(model, window)
         graph = isinstance(logged, torch.Tensor) and logged.requires_grad
         found[f"a window of {kind} lengths"] = {
-            "loss": logged.item() if isinstance(logged, torch.Tensor) else logged,
             "gradients": gradients_of(model),
+            "loss": logged.detach() if isinstance(logged, torch.Tensor) else logged,
             "what is returned hangs on a graph (1 is yes)": int(graph),
         }
     return found
@@ -193,68 +202,38 @@ _TOO_MUCH_TO_LOG = {
 }  # fmt: skip
 
 
-def _explain_log(got, expected):
-    says = _TOO_MUCH_TO_LOG.get(got["what is too much"])
-    return says and f"{says} {over_budget(got['the card'])}"
-
-
-def train_mixed(model, batches, lr):
-    """One AdamW update for each batch, in place: matrices multiplied in bf16, weights and states in float32; the optimizer."""
-    model.float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def _mixed(before=lambda model: model, after=lambda model: None, *, auto=True):
-    """A wrong ``train_mixed``: what it does to the model before, what it does after an update."""
-
-    def wrong(model, batches, lr):
-        model = before(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        for batch in batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=auto):
-                loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            after(model)
-        return optimizer
-
-    return wrong
-
-
-def _new_parameters(model):
-    for name, parameter in list(model.named_parameters()):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, nn.Parameter(parameter.detach().float()))
-    return model
-
-
 @quietly
-def _observe_states(candidate):
-    model, batches = bf16_setting()
-    products = []
-    handle = model.lm_head.register_forward_hook(lambda module, args, out: products.append(str(out.dtype)))
-    optimizer = candidate(model, batches, 1e-5)
-    handle.remove()
-    states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
-    return {
-        "the weights": {
-            "dtypes": " and ".join(sorted({str(p.dtype) for p in model.parameters()})),
-            "the head is still tied to the embedding (1 is yes)": int(
-                model.lm_head.weight is model.get_input_embeddings().weight
-            ),
-        },
-        "the states": {"dtypes": " and ".join(sorted({str(t.dtype) for t in states})), "how many": len(states)},
-        "products": {"dtypes, forward by forward": products},
-        "the weights after three updates": flat(model.parameters()),
-    }  # fmt: skip
+def _explain_log(got, expected):
+    if says := _TOO_MUCH_TO_LOG.get(got["what is too much"]):
+        return says
+    name = "a window of unequal lengths"
+    mine, right = got[name], expected[name]
+    model, window = log_setting("unequal")
+    sums: list[float] = []
+
+    def loss_and_count(micro):
+        count = count_targets(micro["labels"])
+        loss = model(**micro).loss * count
+        sums.append(loss.item())
+        return loss, count
+
+    parts, counts = parts_of(loss_and_count, window, list(model.parameters()))
+    if difference(mine["gradients"], right["gradients"]):
+        weights = weights_of(mine["gradients"], parts, 1e-3)
+        return weights and (_by_padding(weights, counts, window) or why(weights, counts))
+    what = why_loss(plain(mine["loss"]), sums, counts)
+    return what and f"the gradient is right, and the log is {what}."
+
+
+def _by_padding(weights, counts, window) -> str | None:
+    """Is a micro-batch's mean weighted by all of its labels?"""
+    sizes = [micro["labels"].numel() for micro in window]
+    shares = [w * count / size * sum(sizes) for w, count, size in zip(weights, counts, sizes, strict=True)]
+    if all(abs(share - 1) < 1e-2 for share in shares):
+        return (
+            "padding has weight here: a micro-batch's share is its predicted tokens, not all of its labels."
+        )
+    return None
 
 
 EXERCISES = (
@@ -295,27 +274,6 @@ EXERCISES = (
                     "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
             Mistake("a graph in the log", _logs(_weighted, keep=lambda outputs, loss: loss),
                     "the number is right, and it is a tensor that hangs on the graph: 4 bytes a loss once backward has run, all activations where it has not, as in an evaluation; log loss.item()."),
-        ),
-    ),
-    Exercise(
-        id="5.5", title="a checkpoint in bf16, states in float32", difficulty=2, minutes=6,
-        trains="knowing where autocast ends and a model's own dtype begins",
-        reference=train_mixed,
-        observe=_observe_states,
-        changes=("model",),
-        mistakes=(
-            Mistake("bf16 over bf16", _mixed(),
-                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),
-            Mistake("half", _mixed(lambda model: model.half()),
-                    "half() is float16, not float32: weights and states still have two bytes, and small gradients become 0."),
-            Mistake("after the first update", _mixed(after=lambda model: model.float()),
-                    "model.float() comes after the first update: AdamW has made its states in bf16 by then, and stops at the mixture; cast first."),
-            Mistake("trains a copy", _mixed(lambda model: copy.deepcopy(model).float()),
-                    "this trains a copy, and the model that was given has not moved: model.float() casts in place."),
-            Mistake("new parameters", _mixed(_new_parameters),
-                    "new parameters break the tie between embedding and head: the head keeps its own, in bf16; model.float() casts in place and keeps ties."),
-            Mistake("no autocast", _mixed(lambda model: model.float(), auto=False),
-                    "weights and states are float32, and so is everything else: forward runs outside torch.autocast."),
         ),
     ),
 )  # fmt: skip

@@ -24,16 +24,16 @@ def gradients_of(module: nn.Module) -> torch.Tensor:
 
 
 def quietly(observe):
-    """``observe`` without what transformers says on the way, which is not the learner's output."""
+    """``observe``, or ``explain``, without what transformers says on the way, which is not the learner's output."""
 
     @wraps(observe)
-    def quiet(candidate):
+    def quiet(*seen):
         from transformers.utils import logging
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
-            return observe(candidate)
+            return observe(*seen)
         finally:
             logging.set_verbosity(level)
 

@@ -1,0 +1,219 @@
+"""What a wrong answer does, read off its numbers, where no known mistake is the whole of it.
+
+A sentence says what to look at; the case where it shows is added to it by ``judging``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
+
+from .compare import Measured, describe, difference, plain
+from .exercise import Calls, Unseen
+
+Path = tuple[Any, ...]
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of everything in dicts of dicts; a ``Measured`` is its value, and its bytes."""
+    if isinstance(value, Measured):
+        yield from leaves(value.value, path)
+        yield (*path, "bytes"), replace(value, value=None)
+    elif isinstance(value, Mapping) and value:
+        for key, entry in value.items():
+            yield from leaves(entry, (*path, key))
+    else:
+        yield path, value
+
+
+def compared(got: Any, expected: Any, tolerance: float) -> dict[Path, bool]:
+    """For each number, tensor or text of ``expected``, whether ``got`` has the same there."""
+    mine = dict(leaves(got))
+    return {
+        path: path in mine and difference(mine[path], value, tolerance) is None
+        for path, value in leaves(expected)
+    }
+
+
+def most_alike(got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolerance: float) -> str:
+    """The sentence of the known mistake that does what ``got`` does where it first goes wrong, and mostly elsewhere.
+
+    So an answer with two mistakes hears the first one. ``known`` are (sentence, what the mistake does); empty if none fits.
+    """
+    right = compared(got, expected, tolerance)
+    wrong = [path for path, same in right.items() if not same]
+    mine, best, most = dict(leaves(got)), "", 0
+    for says, value in known:
+        theirs = dict(leaves(value))
+        theirs_wrong = [path for path, same in compared(value, expected, tolerance).items() if not same]
+        hits = [
+            path
+            for path in wrong
+            if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
+        ]
+        alike = hits and hits[0] == wrong[0] and 2 * len(hits) > max(len(wrong), len(theirs_wrong))
+        if alike and len(hits) > most:
+            best, most = says, len(hits)
+    return best
+
+
+def fact(got: Any, expected: Any, tolerance: float) -> str:
+    """What can be said of the numbers themselves: another kind of thing, always the same, everywhere so many times too large."""
+    right = compared(got, expected, tolerance)
+    mine, theirs = dict(leaves(got)), dict(leaves(expected))
+    first = next((path for path, same in right.items() if not same), None)
+    if first is None or first not in mine:
+        return ""
+    if says := _other_kind(mine[first], theirs[first]):
+        return says
+    if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
+        return "nearly right: two digits agree, as if something were computed in half precision (bf16 or float16)."
+    pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
+    numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
+    if len(numbers) < 3 or len(numbers) < len(theirs):
+        return ""
+    if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
+        return f"the answer is {describe(numbers[0][0])} whatever it is given: it must follow its arguments."
+    if any(same for path, same in right.items() if isinstance(plain(theirs[path]), Real)):
+        return ""
+    ratios = [number / wanted for number, wanted in numbers if wanted]
+    if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
+        return f"every case comes out {times(ratios[0])}."
+    return ""
+
+
+def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
+    """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` where there are none."""
+    import numpy
+
+    cases = list(terms[0])
+    numbers = [plain(got.get(case)) for case in cases]
+    if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
+        return None
+    left = numpy.array([[float(term[case]) for term in terms] for case in cases])
+    right = numpy.array(numbers, dtype=float)
+    found = numpy.linalg.lstsq(left, right, rcond=None)[0]
+    off = abs(left @ found - right).max()
+    return [round(float(c), 9) for c in found] if off <= 1e-9 * max(1.0, abs(right).max()) else None
+
+
+def times(ratio: float) -> str:
+    """ "2 times too large", "a quarter of what it should be"."""
+    if ratio < 0:
+        return "with the wrong sign" if math.isclose(ratio, -1) else f"{-ratio:g} times, with the wrong sign"
+    return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
+
+
+def _alike(numbers: list[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
+
+
+def _other_kind(got: Any, expected: Any) -> str:
+    got, expected = plain(got), plain(expected)
+    if isinstance(expected, Real):
+        if isinstance(got, str):
+            return f"a number is asked for, and this is text, {describe(got)}."
+        if isinstance(got, Real):
+            if math.isnan(got) and not math.isnan(expected):
+                return "the result is not a number: 0 is divided by 0, or the root of something negative is taken."
+            if got < 0 <= expected:
+                return "the result is negative, which it can never be."
+            if isinstance(expected, Integral) and math.isfinite(got) and got != round(got):
+                return "a whole number is asked for, and this is a fraction."
+        elif got is not None:
+            return f"one number is asked for, and this is {describe(got)}."
+    elif isinstance(expected, tuple) and isinstance(got, Real):
+        return "a list with a number for each is asked for, and this is one number."
+    elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
+        return f"{len(expected)} entries are asked for, and there are {len(got)}."
+    return ""
+
+
+def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> str:
+    """An argument that has no effect on an answer, or too much: found by doubling one at a time."""
+    base, powers = cases.cases[0], []
+    for place, name in enumerate(names[: len(base)]):
+        changed = list(base)
+        changed[place] = _other(base[place], [case[place] for case in cases.cases])
+        was, wanted = ([_number(f, case) for case in (base, tuple(changed))] for f in (mine, theirs))
+        if None in was or None in wanted or wanted[0] == wanted[1]:
+            continue
+        if was[0] == was[1]:
+            return f"`{name}` has no effect on your answer."
+        if isinstance(base[place], Real) and 0 not in (*was, *wanted):
+            grows, should = was[1] / was[0], wanted[1] / wanted[0]
+            if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
+                powers.append(
+                    f"with twice the `{name}` your answer is {grows:.3g} times as large, and should be {should:.3g} times as large."
+                )
+    return powers[0] if powers else ""
+
+
+def _other(value: Any, others: list[Any]) -> Any:
+    if isinstance(value, Real):
+        return 2 * value
+    return next((other for other in others if other != value), value)
+
+
+def _number(function: Callable, case: tuple) -> float | None:
+    try:
+        value = plain(function(*case))
+        return value if isinstance(value, Real) else float(value[0])
+    except Exception:
+        return None
+
+
+def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
+    """What is right already: cases, and entries of the first case that is not; empty where nothing is."""
+    right = compared(got, expected, tolerance)
+    first = next((path for path, same in right.items() if not same), None)
+    if not first:
+        return ""
+    cases: dict[Any, bool] = {}
+    for path, same in right.items():
+        cases[path[0]] = cases.get(path[0], True) and same
+    alike = {case: [path[1:] for path in right if path[0] == case] for case in cases}
+    whole = [
+        case
+        for case, same in cases.items()
+        if same and not isinstance(case, Unseen) and alike[case] == alike[first[0]]
+    ]
+    entries = [path[-1] for path, same in right.items() if same and path[0] == first[0] and len(path) > 1]
+    parts = []
+    if whole:
+        shown = " and ".join(
+            f"{name}{case}" if str(case).startswith("(") else str(case) for case in whole[:2]
+        )
+        parts.append(f"all is right for {shown}" + (f" and {len(whole) - 2} more" if len(whole) > 2 else ""))
+    if entries:
+        parts.append(
+            f"{' and '.join(repr(entry) for entry in entries[:3])} {'are' if len(entries) > 1 else 'is'} right"
+        )
+    return ", and ".join(parts)
+
+
+# What PyTorch and Python say, and what to look at.
+_RAISED = (
+    (r"modified by an inplace operation",
+     "a weight was changed between forward and backward, so the graph does not hold any more: backward comes before optimizer.step()."),
+    (r"backward through the graph a second time", "this graph has had its backward, and its tensors are freed: one forward for each backward."),
+    (r"does not require grad and does not have a grad_fn",
+     "backward is called on something without a graph: it was detached, made under no_grad, or turned into a number."),
+    (r"implicitly created only for scalar", "backward starts from one number: add up the losses, or take their mean, first."),
+    (r"leaf Variable that requires grad", "a weight is changed in place while autograd records: put that line under torch.no_grad()."),
+    (r"'(float|int)' object has no attribute '(backward|item|detach|sqrt)'", "this is a number already, not a tensor: it has left the graph before its backward."),
+    (r"NoneType", "something is None here: a function that returns nothing, or a gradient that is not there yet."),
+    (r"empty parameter list", "the optimizer was handed no parameters: nothing requires a gradient, or a generator was used up before."),
+    (r"RecursionError", "the function calls itself without end."),
+    (r"unexpected keyword argument", "one of the arguments has a name that is not known there."),
+)  # fmt: skip
+
+
+def raised(kind: str, text: str, own: tuple[tuple[str, str], ...] = ()) -> str:
+    """What to look at after an exception, by an exercise's ``own`` list first; empty where nothing is known of it."""
+    whole = f"{kind}: {text}"
+    return next((says for pattern, says in (*own, *_RAISED) if re.search(pattern, whole)), "")

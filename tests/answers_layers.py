@@ -1,0 +1,294 @@
+"""Answers to the exercises of lesson 04 as people write them; see answers_numbers.py."""
+
+import math
+from functools import partial
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gradmem_lib import best_segments, checkpoint_layers
+from gradmem_lib.techniques.schedules import uniform_segments
+
+RIGHT, WRONG = {}, {}
+
+
+def _function(forward=None, backward=None):
+    def keeps(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    made = {"forward": staticmethod(forward or keeps), "backward": staticmethod(backward or _again)}
+    return type("Checkpoint", (torch.autograd.Function,), made)
+
+
+def _again(
+    ctx, gradient, *, change=lambda x: x.detach().requires_grad_(), back=lambda x: (None, x.grad), times=1
+):
+    x = change(ctx.saved_tensors[0])
+    for _ in range(times):
+        with torch.enable_grad():
+            out = ctx.run(x)
+    torch.autograd.backward(out, gradient)
+    return back(x)
+
+
+def _held(ctx, run, x):
+    ctx.run, ctx.x = run, x
+    return run(x)
+
+
+def _of_held(ctx, gradient):
+    x = ctx.x.detach().clone().requires_grad_(True)
+    with torch.set_grad_enabled(True):
+        ctx.run(x).backward(gradient)
+    return None, x.grad
+
+
+def _by_parameters(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    held = list(ctx.run.parameters())
+    first, *rest = torch.autograd.grad(out, [x, *held], gradient)
+    for p, g in zip(held, rest, strict=True):
+        p.grad = g if p.grad is None else p.grad + g
+    return None, first
+
+
+def _clone(ctx, run, x):
+    ctx.run = run
+    ctx.save_for_backward(x * 1.0)
+    return run(x)
+
+
+def _no_output(ctx, run, x):
+    ctx.run = run
+    ctx.save_for_backward(x)
+    return x.clone()
+
+
+def _everything(ctx, run, x):
+    ctx.run = run
+    ctx.kept = []
+    for part in run:
+        ctx.kept.append(x)
+        x = part(x)
+    ctx.save_for_backward(ctx.kept[0])
+    return x
+
+
+RIGHT["4.1"] = {
+    "attribute": _function(_held, _of_held),
+    "autograd.grad": _function(backward=_by_parameters),
+    "backward of out": _function(backward=_of_held, forward=_held),
+}
+WRONG["4.1"] = {
+    "a copy of x": (_function(_clone), "no clone or copy"),
+    "no output": (_function(_no_output), "output is not that of run"),
+    "everything": (_function(_everything), "kept"),
+    "twice again": (_function(backward=partial(_again, times=2)), "more often than needed"),
+    "the incoming": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, g))), "not that of x"),
+    "swapped": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))), "run and x|gradient"),
+    "no detach": (_function(backward=partial(_again, change=lambda x: x)), "detach|earlier layers"),
+}  # fmt: skip
+
+
+def _safe(before=torch.get_rng_state, backward=None, run=lambda run, x: run(x)):
+    def forward(ctx, run_, x):
+        ctx.state, ctx.run = before(), run_
+        ctx.save_for_backward(x)
+        return run(run_, x)
+
+    return _function(forward, backward or _from_state)
+
+
+def _from_state(ctx, gradient):
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(ctx.state)
+        return _again(ctx, gradient)
+
+
+def _put_back(ctx, gradient):
+    now = torch.get_rng_state()
+    try:
+        torch.set_rng_state(ctx.state)
+        return _again(ctx, gradient)
+    finally:
+        torch.set_rng_state(now)
+
+
+def _not_put_back(ctx, gradient):
+    torch.set_rng_state(ctx.state)
+    return _again(ctx, gradient)
+
+
+def _seeded(run, x):
+    torch.manual_seed(1)
+    return run(x)
+
+
+def _twice(run, x):
+    run(x)
+    return run(x)
+
+
+def _no_state(ctx, gradient):
+    with torch.random.fork_rng(devices=[]):
+        return _again(ctx, gradient)
+
+
+RIGHT["4.2"] = {
+    "cloned": _safe(lambda: torch.get_rng_state().clone()),
+    "put back": _safe(backward=_put_back),
+    "generator": _safe(torch.default_generator.get_state),
+}
+WRONG["4.2"] = {
+    "no state": (_safe(backward=_no_state), "other (dropout )?masks"),
+    "not put back": (_safe(backward=_not_put_back), "rest of the program"),
+    "seeded": (_safe(run=_seeded), "first run"),
+    "run twice": (_safe(run=_twice), "first run"),
+    "initial seed": (_safe(lambda: torch.Generator().manual_seed(torch.initial_seed() % 1000).get_state()), "other masks"),
+    "plain": (_safe(backward=_again), "other (dropout )?masks"),
+}  # fmt: skip
+
+
+def _frozen(embedding, layers, ids, *, first=lambda x: x.requires_grad_(), each=None, reentrant=True):
+    x = first(embedding(ids))
+    for i, layer in enumerate(layers):
+        x = each(i, layer, x) if each else checkpoint(layer, x, use_reentrant=reentrant)
+    return x
+
+
+RIGHT["4.3"] = {
+    "detached": partial(_frozen, first=lambda x: x.detach().requires_grad_(True)),
+    "clone": partial(_frozen, first=lambda x: x.clone().requires_grad_()),
+    "added": partial(_frozen, first=lambda x: x + torch.zeros_like(x, requires_grad=True)),
+}
+WRONG["4.3"] = {
+    "other kind": (partial(_frozen, first=lambda x: x, reentrant=False), "other kind"),
+    "other kind, required": (partial(_frozen, reentrant=False), "other kind"),
+    "trap": (partial(_frozen, first=lambda x: x), "no layer gets a gradient"),
+    "plain": (partial(_frozen, each=lambda i, layer, x: layer(x)), "nothing is checkpointed"),
+    "last plain": (partial(_frozen, each=lambda i, layer, x: layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)), "layer 4 runs once"),
+    "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "boundar|got"),
+    "detached in between": (partial(_frozen, each=lambda i, layer, x: checkpoint(layer, x.detach().requires_grad_(), use_reentrant=True)), "cuts the chain"),
+}  # fmt: skip
+
+
+def _segments(
+    layers,
+    x,
+    k,
+    *,
+    starts=lambda n, k: range(0, n, k),
+    length=lambda k: k,
+    reentrant=False,
+    before=lambda x: x,
+):
+    for start in starts(len(layers), k):
+        x = checkpoint(layers[start : start + length(k)], before(x), use_reentrant=reentrant)
+    return x
+
+
+def _chunked(layers, x, k):
+    groups = [list(layers)[i : i + k] for i in range(0, len(layers), k)]
+
+    def through(group):
+        def run(h):
+            for layer in group:
+                h = layer(h)
+            return h
+
+        return run
+
+    for group in groups:
+        x = checkpoint(through(group), x, use_reentrant=False)
+    return x
+
+
+RIGHT["4.4"] = {
+    "groups": _chunked,
+    "while": lambda layers, x, k: _segments(
+        layers, x, k, starts=lambda n, k: [i for i in range(n) if i % k == 0]
+    ),
+    "as it stands": _segments,
+}
+WRONG["4.4"] = {
+    "floor": (partial(_segments, starts=lambda n, k: range(0, n - n % k, k)), "left out|IndexError|never run"),
+    "one too short": (partial(_segments, length=lambda k: k - 1), "left out"),
+    "overlap": (partial(_segments, length=lambda k: k + 1), "run|layers|segments"),
+    "reentrant": (partial(_segments, reentrant=True), "use_reentrant=False"),
+    "required": (partial(_segments, reentrant=True, before=lambda x: x if x.requires_grad else x.requires_grad_()), "use_reentrant=False"),
+    "detached": (partial(_segments, before=lambda x: x.detach().requires_grad_()), "detach"),
+    "layer by layer": (lambda layers, x, k: _segments(layers, x, 1), r"your segments have \[1, 1"),
+    "all at once": (lambda layers, x, k: checkpoint(layers, x, use_reentrant=False), r"your segments have \[8\]"),
+}  # fmt: skip
+
+RIGHT["4.5"] = {
+    "loop": lambda m, a, x: max([m[i] * a + x * i for i in range(len(m))]),
+    "float": lambda m, a, x: float(max(i * x + n * a for i, n in enumerate(m))),
+    "tensor": lambda m, a, x: (torch.tensor(m) * a + torch.arange(len(m)) * x).max(),
+}
+WRONG["4.5"] = {
+    "sum": (lambda m, a, x: sum(m) * a, "all layers"),
+    "from one": (lambda m, a, x: max(i * x + n * a for i, n in enumerate(m, 1)), "own boundary twice"),
+    "longest": (lambda m, a, x: max(m) * a, "segment that runs again"),
+    "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
+    "mean": (lambda m, a, x: (len(m) - 1) * x + sum(m) / len(m) * a, "mean length"),
+    "not the largest": (lambda m, a, x: (len(m) - 1) * x + max(m) * a, "meet all"),
+    "minimum": (lambda m, a, x: min(i * x + n * a for i, n in enumerate(m)), "got"),
+}
+
+
+def _root(n, a, x, whole=round):
+    return min(n, max(1, whole(math.sqrt(n * x / a))))
+
+
+RIGHT["4.6"] = {
+    "by trying": lambda n, a, x: min(range(1, n + 1), key=lambda k: max(i * x + m * a for i, m in enumerate(uniform_segments(n, k)))),
+    "numpy": lambda n, a, x: np.argmin([max(i * x + m * a for i, m in enumerate(uniform_segments(n, k))) for k in range(1, n + 1)]) + 1,
+    "float": lambda n, a, x: float(RIGHT["4.6"]["by trying"](n, a, x)),
+}  # fmt: skip
+WRONG["4.6"] = {
+    "ceil": (partial(_root, whole=math.ceil), "rounds up"),
+    "floor": (partial(_root, whole=math.floor), "rounds down"),
+    "root of n": (lambda n, a, x: max(1, math.isqrt(n)), "√n"),
+    "number of segments": (lambda n, a, x: n // _root(n, a, x), "number of segments|peak"),
+    "none": (lambda n, a, x: None, "return"),
+    "fraction": (lambda n, a, x: math.sqrt(n * x / a), "whole number"),
+    "n": (lambda n, a, x: n, "peak"),
+}
+
+
+def _step(layers, x, every=None, keep_last=None, loss=lambda out: out.square().mean()):
+    with checkpoint_layers(layers, every or best_segments(64, internal=4, boundary=1), keep_last=keep_last):
+        found = loss(layers(x))
+        found.backward()
+    return found.item()
+
+
+def _by_hand(layers, x):
+    h, start = x, 0
+    for length in best_segments(64, 4, 1):
+        h = checkpoint(layers[start : start + length], h, use_reentrant=False)
+        start += length
+    loss = (h * h).mean()
+    loss.backward()
+    return loss.detach()
+
+
+RIGHT["4.7"] = {
+    "by hand": _by_hand,
+    "with": _step,
+    "power": partial(_step, loss=lambda out: (out**2).mean()),
+}
+WRONG["4.7"] = {
+    "sixes": (partial(_step, every=6), "equal segments of 6"),
+    "layers": (partial(_step, every=1), "segment of its own"),
+    "reversed": (partial(_step, every=best_segments(64, 4, 1)[::-1]), "wrong way round|lengths|segments"),
+    "sum": (partial(_step, loss=lambda out: out.square().sum()), "loss"),
+    "measured": (partial(_step, every="best"), "times, and twice is the limit"),
+    "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient|got"),
+}

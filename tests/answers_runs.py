@@ -1,0 +1,314 @@
+"""Answers to the exercises of lesson 05 as people write them; see answers_numbers.py."""
+
+import math
+from functools import partial
+
+import torch
+from torch import nn
+
+from gradmem_lib import LoRALinear, Recipe
+from gradmem_lib.techniques.accumulation import accumulate_gradients, split
+from gradmem_lib.techniques.losses import count_targets, next_token_loss
+
+RIGHT, WRONG = {}, {}
+TRAIN, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+EVAL = "per_device_eval_batch_size"
+
+
+def _card(arguments, gpus, fits, *, micro=None, steps=None, **more):
+    batch = arguments[TRAIN] * arguments[STEPS] * gpus
+    size = micro(batch, fits) if micro else max(m for m in range(1, min(fits, batch) + 1) if batch % m == 0)
+    steps = steps(batch, size) if steps else batch // size
+    return {**arguments, TRAIN: size, STEPS: steps, EVAL: size, **more}
+
+
+def _downwards(arguments, gpus, fits):
+    new = dict(arguments)
+    batch = arguments[TRAIN] * arguments[STEPS] * gpus
+    while batch % fits:
+        fits -= 1
+    new.update({TRAIN: fits, EVAL: fits, STEPS: batch / fits})
+    return new
+
+
+RIGHT["5.1"] = {
+    "downwards": _downwards,
+    "tensors": lambda a, g, f: {k: torch.tensor(v, dtype=torch.float64) for k, v in _card(a, g, f).items()},
+    "copied": lambda a, g, f: dict(_card(dict(a), g, f)),
+}
+WRONG["5.1"] = {
+    "no GPUs": (lambda a, g, f: _card(a, 1, f), "other GPUs"),
+    "steps kept": (lambda a, g, f: _card(a, g, f) | {STEPS: a[STEPS]}, "global batch has changed"),
+    "too many": (partial(_card, micro=lambda batch, fits: batch), "do not fit"),
+    "one": (partial(_card, micro=lambda batch, fits: 1), "one row at a time|would fit"),
+    "rate": (lambda a, g, f: _card(a, g, f, learning_rate=a["learning_rate"] / g), "learning rate"),
+    "max_steps": (lambda a, g, f: _card(a, g, f, max_steps=a["max_steps"] * g), "max steps"),
+    "gone": (lambda a, g, f: {k: _card(a, g, f)[k] for k in (TRAIN, STEPS, EVAL)}, "is gone"),
+    "text": (lambda a, g, f: _card(a, g, f) | {TRAIN: str(_card(a, g, f)[TRAIN])}, "text"),
+    "eval": (lambda a, g, f: _card(a, g, f) | {EVAL: a[EVAL]}, "evaluation"),
+}
+
+
+def _on(model, **kwargs):
+    model.train()
+    model.gradient_checkpointing_enable(**kwargs)
+
+
+def _each_layer(model):
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        module.train()
+
+
+def _flags(model):
+    model.train()
+    model.model.gradient_checkpointing = True
+
+
+RIGHT["5.2"] = {
+    "old name": lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": False}),
+    "after": lambda model: (model.gradient_checkpointing_enable({"use_reentrant": False}), model.train())[1],
+    "modules": _each_layer,
+}
+WRONG["5.2"] = {
+    "eval": (lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}), "eval mode"),
+    "train alone": (lambda model: model.train(), "no layer of this model"),
+    "attribute": (_flags, "no layer|attribute"),
+    "reentrant": (lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": True}), "use_reentrant=True"),
+    "bf16": (lambda model: (_on(model), model.to(torch.bfloat16))[1], "rounded to bf16"),
+    "fewer": (lambda model: (model.train(), setattr(model.model, "layers", model.model.layers[:2]))[1], "layers|loss"),
+}  # fmt: skip
+
+
+def _epoch(optimizer, mbs, window, warmup, accumulate, *, n=None, warm=None, body=None, each=False):
+    from transformers import get_scheduler
+
+    updates = math.ceil(len(mbs) / window)
+    total = n(len(mbs), window) if n else updates
+    schedule = get_scheduler(
+        "linear", optimizer, warm(updates, warmup) if warm else round(updates * warmup), total
+    )
+    for start in range(0, len(mbs), window):
+        held = mbs[start : start + window]
+        for some in [[one] for one in held] if each else [held]:
+            accumulate(some)
+        (body or _usual)(optimizer, schedule)
+
+
+def _usual(optimizer, schedule):
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def _by_lambda(optimizer, mbs, window, warmup, accumulate):
+    n = -(-len(mbs) // window)
+    warm = int(n * warmup)
+    rate = lambda t: t / warm if t < warm else (n - t) / (n - warm)  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    while mbs:
+        held, mbs = mbs[:window], mbs[window:]
+        optimizer.zero_grad()
+        accumulate(held)
+        optimizer.step()
+        schedule.step()
+
+
+RIGHT["5.3"] = {
+    "lambda": _by_lambda,
+    "scheduler": _epoch,
+    "zero kept": partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad(set_to_none=False), s.step())),
+}
+WRONG["5.3"] = {
+    "no zero": (partial(_epoch, body=lambda o, s: (o.step(), s.step())), r"zero_grad\(\) is missing"),
+    "zero first": (
+        partial(_epoch, body=lambda o, s: (o.zero_grad(), o.step(), s.step())),
+        "finds its gradient empty",
+    ),
+    "schedule first": (
+        partial(_epoch, body=lambda o, s: (s.step(), o.step(), o.zero_grad())),
+        "optimizer first",
+    ),
+    "no schedule": (partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad())), "schedule never steps"),
+    "no step": (partial(_epoch, body=lambda o, s: s.step()), "no update"),
+    "micro-batches": (partial(_epoch, n=lambda n, k: n), "length is counted in micro-batches"),
+    "one by one": (partial(_epoch, each=True), "each micro-batch by itself"),
+    "half the warm-up": (partial(_epoch, warm=lambda n, w: round(n * w / 2)), "warm-up takes"),
+}
+
+
+def _log(
+    model,
+    window,
+    *,
+    share=lambda n, ns: n / sum(ns),
+    back=sum,
+    count=lambda m: count_targets(m["labels"]),
+    keep=None,
+):
+    counts, parts, kept = [count(m) for m in window], [], []
+    for micro, n in zip(window, counts, strict=True):
+        out = model(**micro)
+        part = out.loss * share(n, counts)
+        part.backward()
+        parts.append(part.item())
+        if keep:
+            kept.append(keep(out))
+        del out, part
+    return back(parts)
+
+
+def _summed(model, window):
+    total = sum(count_targets(m["labels"]) for m in window)
+    loss = sum(model(**m).loss * count_targets(m["labels"]) / total for m in window)
+    loss.backward()
+    return loss.item()
+
+
+RIGHT["5.4"] = {
+    "library": lambda model, window: accumulate_gradients(window, lambda m: next_token_loss(model, m)).loss,
+    "told": lambda model, window: _log(
+        model, window, count=lambda m: int((m["labels"][:, 1:] != -100).sum())
+    ),
+    "tensor": lambda model, window: torch.tensor(_log(model, window)),
+}
+WRONG["5.4"] = {
+    "one backward": (_summed, "one backward at the end"),
+    "labels": (partial(_log, count=lambda m: m["labels"].numel()), "padding"),
+    "by K": (partial(_log, share=lambda n, ns: 1 / len(ns)), "mean of means"),
+    "whole": (partial(_log, share=lambda n, ns: 1), "K times too large"),
+    "last": (partial(_log, back=lambda parts: parts[-1]), "log is"),
+    "mean": (partial(_log, back=lambda parts: sum(parts) / len(parts)), "log is"),
+    "kept": (partial(_log, keep=lambda out: out.logits), "kept until the end"),
+    "uphill": (partial(_log, share=lambda n, ns: -n / sum(ns)), "wrong sign"),
+}
+
+
+def _mixed(model, batches, lr, *, cast=lambda m: m.float(), auto=True, zero=True, rate=1.0, make=torch.optim.AdamW, dtype=torch.bfloat16,
+           after=lambda m: None, sign=1):  # fmt: skip
+    cast(model)
+    optimizer = make(model.parameters(), lr=lr * rate)
+    for batch in batches:
+        with torch.autocast("cpu", dtype=dtype, enabled=auto):
+            loss = sign * model(**batch).loss
+        if zero:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after(model)
+    return optimizer
+
+
+RIGHT["5.5"] = {
+    "to": partial(_mixed, cast=lambda m: m.to(torch.float32)),
+    "fused": partial(_mixed, make=partial(torch.optim.AdamW, fused=True)),
+    "float": _mixed,
+}
+WRONG["5.5"] = {
+    "not cast": (partial(_mixed, cast=lambda m: None), "states are bf16"),
+    "no autocast": (partial(_mixed, auto=False), "outside torch.autocast"),
+    "no zero": (partial(_mixed, zero=False), "zero_grad"),
+    "rate": (partial(_mixed, rate=100), "learning rate"),
+    "float16": (partial(_mixed, dtype=torch.float16), "float16"),
+    "uphill": (partial(_mixed, sign=-1), "uphill"),
+    "back to bf16": (partial(_mixed, after=lambda m: m.to(torch.bfloat16)), "bf16 in the end"),
+    "reversed": (lambda model, batches, lr: _mixed(model, batches[::-1], lr), "batch 3, 2, 1"),
+}
+
+
+def _lora(model, names, rank, lr, *, freeze=True, make=torch.optim.AdamW, thaw=(), only=lambda path: True):
+    if freeze:
+        model.requires_grad_(False)
+    for path in [p for p, _ in model.named_modules() if p.split(".")[-1] in names and only(p)]:
+        parent, own = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        parent.set_submodule(own, LoRALinear(getattr(parent, own), rank))
+    for name in thaw:
+        model.get_submodule(name).requires_grad_(True)
+    return make([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def _lora_backwards(model, names, rank, lr):
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for own, child in list(module.named_children()):
+            if own in names and isinstance(child, nn.Linear):
+                setattr(module, own, LoRALinear(child, rank))
+    return torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr)
+
+
+RIGHT["5.6"] = {
+    "children": _lora_backwards,
+    "set_submodule": _lora,
+    "all handed over": lambda m, n, r, lr: (_lora(m, n, r, lr), torch.optim.AdamW(m.parameters(), lr=lr))[1],
+}
+WRONG["5.6"] = {
+    "not frozen": (partial(_lora, freeze=False), "rest of the model is trained"),
+    "rate": (lambda m, n, r, lr: _lora(m, n, r, 1e-3), "`lr` has no effect"),
+    "rank": (lambda m, n, r, lr: _lora(m, n, 4, lr), "`rank` has no effect"),
+    "names": (lambda m, n, r, lr: _lora(m, ("q_proj", "v_proj"), r, lr), "in `names`"),
+    "sgd": (partial(_lora, make=torch.optim.SGD), "AdamW"),
+    "head": (partial(_lora, thaw=("lm_head",)), "too many are trained"),
+    "first layer": (partial(_lora, only=lambda path: "layers.0." in path), "in `names`|adapters"),
+}
+
+
+def _held_out(model, rows, *, size=4, weigh=lambda m: count_targets(m["labels"]), mode=False, back=True, first=None, cache=False, auto=False,
+              add=lambda total, n: total / n):  # fmt: skip
+    model.train(mode)
+    total = n = 0.0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=auto):
+        for micro in list(split(rows, size))[:first]:
+            total += model(**micro, use_cache=cache).loss.item() * weigh(micro)
+            n += weigh(micro)
+    model.train(back)
+    return add(total, n)
+
+
+RIGHT["5.7"] = {
+    "rows": partial(_held_out, size=1),
+    "threes": partial(_held_out, size=3),
+    "tensor": lambda model, rows: torch.tensor(_held_out(model, rows)),
+}
+WRONG["5.7"] = {
+    "dropout": (partial(_held_out, mode=True), "dropout is on"),
+    "dropout, rows": (partial(_held_out, mode=True, size=1), "dropout is on"),
+    "left in eval": (partial(_held_out, back=False), "eval mode"),
+    "means": (partial(_held_out, size=3, weigh=lambda m: 1), "mean of means"),
+    "by rows": (partial(_held_out, weigh=lambda m: len(m["labels"])), "padding|predicted tokens"),
+    "first tokens": (
+        partial(_held_out, size=2, weigh=lambda m: int((m["labels"] != -100).sum())),
+        "position 0",
+    ),
+    "sum": (partial(_held_out, add=lambda total, n: total), "sum over all tokens"),
+    "all rows": (partial(_held_out, size=18), "18 rows"),
+    "cache": (partial(_held_out, cache=True), "key-value cache"),
+    "bf16": (partial(_held_out, auto=True), "bf16"),
+    "some": (partial(_held_out, first=4), "rows are|last rows"),
+}
+
+
+def _recipe(micro=1, **choices):
+    usual = {
+        "precision": "bf16",
+        "optimizer": "adamw-fused",
+        "checkpointing": "per-layer",
+        "accumulation": 8 // micro,
+    }
+    return lambda: (Recipe(**{**usual, **choices}), micro)
+
+
+RIGHT["5.8"] = {
+    "one name": _recipe(lora_rank=8, lora_targets=("q_proj",)),
+    "list": lambda: list(_recipe(lora_rank=16)()),
+    "two rows": _recipe(2, lora_rank=16, chunked_loss=True),
+}
+WRONG["5.8"] = {
+    "full": (_recipe(), "weights and gradients alone"),
+    "one layer": (_recipe(lora_rank=16, lora_targets=("layers.0.self_attn.q_proj",)), "every layer"),
+    "no checkpoints": (_recipe(lora_rank=16, checkpointing=None), "checkpointing='per-layer'"),
+    "float32": (_recipe(lora_rank=16, precision="float32"), "25.10 GiB"),
+    "small batch": (_recipe(lora_rank=16, accumulation=2), "global batch"),
+    "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
+    "a fraction": (lambda: (_recipe(lora_rank=16)()[0], 1.5), "whole number"),
+}

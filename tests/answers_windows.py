@@ -1,0 +1,280 @@
+"""Answers to the exercises of lesson 03 as people write them; see answers_numbers.py."""
+
+import math
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from gradmem_lib.techniques.accumulation import accumulate_gradients, split
+
+RIGHT, WRONG = {}, {}
+
+
+def _plan(t, m, s, g, *, up=math.ceil, at_once=None):
+    at_once = m * s * g if at_once is None else at_once
+    return up(t / at_once), up(t / at_once) * at_once
+
+
+RIGHT["3.1"] = {
+    "plus one less": lambda t, m, s, g: ((t + m * s * g - 1) // (m * s * g), (t + m * s * g - 1) // (m * s * g) * m * s * g),
+    "loop": lambda t, m, s, g: next((k, k * m * s * g) for k in range(1, t + 1) if k * m * s * g >= t),
+    "array": lambda t, m, s, g: np.array(_plan(t, m, s, g)),
+}  # fmt: skip
+WRONG["3.1"] = {
+    "down": (partial(_plan, up=math.floor), "rounds down"),
+    "one GPU": (lambda t, m, s, g: _plan(t, m, s, 1), "forgets the GPUs"),
+    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division comes out even"),
+    "fraction": (partial(_plan, up=lambda n: n), "fraction"),
+    "steps alone": (lambda t, m, s, g: math.ceil(t / (m * s * g)), "list|sequence"),
+    "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "plan_window"),
+    "asked": (lambda t, m, s, g: (_plan(t, m, s, g)[0], t), "those asked for"),
+}
+
+RIGHT["3.2"] = {
+    "ge": lambda labels: (labels[:, 1:] >= 0).sum(),
+    "float": lambda labels: labels[:, 1:].ne(-100).float().sum().item(),
+    "rows": lambda labels: sum(int((row[1:] != -100).sum()) for row in labels),
+}
+WRONG["3.2"] = {
+    "all": (lambda labels: labels.numel(), "padding"),
+    "no shift": (lambda labels: int((labels != -100).sum()), "position 0"),
+    "last": (lambda labels: int((labels[:, :-1] != -100).sum()), "last label"),
+    "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "sequences of 5, 3 and 8"),
+    "one sequence": (lambda labels: int((labels[0, 1:] != -100).sum()), "got"),
+    "a row": (lambda labels: (labels[:, 1:] != -100).sum(1).tolist(), "count for each row"),
+    "positive": (lambda labels: int((labels[:, 1:] > 0).sum()), "token 0"),
+}
+
+
+def _window(
+    micro_batches,
+    f,
+    *,
+    part=lambda loss, n, total, k: loss / total,
+    says=lambda ls, ns: sum(ls) / sum(ns),
+    keep=False,
+):
+    counts, losses, kept = [int(f(m)[1]) for m in micro_batches], [], []
+    for i, micro in enumerate(micro_batches):
+        loss, n = f(micro)
+        part(loss, n, sum(counts), len(counts)).backward(retain_graph=keep)
+        losses.append(loss.item())
+        kept.append(loss if keep else i)
+    return says(losses, counts)
+
+
+def _no_grad_first(micro_batches, f):
+    with torch.no_grad():
+        total = sum(f(m)[1] for m in micro_batches)
+    value = torch.zeros((), dtype=torch.float64)
+    for m in micro_batches:
+        part = f(m)[0] / total
+        part.backward()
+        value += part.detach()
+    return value
+
+
+def _scaled_after(parameters_of):
+    def answer(micro_batches, f):
+        losses, counts = [], []
+        for m in micro_batches:
+            loss, n = f(m)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            counts.append(n)
+        for p in parameters_of(f):
+            p.grad /= sum(counts)
+        return sum(losses) / sum(counts)
+
+    return answer
+
+
+def _one_sum(micro_batches, f):
+    pairs = [f(m) for m in micro_batches]
+    loss = sum(loss for loss, _ in pairs) / sum(n for _, n in pairs)
+    loss.backward()
+    return loss.item()
+
+
+RIGHT["3.3"] = {
+    "no_grad first": _no_grad_first,
+    "share": partial(_window, part=lambda loss, n, total, k: loss * (1 / total)),
+    "tensor": lambda mbs, f: torch.tensor(_window(mbs, f)),
+}
+WRONG["3.3"] = {
+    "by K": (partial(_window, part=lambda loss, n, total, k: loss / max(n, 1) / k), "same weight"),
+    "summed means": (partial(_window, part=lambda loss, n, total, k: loss / max(n, 1)), "adds up the means"),
+    "sum over K": (partial(_window, part=lambda loss, n, total, k: loss / k), "gradient|comes out"),
+    "uphill": (partial(_window, part=lambda loss, n, total, k: -loss / total), "wrong sign"),
+    "twice": (lambda mbs, f: (_window(mbs, f), _window(mbs, f))[0], "twice"),
+    "every graph": (_one_sum, "graphs of several micro-batches"),
+    "kept": (partial(_window, keep=True), "graphs of several micro-batches"),
+    "last loss": (partial(_window, says=lambda ls, ns: ls[-1] / ns[-1]), "last micro-batch"),
+    "mean of losses": (partial(_window, says=lambda ls, ns: sum(ls) / len(ls)), "divided by K"),
+}
+
+
+def _epoch(model, optimizer, micro_batches, window, f, *, fill=lambda held, window: True, one=_window, zero=True, step=True,
+           says=None):  # fmt: skip
+    losses, rest = [], iter(micro_batches)
+    while held := list(islice(rest, window)):
+        if fill(held, window):
+            losses.append(one(held, f))
+            if step:
+                optimizer.step()
+            if zero:
+                optimizer.zero_grad()
+    return says(losses) if says else losses
+
+
+def _counted(model, optimizer, micro_batches, window, f):
+    held, losses = [], []
+    for i, micro in enumerate(micro_batches, 1):
+        held += [micro]
+        if i % window == 0:
+            losses, held = [*losses, _step(optimizer, held, f)], []
+    return [*losses, _step(optimizer, held, f)] if held else losses
+
+
+def _step(optimizer, held, f):
+    optimizer.zero_grad(set_to_none=False)
+    loss = accumulate_gradients(held, f).loss
+    optimizer.step()
+    return loss
+
+
+RIGHT["3.4"] = {
+    "counted": _counted,
+    "tuple": partial(_epoch, says=tuple),
+    "listed first": lambda m, o, mbs, w, f: _epoch(m, o, list(mbs), w, f, one=_no_grad_first, says=lambda x: [float(v) for v in x]),
+}  # fmt: skip
+WRONG["3.4"] = {
+    "full windows": (partial(_epoch, fill=lambda held, window: len(held) == window), "drops the last window"),
+    "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
+    "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
+    "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),
+    "by K": (partial(_epoch, one=WRONG["3.3"]["by K"][0]), "same weight"),
+    "window less one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, w - 1, f), "window"),
+    "mean": (partial(_epoch, says=lambda x: sum(x) / len(x)), "list"),
+    "by the full": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, w, f, one=lambda held, f: _window(held, f, part=lambda loss, n, t, k: loss / t * k / w)), "last window|last one"),
+}  # fmt: skip
+
+RIGHT["3.5"] = {
+    "loop": lambda means, counts: sum(means[i] * counts[i] for i in range(len(means))) / sum(counts),
+    "numpy": lambda means, counts: np.dot(means, counts) / np.sum(counts),
+    "shares": lambda means, counts: sum(m * (c / sum(counts)) for m, c in zip(means, counts, strict=True)),
+}
+WRONG["3.5"] = {
+    "mean": (lambda means, counts: np.mean(means), "without weights|same weight"),
+    "median": (lambda means, counts: sorted(means)[len(means) // 2], "window_loss"),
+    "sum": (lambda means, counts: np.dot(means, counts), "divide it by their number"),
+    "largest": (lambda means, counts: max(means), "window_loss"),
+    "pairs": (lambda means, counts: list(zip(means, counts, strict=True)), "one number"),
+    "by K": (lambda means, counts: np.dot(means, counts) / len(counts), "divided by K"),
+    "first": (lambda means, counts: means[0], "first micro-batch alone"),
+}
+
+
+def _clipped(model, optimizer, mbs, f, max_norm, *, clip=None, before=None, zero=True, back=None):
+    loss = _window(mbs, f)
+    parameters = list(model.parameters())
+    if before:
+        before(optimizer)
+    norm = clip(parameters, max_norm) if clip else clip_grad_norm_(parameters, max_norm)
+    optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+    return back(norm, loss) if back else norm.item()
+
+
+def _copies(parameters, max_norm):
+    clip_grad_norm_([torch.nn.Parameter(p.detach().clone()) for p in parameters], max_norm)
+    return get_total_norm([p.grad for p in parameters])
+
+
+def _each(parameters, max_norm):
+    norm = get_total_norm([p.grad for p in parameters])
+    for p in parameters:
+        clip_grad_norm_(p, max_norm)
+    return norm
+
+
+def _values(parameters, max_norm):
+    norm = get_total_norm([p.grad for p in parameters])
+    clip_grad_value_(parameters, max_norm)
+    return norm
+
+
+def _after(parameters, max_norm):
+    clip_grad_norm_(parameters, max_norm)
+    return get_total_norm([p.grad for p in parameters])
+
+
+RIGHT["3.6"] = {
+    "tensor": partial(_clipped, back=lambda norm, loss: norm),
+    "foreach": partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, foreach=False)),
+    "zero first": lambda m, o, mbs, f, n: (o.zero_grad(), _clipped(m, o, mbs, f, n, zero=False))[1],
+}
+WRONG["3.6"] = {
+    "copies": (partial(_clipped, clip=_copies), "as it was"),
+    "each": (partial(_clipped, clip=_each), "by itself"),
+    "values": (partial(_clipped, clip=_values), "each number by itself"),
+    "after": (partial(_clipped, clip=_after), "after clipping"),
+    "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),
+    "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
+    "zero before": (partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)), "zeroed before"),
+    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinite norm"),
+}
+
+
+def _64(model, optimizer, batch, f, *, size=8, one=None, steps=1, zero=True):
+    for _ in range(steps):
+        loss = (one or (lambda mbs, f: accumulate_gradients(mbs, f).loss))(list(split(batch, size)), f)
+        optimizer.step()
+        if zero:
+            optimizer.zero_grad()
+    return loss
+
+
+RIGHT["3.7"] = {
+    "rows": partial(_64, size=2),
+    "by hand": partial(_64, one=_window),
+    "uneven": partial(_64, size=7),
+}
+WRONG["3.7"] = {
+    "whole": (partial(_64, size=64), "all 64|too many"),
+    "16": (partial(_64, size=16), "16"),
+    "no zero": (partial(_64, zero=False), r"zero_grad\(\) is missing|too many"),
+    "twice": (partial(_64, steps=2), "2 updates"),
+    "uphill": (partial(_64, one=WRONG["3.3"]["uphill"][0]), "wrong sign"),
+    "by K": (partial(_64, one=WRONG["3.3"]["by K"][0]), "dividing by K"),
+    "one sum": (partial(_64, one=_one_sum), "too many"),
+}
+
+
+def _asked(
+    model, batch, *, numbers=(2, 3), told=False, when=lambda a, b: math.isclose(a, b, rel_tol=1e-6), back=True
+):
+    model.eval()
+    losses = [model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in numbers]
+    if when(*losses):
+        model.accepts_loss_kwargs = told
+    return model if back else None
+
+
+RIGHT["3.8"] = {
+    "close": _asked,
+    "far numbers": partial(_asked, numbers=(1, 10**6)),
+    "both ways": lambda model, batch: _asked(_asked(model, batch), batch),
+}
+WRONG["3.8"] = {
+    "nothing": (lambda model, batch: model, "still multiplied"),
+    "always": (partial(_asked, when=lambda a, b: True), "spoiled"),
+    "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied"),
+    "true": (partial(_asked, told=True), "still multiplied"),
+    "no return": (partial(_asked, back=False), "return"),
+    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|spoiled"),
+}  # fmt: skip

@@ -1,0 +1,47 @@
+"""A second bank of answers, beside the known mistakes of each exercise: right ones pass, wrong ones hear what helps them.
+
+The exercises that train a model for a while are judged by ``GRADMEM_ALL=1``; one of them each time.
+"""
+
+import os
+import re
+
+import answers_layers
+import answers_numbers
+import answers_runs
+import answers_windows
+import pytest
+
+from gradmem_lib.course.check import all_exercises, get
+from gradmem_lib.course.judging import PASSED, WRONG, judge
+
+BANKS = (answers_numbers, answers_windows, answers_layers, answers_runs)
+RIGHT = {id: answers for bank in BANKS for id, answers in bank.RIGHT.items()}
+FALSE = {id: answers for bank in BANKS for id, answers in bank.WRONG.items()}
+SLOW = {"1.6", "3.7", "3.8", "4.7", "5.2", "5.4", "5.5", "5.6", "5.8"}
+CHOSEN = [id for id in RIGHT if os.environ.get("GRADMEM_ALL") or id not in SLOW]
+
+
+def test_every_exercise_has_three_right_and_six_wrong_answers_in_the_bank():
+    few = {
+        e.id: (len(RIGHT.get(e.id, ())), len(FALSE.get(e.id, ())))
+        for e in all_exercises()
+        if len(RIGHT.get(e.id, ())) < 3 or len(FALSE.get(e.id, ())) < 6
+    }
+    assert not few
+
+
+@pytest.mark.parametrize("id", CHOSEN)
+def test_right_answers_pass_in_any_form(id):
+    lines = {name: judge(get(id), answer) for name, answer in RIGHT[id].items()}
+    assert {name: v.line for name, v in lines.items() if v.outcome != PASSED} == {}
+
+
+@pytest.mark.parametrize("id", CHOSEN)
+def test_wrong_answers_hear_what_is_wrong(id):
+    unsaid = {}
+    for name, (answer, says) in FALSE[id].items():
+        verdict = judge(get(id), answer)
+        if verdict.outcome != WRONG or not re.search(says, verdict.line) or "\n" in verdict.line:
+            unsaid[name] = verdict.line
+    assert unsaid == {}

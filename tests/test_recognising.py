@@ -1,0 +1,171 @@
+"""What a wrong answer is told where no known mistake is all of it; and answers that never end, or are interrupted."""
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_exercise import AREA, area, exercise_of
+
+from gradmem_lib.course import patience
+from gradmem_lib.course.check import check
+from gradmem_lib.course.exercise import Mistake, Seen, calls
+from gradmem_lib.course.judging import PASSED, judge
+
+VOLUME = exercise_of(
+    lambda width, height, depth: width * height * depth,
+    calls((3, 5, 2), (2, 4, 7), (6, 1, 3), unseen=((5, 5, 9), (4, 3, 11))),
+    Mistake("surface", lambda w, h, d: 2 * (w * h + h * d + w * d), "this is the surface."),
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda w, h, d: 30, "the answer is 30 whatever it is given"),
+        (lambda w, h, d: w * h, "`depth` has no effect on your answer."),
+        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, and should be 2 times"),
+        (lambda w, h, d: 3 * w * h * d, "every case comes out 3 times too large."),
+        (lambda w, h, d: -w * h * d, "negative"),
+        (lambda w, h, d: str(w * h * d), "a number is asked for, and this is text, '30'."),
+        (lambda w, h, d: [w, h, d], "one number is asked for, and this is a sequence of length 3."),
+        (lambda w, h, d: w * h * d + 0.5, "a whole number is asked for"),
+        (lambda w, h, d: float("nan"), "not a number"),
+    ],
+)  # fmt: skip
+def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
+    line = judge(VOLUME, answer).line
+    assert said in line and "\n" not in line
+    assert "for <lambda>(" in line.casefold()  # and the case follows
+
+
+def test_half_precision_is_seen_by_how_near_it_is():
+    mean = exercise_of(lambda x: x.mean(), lambda f: {n: f(torch.arange(n) / 7.0) for n in (5, 50)})
+    assert "two digits agree" in judge(mean, lambda x: x.bfloat16().mean()).line
+
+
+def test_a_table_copied_from_messages_is_no_answer():
+    shown = {(3, 5, 2): 30, (2, 4, 7): 56, (6, 1, 3): 18}
+    line = judge(VOLUME, lambda w, h, d: shown.get((w, h, d), 0)).line
+    assert (
+        "for another case, which is not shown: 0 is too small" in line
+        and "225" not in line
+        and "5, 9" not in line
+    )
+
+
+def test_the_first_of_two_mistakes_is_named():
+    def surface_and_more(w, h, d):
+        return 2 * (w * h + h * d + w * d) if w != 4 else 17
+
+    line = judge(VOLUME, surface_and_more).line
+    assert line.startswith("✗ 0.7 not yet: this is the surface. For <lambda>(3, 5, 2): got 62, expected 30")
+
+
+def test_a_coincidence_in_one_case_is_no_mistake():
+    assert "surface" not in judge(VOLUME, lambda w, h, d: 62 if w == 3 else w + h + d).line
+
+
+def test_what_is_right_already_is_said():
+    def observe(f):
+        return {
+            name: {"area": f(*size), "width": size[0]} for name, size in (("one", (1, 5)), ("two", (2, 4)))
+        }
+
+    line = judge(exercise_of(area, observe), lambda w, h: 5 if w == 1 else 9).line
+    assert (
+        line
+        == "✗ 0.7 not yet: all is right for one, and 'width' is right; for two, entry 'area': got 9, expected 8."
+    )
+
+
+def test_notes_are_for_the_explanation_alone():
+    def observe(function):
+        return Seen({"a strip": {"area": function(3, 5)}}, calls=[function])
+
+    explained = exercise_of(
+        area, observe, explain=lambda got, expected: f"{len(got.notes['calls'])} call is made."
+    )
+    assert judge(explained, lambda w, h: h * w).outcome == PASSED
+    assert judge(explained, lambda w, h: 1).line.startswith("✗ 0.7 not yet: 1 call is made. For a strip")
+
+
+def test_an_exception_says_what_to_look_at():
+    def loses_the_graph(width, height):
+        torch.ones(1).sum().backward()
+
+    line = judge(AREA, loses_the_graph).line
+    assert line.startswith("✗ 0.7 not yet: backward is called on something without a graph")
+    assert "Your code raised RuntimeError at line" in line
+    own = replace(AREA, raises=(("ZeroDivisionError", "count from 1."),))
+
+    def divides(width, height):
+        step = 0
+        return width / step
+
+    line = judge(own, divides).line
+    assert (
+        line.startswith("✗ 0.7 not yet: count from 1. Your code raised ZeroDivisionError at line")
+        and ", where step is 0:" in line
+    )
+
+
+def test_a_raised_mistake_is_matched_by_its_case():
+    two = Mistake("two", lambda sides: sides[0] * sides[1], "this takes two sides.")
+    sides = exercise_of(lambda sides: sides[0] * sides[-1], calls(((2, 3),), ((4,),)), two)
+    assert judge(sides, lambda sides: sides[0] * sides[1]).line == "✗ 0.7 not yet: this takes two sides."
+    assert "IndexError" in judge(sides, lambda sides: (4, 5)[len(sides)] and sides[2]).line
+
+
+def endless(width, height):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_endless_answer_is_stopped_with_a_sentence(monkeypatch, elsewhere):
+    monkeypatch.setattr(patience, "SECONDS", 0.2)
+    lines = []
+
+    def judged():
+        lines.append(judge(AREA, endless).line)
+
+    if elsewhere:
+        thread = threading.Thread(target=judged)
+        thread.start()
+        thread.join(20)
+    else:
+        judged()
+    assert "your code was stopped after 0 seconds, and is at line" in lines[0] and "never ends" in lines[0]
+    assert judge(AREA, area).outcome == PASSED
+
+
+def test_an_interrupted_check_is_one_line_and_leaves_everything_as_it_was(capsys):
+    def interrupted(shape, bytes_per_element):
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    given = check("0.1", interrupted)
+    assert capsys.readouterr().out == "○ 0.1 interrupted, and not judged: the bytes of one tensor\n"
+    assert given((2, 3), 4) == 24 and torch.is_grad_enabled()
+
+
+def test_an_optimizers_settings_are_put_back():
+    def observe(function):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+        return function(optimizer)
+
+    def reference(optimizer):
+        return len(optimizer.param_groups)
+
+    def slower(optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1
+        return 1
+
+    assert (
+        "your code leaves `optimizer` with another lr than before"
+        in judge(exercise_of(reference, observe), slower).line
+    )
