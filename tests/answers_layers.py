@@ -87,7 +87,7 @@ RIGHT["4.1"] = {
 WRONG["4.1"] = {
     "a copy of x": (_function(_clone), "no clone or copy"),
     "no output": (_function(_no_output), "output is not that of run"),
-    "everything": (_function(_everything), "kept"),
+    "everything": (_function(_everything), "keep"),
     "twice again": (_function(backward=partial(_again, times=2)), "more often than needed"),
     "the incoming": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, g))), "not that of x"),
     "swapped": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))), "run and x|gradient"),
@@ -172,7 +172,7 @@ WRONG["4.3"] = {
     "trap": (partial(_frozen, first=lambda x: x), "no layer gets a gradient"),
     "plain": (partial(_frozen, each=lambda i, layer, x: layer(x)), "nothing is checkpointed"),
     "last plain": (partial(_frozen, each=lambda i, layer, x: layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)), "layer 4 runs once"),
-    "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "boundar|got"),
+    "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "one of its own"),
     "detached in between": (partial(_frozen, each=lambda i, layer, x: checkpoint(layer, x.detach().requires_grad_(), use_reentrant=True)), "cuts the chain"),
 }  # fmt: skip
 
@@ -256,7 +256,7 @@ WRONG["4.6"] = {
     "floor": (partial(_root, whole=math.floor), "rounds down"),
     "root of n": (lambda n, a, x: max(1, math.isqrt(n)), "√n"),
     "number of segments": (lambda n, a, x: n // _root(n, a, x), "number of segments|peak"),
-    "none": (lambda n, a, x: None, "return"),
+    "none": (lambda n, a, x: math.sqrt(n) < 0 or None, "return"),
     "fraction": (lambda n, a, x: math.sqrt(n * x / a), "whole number"),
     "n": (lambda n, a, x: n, "peak"),
 }

@@ -330,7 +330,7 @@ def _frugal(p, grad, state, lr, b1, b2, eps, wd, *, root=True, c2=True, hold=Non
     held = hold(m, v) if hold else None
     p.mul_(1 - lr * wd)
     d = v.sqrt() if root else v.clone()
-    d.div_(math.sqrt(1 - b2**t) if c2 else 1.0).add_(eps)
+    d.div_((1 - b2**t) ** (0.5 if root else 1.0) if c2 else 1.0).add_(eps)
     p.addcdiv_(m, d, value=-lr / (1 - b1**t))
     del held
 

@@ -121,6 +121,12 @@ def test_the_reveal_lines_up_guess_formula_and_measured(capsys):
     }
 
 
+def test_a_value_is_not_called_exact_beside_itself(capsys):
+    Guess("1.c", "How much?", unit="GiB").reveal(formula=22.1, measured=22.1, what="predicted")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("exact") and lines[3].split() == ["predicted", "22.1", "GiB"]
+
+
 def test_the_reveal_without_a_guess_says_so_and_records_nothing(capsys, file):
     Guess("1.b", "How many layers?", unit="layers").reveal(measured=12)
     first, guess, measured, advice = capsys.readouterr().out.splitlines()

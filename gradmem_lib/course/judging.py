@@ -72,7 +72,7 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
 class _Failure:
     """An exception, kept as text: the exception itself would keep the tensors of its frames alive.
 
-    Two are the same by ``key``: kind, text, in which call, and whether in code of the candidate's own. ``hint`` is what to
+    Two are the same by ``key``: kind, text, in which call of a function, and whether in code of its own. ``hint`` is what to
     look at, where that is known.
     """
 
@@ -205,7 +205,7 @@ def _failure(
         says = f"{exercise.name}{_signature(exercise.reference)} could not be used: {raised}"
     else:
         says = f"{describe(candidate)} could not be used: {raised}"
-    return _Failure((kind, _text(error), call, bool(line)), says, hint)
+    return _Failure((kind, _text(error), call, bool(line) if call else None), says, hint)
 
 
 def _text(error: BaseException) -> str:

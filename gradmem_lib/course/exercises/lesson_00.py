@@ -65,7 +65,7 @@ EXERCISES = (
         explain=_explain,
         raises=(
             (
-                "IndexError",
+                "IndexError|empty",
                 "a shape may have any number of sides, none, one or three: go through all of them.",
             ),
         ),

@@ -47,12 +47,12 @@ def read_off(observe: Callable, rule: Callable, says: dict[str, str]) -> Callabl
 
     def explain(got, expected):
         got, expected = (
-            {case: v for case, v in seen.items() if isinstance(v, dict)} for seen in (got, expected)
+            {case: v for case, v in seen.items() if isinstance(v, dict) and "p" in v}
+            for seen in (got, expected)
         )
-        first = next(iter(got.values()))
-        if not torch.equal(first["grad"], first["grad before"]):
+        if any(not torch.equal(seen["grad"], seen["grad before"]) for seen in got.values()):
             return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
-        if torch.equal(first["p"], START):
+        if all(torch.equal(seen["p"], START) for seen in got.values()):
             return LOST
         right = {case: difference(got[case], expected[case]) is None for case in got}
         alone = [right[case] for case in got if not case.startswith(BESIDE)]
@@ -63,7 +63,9 @@ def read_off(observe: Callable, rule: Callable, says: dict[str, str]) -> Callabl
             return named
         if all(alone[: len(alone) // 2]):
             return "right with the first settings and wrong with others: a number is fixed that should come from the arguments."
-        return None
+        if alone[0]:
+            return "the first step is right and later ones are not: look at what `state` remembers, and how the average goes on."
+        return "the very first step is wrong already: look at the formula, before what `state` remembers."
 
     return explain
 
