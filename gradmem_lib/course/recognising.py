@@ -143,7 +143,10 @@ def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> 
         if None in was or None in wanted or wanted[0] == wanted[1]:
             continue
         if was[0] == was[1]:
-            return f"`{name}` has no effect on your answer."
+            changed[place] = _far(changed[place])
+            if _number(mine, tuple(changed)) == was[0]:
+                return f"`{name}` has no effect on your answer."
+            continue
         if isinstance(base[place], Real) and 0 not in (*was, *wanted):
             grows, should = was[1] / was[0], wanted[1] / wanted[0]
             if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
@@ -157,6 +160,10 @@ def _other(value: Any, others: list[Any]) -> Any:
     if isinstance(value, Real):
         return 2 * value
     return next((other for other in others if other != value), value)
+
+
+def _far(value: Any) -> Any:
+    return 1000 * value if isinstance(value, Real) else value
 
 
 def _number(function: Callable, case: tuple) -> float | None:

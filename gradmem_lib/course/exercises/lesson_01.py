@@ -67,25 +67,36 @@ def _observe_resident(candidate):
 
 
 def _explain_resident(got, expected):
-    def off(entry):
-        return {case: got[case][entry] - expected[case][entry] for case in expected}
-
-    try:
-        wrong = {entry: off(entry) for entry in ("parameters", "gradients", "optimizer")}
-        tensors = {
-            case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()
-        }
-    except (TypeError, KeyError, ValueError):
-        return None
-    before = list(expected)[:-1]
-    if not any(difference[case] for difference in wrong.values() for case in before):
+    if not all(isinstance(found, dict) for found in got.values()):
+        return "a dict with three entries is asked for: parameters, gradients and optimizer."
+    right = {entry: [got[case].get(entry) == expected[case][entry] for case in expected] for entry in ENTRIES}
+    if all(ok for each in right.values() for ok in each[:-1]):
         return "each parameter has a dtype of its own, and a model may have several: ask each for its element_size()."
-    if any(wrong["parameters"].values()):
+    if not all(right["parameters"]):
         return None
-    counters = None if any(wrong["gradients"].values()) else shares(wrong["optimizer"], tensors)
-    if counters:
-        return f"the moments are right; a step counter comes out at {4 + counters[0]:g} bytes, and is one float32 a tensor: 4."
-    return None
+    if not all(right["gradients"]):
+        whole = all(found["gradients"] == found["parameters"] for found in got.values())
+        return "frozen parameters get no gradient: only those with requires_grad do." if whole else None
+    return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+ENTRIES = ("parameters", "gradients", "optimizer")
+
+
+def _why_states(got, expected):
+    tensors = {case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()}
+    gradients = {case: right["gradients"] for case, right in expected.items()}
+    found = shares(got, gradients, tensors, dict.fromkeys(tensors, 1))
+    if found is None:
+        return None
+    moments, counter, once = found
+    if moments == 0:
+        return "the moments are missing: Adam keeps two for every trained parameter."
+    if moments != 2:
+        return f"the optimizer has {moments:g} × the gradients here: Adam keeps two, each as large as the gradient, and a step counter a tensor."
+    if once:
+        return "there is one step counter in all: each trained tensor has one of its own, 4 bytes."
+    return f"the moments are right; a step counter comes out at {counter:g} bytes, and is one float32 a tensor: 4."
 
 
 def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
@@ -149,23 +160,21 @@ def _observe_saved(candidate):
 
 
 def _explain_saved(got, expected):
-    off = {case: got[case] - right for case, right in expected.items() if isinstance(got[case], (int, float))}
-    given = _saving()
+    numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
+    if len(numbers) < len(expected):
+        return None
+    given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
     for what, size, says in (
-        (
-            "input",
-            {case: x.nbytes for case, (_, x) in given.items()},
-            "the first layer saves it, for its weight's gradient.",
-        ),
-        (
-            "output",
-            {case: model(x).nbytes for case, (model, x) in given.items()},
-            "a last Linear's backward does not need it.",
-        ),
-    ):
-        factor = shares(off, size) if len(off) == len(size) else None
-        if factor:
-            return f"the model's {what} is {'left out' if factor[0] < 0 else 'counted too'}: {says}"
+        ("input", {case: x.nbytes for case, (_, x) in given.items()}, "the first layer saves it, for its weight's gradient."),
+        ("output", {case: model(x).nbytes for case, (model, x) in given.items()}, "a last Linear's backward does not need it."),
+        ("parameters", {case: sum(p.nbytes for p in model.parameters()) for case, (model, _) in given.items()},
+         "they were there before and stay afterwards."),
+    ):  # fmt: skip
+        if shares(numbers, size):
+            return f"this is the model's {what} alone: what autograd saves is what backward needs, layer by layer."
+        if factor := shares(off, size):
+            how = "left out" if factor[0] < 0 else "counted too"
+            return f"the model's {what} {'are' if what == 'parameters' else 'is'} {how}: {says}"
     return None
 
 

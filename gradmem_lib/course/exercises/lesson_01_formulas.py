@@ -20,12 +20,16 @@ def eager_surplus(batch: int, seq_len: int, heads: int) -> int:
 def _explain_surplus(got, expected):
     cases = {case: literal_eval(case) for case in expected}
     softmax = {case: 4 * batch * heads * seq_len**2 for case, (batch, seq_len, heads) in cases.items()}
-    found = shares(got, softmax, {case: softmax[case] / seq_len for case, (_, seq_len, _) in cases.items()})
+    rows = {case: softmax[case] / seq_len for case, (_, seq_len, _) in cases.items()}
+    tokens = {case: rows[case] / heads for case, (_, _, heads) in cases.items()}
+    found = shares(got, softmax, rows, tokens)
     if found is None:
         return None
-    squares, rows = found
+    squares, rows, tokens = found
     if squares == 2:
         return "two squares are counted, the scores and their softmax: autograd saves the softmax alone."
+    if squares == 1 and tokens:
+        return "the log-sum-exp is one number for each row of scores, and every head has rows of its own."
     if squares == 1 and rows > 0:
         return "the log-sum-exp is added: fused attention saves it where eager attention saves the softmax, so take it off."
     if squares == 1:
@@ -39,11 +43,13 @@ def logits_spike(batch: int, seq_len: int, vocab: int) -> int:
 
 
 def _explain_spike(got, expected):
-    cases = {case: prod(literal_eval(case)) for case in expected}
-    found = shares(got, cases)
-    return (
-        found and f"your answer has {found[0]:g} bytes a logit: three float32 tensors of that shape make 12."
-    )
+    logits = {case: prod(literal_eval(case)) for case in expected}
+    found = shares(got, logits, {case: prod(literal_eval(case)[:2]) for case in expected})
+    if found is None:
+        return None
+    if found[0] == 12:
+        return f"{found[1]:g} bytes a token are counted too: asked for are the three large tensors alone."
+    return f"your answer has {found[0]:g} bytes a logit: three float32 tensors of that shape make 12."
 
 
 def bytes_per_parameter(recipe: str) -> int:
@@ -87,13 +93,17 @@ def _explain_recipes(got, expected):
         return "every recipe comes out 8 times too large: that is bits, and bytes were asked for."
     case, off = next((case, got[case] - right) for case, right in expected.items() if got[case] != right)
     recipe = literal_eval(case)
-    for part, size in _KEPT[recipe].items():
-        if off in (-size, size):
-            how = "missing" if off < 0 else "counted twice, or in a dtype that is twice as wide"
-            return f"{recipe}: {abs(off):g} bytes {'too few' if off < 0 else 'too many'}, as if its {part} were {how}."
-    if off == -_KEPT[recipe]["two moments"] - _KEPT[recipe]["gradient"]:
-        return f"{recipe}: {-off:g} bytes too few, as if its gradient and its two moments were missing."
-    return None
+    kept = _KEPT[recipe] | {"one of its moments": _KEPT[recipe]["two moments"] // 2}
+    alike = [
+        part if part.startswith("one") else f"its {part}" for part, size in kept.items() if size == abs(off)
+    ]
+    if off == -kept["two moments"] - kept["gradient"]:
+        alike = ["its gradient and its two moments"]
+    few = "few" if off < 0 else "many"
+    if alike:
+        return f"{recipe}: {abs(off):g} bytes too {few}, as much as {' or '.join(alike)}."
+    parts = ", ".join(f"its {part}" for part in _KEPT[recipe])
+    return f"{recipe}: {abs(off):g} bytes too {few}: count {parts}, each in its own dtype."
 
 
 def _recipe(**wrong):

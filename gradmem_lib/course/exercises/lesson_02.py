@@ -80,6 +80,8 @@ def _explain_gap(got, expected):
     if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
         name = "float16, which has 10" if bits < 5 else "float32, which has 23"
         return f"every gap comes out {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+    if len(set(ratios.values())) > 1 and all(ratio > 0 and log2(ratio) % 1 == 0 for ratio in ratios.values()):
+        return "this is a power of two, and not the right one: the exponent is that of the power of two at or below x, floor(log2(x)), less 8."
     return None
 
 
@@ -161,7 +163,7 @@ def _explain_frugal(got, expected):
             return f"{more + 1} temporaries as large as p at once, where one is enough: {_COPIES}"
     elif difference(measured.value, right.value) is None:
         return "temporaries of numpy are temporaries too, and take bytes that no tracker of torch sees: stay with torch, in place."
-    return rules.read_off(_ADAMW, rules.adam, rules.ADAMW)(got, expected)
+    return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
 _AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
@@ -242,7 +244,7 @@ EXERCISES = (
         reference=adamw,
         observe=_ADAMW,
         changes=("p", "state", "grad"),
-        explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW),
+        explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5)),
         mistakes=(
             _wrong(rules.adam, "decay in the gradient", "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself."),
             _wrong(rules.adam, "decay without lr", "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay."),

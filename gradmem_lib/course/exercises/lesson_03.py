@@ -82,9 +82,7 @@ def _explain_accumulate(got, expected):
         parts, counts = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
         if not right[name]:
             weights = weights_of(got[name]["gradient"], parts)
-            says = why(weights, counts) if weights else None
-            if says:
-                return says
+            return why(weights, counts) if weights else None
         elif all(right.values()) and difference(got[name]["loss"], expected[name]["loss"]):
             sums = [bigram_loss(model)(micro)[0].item() for micro in micro_batches]
             if what := why_loss(plain(got[name]["loss"]), sums, counts):
@@ -98,7 +96,7 @@ GRAPHS_KEPT = "the graphs of several micro-batches are kept at once: call backwa
 
 
 def unequal():
-    return [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(5, seed=3)]
+    return [rows(3), rows(9, 3, seed=1), rows(12, 12, seed=2), rows(6, seed=3)]
 
 
 def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float]:

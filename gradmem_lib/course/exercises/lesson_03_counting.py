@@ -99,11 +99,16 @@ def window_loss(means: list[float], counts: list[int]) -> float:
 _UNITS = tuple(([float(i == j) for i in range(3)], [2, 5, 3]) for j in range(3))
 
 
+_ALL = ([1.0, 1.0, 1.0], [2, 5, 3])
+
+
 def _explain_logged(got, expected):
     shares = [got[f"({means}, {counts})"] for means, counts in _UNITS]
     if not all(isinstance(plain(share), (int, float)) for share in shares):
         return None
     counts = _UNITS[0][1]
+    if not math.isclose(sum(map(plain, shares)), plain(got[f"({_ALL[0]}, {_ALL[1]})"]), rel_tol=1e-9):
+        return None  # no weighted sum at all
     return why([plain(share) / count for share, count in zip(shares, counts, strict=True)], counts, "loss")
 
 
@@ -159,7 +164,7 @@ EXERCISES = (
         reference=window_loss,
         observe=calls(
             ([2.0, 4.0], [10, 30]), ([3.0, 1.0, 2.5], [5, 0, 20]), ([2.5, 3.5], [8, 8]),
-            unseen=(*_UNITS, ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])),
+            unseen=(*_UNITS, _ALL, ([1.5, 4.5, 0.5, 2.0], [7, 1, 9, 3])),
         ),
         explain=_explain_logged,
         mistakes=(

@@ -42,8 +42,13 @@ def watched(*cases: dict, steps: int = 5):
     return observe
 
 
-def read_off(observe: Callable, rule: Callable, says: dict[str, str]) -> Callable:
-    """An ``explain`` of what ``observe`` saw: what holds for every rule, else what ``rule`` does with one of ``says`` wrong."""
+def read_off(
+    observe: Callable, rule: Callable, says: dict[str, str], other: Callable | None = None
+) -> Callable:
+    """An ``explain`` of what ``observe`` saw: what holds for every rule, else what ``rule`` does with one of ``says`` wrong.
+
+    ``other(got, expected)`` is asked about the first step, where none of these fits.
+    """
 
     def explain(got, expected):
         got, expected = (
@@ -61,6 +66,8 @@ def read_off(observe: Callable, rule: Callable, says: dict[str, str]) -> Callabl
         known = [(sentence, observe(partial(rule, wrong=wrong))) for wrong, sentence in says.items()]
         if named := most_alike(got, expected, known, 1e-5):
             return named
+        if told := other and other(next(iter(got.values())), next(iter(expected.values()))):
+            return told
         if all(alone[: len(alone) // 2]):
             return "right with the first settings and wrong with others: a number is fixed that should come from the arguments."
         if alone[0]:
@@ -101,8 +108,9 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
     v, old = state["v"], state["v"].clone()
     state["t"] += 1
     square = grad if wrong == "not squared" else grad * grad
-    share = {"sum": 1.0, "swapped": beta}.get(wrong, 1 - beta)
-    v.mul_(1 - beta if wrong == "swapped" else beta).add_(square, alpha=share)
+    square = grad.abs() if wrong == "absolute" else square
+    share = {"sum": 1.0, "all": 1.0, "swapped": beta}.get(wrong, 1 - beta)
+    v.mul_({"swapped": 1 - beta, "all": 1.0}.get(wrong, beta)).add_(square, alpha=share)
     divisor = {
         "eps inside": (v + eps).sqrt(),
         "no root": v + eps,
@@ -110,6 +118,9 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
         "corrected": (v / (1 - beta ** state["t"])).sqrt() + eps,
         "no eps": v.sqrt(),
         "v unused": grad.abs() + eps,
+        "absolute": v + eps,
+        "multiplied": 1 / (v.sqrt() + eps),
+        "no division": torch.ones_like(v),
     }
     step = (1.0 if wrong == "no lr" else lr) * grad / divisor.get(wrong, v.sqrt() + eps)
     p.sub_(-step if wrong == "uphill" else step)
@@ -120,6 +131,10 @@ SECOND_MOMENT = {
     "swapped": "the weights are swapped: v keeps beta of itself and takes 1 - beta of the square.",
     "no eps": "eps is left out: add it to the root of v.",
     "v unused": "this divides by the size of this very gradient, not by the average: then every step is as long as lr.",
+    "all": "v adds up all squares and forgets none (Adagrad): an average keeps beta of itself and takes 1 - beta of the square.",
+    "absolute": "v averages the gradient's size: it averages its square, and the root comes afterwards.",
+    "multiplied": "the gradient is multiplied by the root of v: divide by it.",
+    "no division": "v is kept and not used: divide the gradient by its root.",
     "no lr": "the learning rate is missing.",
     "uphill": "this walks uphill: subtract.",
 }
@@ -153,6 +168,10 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         grad if wrong == "not squared" else grad * grad, alpha=1.0 if wrong == "sums" else 1 - second
     )
     c1, c2 = 1 - first**t, 1 - second**t
+    if wrong == "multiplied":
+        c1, c2 = 1 / c1, 1 / c2
+    corrections = {"both by beta1": (c1, c1), "both by beta2": (c2, c2), "without 1 -": (1 - c1, 1 - c2)}
+    c1, c2 = corrections.get(wrong, (c1, c2))
     if wrong == "stored":
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
@@ -164,6 +183,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         "no eps": v_hat.sqrt(),
         "eps corrected": (v.sqrt() + eps) / c2**0.5,
         "v corrected late": v.sqrt() / c2 + eps,
+        "v unused": torch.ones_like(v),
     }.get(wrong, v_hat.sqrt() + eps)
     step = (1.0 if wrong == "no lr" else lr) * (grad if wrong == "along the gradient" else m_hat) / divisor
     if wrong == "decay in the step":
@@ -171,6 +191,19 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     p.sub_(-step if wrong == "uphill" else step)
     if wrong in ("decay afterwards", "decay twice"):
         p.mul_(1 - lr * weight_decay)
+
+
+def factor_of(lr: float, weight_decay: float) -> Callable:
+    """For ``read_off``: by what p is multiplied in the first step, where the rest of the step is right."""
+
+    def explain(got, expected):
+        right = 1 - lr * weight_decay
+        factors = (got["p"] - (expected["p"] - right * START)) / START
+        if not torch.allclose(factors, factors[0].expand(4)) or abs(factors[0] - right) < 1e-6:
+            return None
+        return f"p is multiplied by {factors[0].item():.6g} in the first step: with these numbers 1 - lr * weight_decay is {right:g}."
+
+    return explain
 
 
 ADAM = {
@@ -188,6 +221,11 @@ ADAM = {
     "eps corrected": "eps is added before the correction, which then divides it too: correct v first, then the root, then eps.",
     "v corrected late": "the root is taken before the correction: divide v by 1 - beta2**t first, then take the root.",
     "a decay of 0.01": "this decays p by 0.01 as well: there is no weight decay in this exercise, or another one.",
+    "both by beta1": "both moments are corrected with beta1: v has filled up by 1 - beta2**t.",
+    "both by beta2": "both moments are corrected with beta2: m has filled up by 1 - beta1**t.",
+    "multiplied": "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t.",
+    "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
+    "v unused": "v is kept and not used: divide m_hat by the root of v_hat.",
     "no lr": "the learning rate is missing.",
     "uphill": "this walks uphill: subtract.",
 }

@@ -64,6 +64,8 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     running = [sum(counts[: i + 1]) for i in range(k) if counts[i]]
     if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
         return "this divides by the items seen so far, a running total: the total of the whole window must be known before the first backward."
+    if _same([ratio / count for ratio, count in used]):
+        return "each sum is multiplied by its count: a sum has that weight already, so only divide it by the total."
     if _same([ratio * count**2 for ratio, count in used]):
         return "the weights are upside down: each is divided by its count, where it must be multiplied."
     return None
@@ -71,7 +73,8 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
 
 def _missing(gone: list[int], k: int, what: str) -> str:
     if gone == list(range(1, k)):
-        return f"the last micro-batch alone counts in the {what}: those before it are lost (a zero_grad inside the window?)."
+        lost = " (a zero_grad inside the window?)" if what == "gradient" else ""
+        return f"the last micro-batch alone counts in the {what}: those before it are lost{lost}."
     if gone == list(range(2, k + 1)):
         return f"the first micro-batch alone counts in the {what}."
     which = "the last one" if gone == [k] else f"number {' and '.join(map(str, gone))} of {k}"
@@ -85,6 +88,7 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
         (1.0, None),
         (total, f"no division: this is the {what} of the sum, as many times too large as there are tokens."),
         (k, f"the {what} is K = {k} times too large: this divides by the mean count, or adds up; divide by the total."),
+        (total / k, f"sums are divided by K = {k}: divide them by the number of items, {total} here."),
         (1 / k, f"this divides twice, by the total and by K: the {what} is {k} times too small."),
         (total / counts[0], f"this divides by the count of the first micro-batch: the {what} needs the total of all."),
         (total / max(counts[-1], 1), f"this divides by the count of the last micro-batch: the {what} needs the total of all."),
