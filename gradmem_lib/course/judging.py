@@ -332,9 +332,12 @@ def _recognised(
 ) -> str:
     """What the numbers of a wrong answer say of it, if they say anything."""
     got, wanted, tolerance = run.value, expected.value, exercise.tolerance
-    says = _explained(exercise, got, wanted)
     values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
-    says = says or recognising.most_alike(got, wanted, values, tolerance)
+    says = (
+        recognising.most_alike(got, wanted, values, tolerance, all_of_it=True)
+        or _explained(exercise, got, wanted)
+        or recognising.most_alike(got, wanted, values, tolerance)
+    )
     if says or not callable(exercise.reference):
         return says
     says = recognising.fact(got, wanted, tolerance)

@@ -39,10 +39,13 @@ def compared(got: Any, expected: Any, tolerance: float) -> dict[Path, bool]:
     }
 
 
-def most_alike(got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolerance: float) -> str:
+def most_alike(
+    got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolerance: float, *, all_of_it: bool = False
+) -> str:
     """The sentence of the known mistake that does what ``got`` does where it first goes wrong, and mostly elsewhere.
 
     So an answer with two mistakes hears the first one. ``known`` are (sentence, what the mistake does); empty if none fits.
+    ``all_of_it``: ``got`` must be wrong wherever that mistake is.
     """
     right = compared(got, expected, tolerance)
     wrong = [path for path, same in right.items() if not same]
@@ -56,6 +59,8 @@ def most_alike(got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolera
             if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
         ]
         alike = hits and hits[0] == wrong[0] and 2 * len(hits) > max(len(wrong), len(theirs_wrong))
+        if all_of_it and any(right[path] for path in theirs_wrong):
+            continue
         if alike and len(hits) > most:
             best, most = says, len(hits)
     return best
@@ -137,23 +142,26 @@ def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> 
     """An argument that has no effect on an answer, or too much: found by doubling one at a time."""
     base, powers = cases.cases[0], []
     for place, name in enumerate(names[: len(base)]):
-        changed = list(base)
-        changed[place] = _other(base[place], [case[place] for case in cases.cases])
-        was, wanted = ([_number(f, case) for case in (base, tuple(changed))] for f in (mine, theirs))
+        values = [case[place] for case in cases.cases]
+        changed = _with(base, place, _other(base[place], values))
+        was, wanted = ([_number(f, case) for case in (base, changed)] for f in (mine, theirs))
         if None in was or None in wanted or wanted[0] == wanted[1]:
             continue
         if was[0] == was[1]:
-            changed[place] = _far(changed[place])
-            if _number(mine, tuple(changed)) == was[0]:
+            far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases[:2]]
+            if [_number(mine, case) for case in far] == [_number(mine, case) for case in cases.cases[:2]]:
                 return f"`{name}` has no effect on your answer."
-            continue
-        if isinstance(base[place], Real) and 0 not in (*was, *wanted):
+        elif isinstance(base[place], Real) and 0 not in (*was, *wanted):
             grows, should = was[1] / was[0], wanted[1] / wanted[0]
             if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
                 powers.append(
                     f"with twice the `{name}` your answer is {grows:.3g} times as large, and should be {should:.3g} times as large."
                 )
     return powers[0] if powers else ""
+
+
+def _with(case: tuple, place: int, value: Any) -> tuple:
+    return (*case[:place], value, *case[place + 1 :])
 
 
 def _other(value: Any, others: list[Any]) -> Any:

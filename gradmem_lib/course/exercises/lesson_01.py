@@ -170,9 +170,9 @@ def _explain_saved(got, expected):
         ("parameters", {case: sum(p.nbytes for p in model.parameters()) for case, (model, _) in given.items()},
          "they were there before and stay afterwards."),
     ):  # fmt: skip
-        if shares(numbers, size):
+        if (shares(numbers, size) or [0]) != [0]:
             return f"this is the model's {what} alone: what autograd saves is what backward needs, layer by layer."
-        if factor := shares(off, size):
+        if (factor := shares(off, size)) and factor != [0]:
             how = "left out" if factor[0] < 0 else "counted too"
             return f"the model's {what} {'are' if what == 'parameters' else 'is'} {how}: {says}"
     return None

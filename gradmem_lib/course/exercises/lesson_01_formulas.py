@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import prod
 
 from ..exercise import Exercise, Mistake, calls
-from ..recognising import shares
+from ..recognising import shares, times
 
 
 def eager_surplus(batch: int, seq_len: int, heads: int) -> int:
@@ -45,7 +45,7 @@ def logits_spike(batch: int, seq_len: int, vocab: int) -> int:
 def _explain_spike(got, expected):
     logits = {case: prod(literal_eval(case)) for case in expected}
     found = shares(got, logits, {case: prod(literal_eval(case)[:2]) for case in expected})
-    if found is None:
+    if found is None or not found[0]:
         return None
     if found[0] == 12:
         return f"{found[1]:g} bytes a token are counted too: asked for are the three large tensors alone."
@@ -89,8 +89,9 @@ _KEPT = {
 def _explain_recipes(got, expected):
     if not all(isinstance(value, (int, float)) for value in got.values()):
         return None
-    if shares(got, expected) == [8]:
-        return "every recipe comes out 8 times too large: that is bits, and bytes were asked for."
+    if factor := shares(got, expected):
+        bits = ": that is bits, and bytes were asked for" if factor == [8] else ""
+        return f"every recipe comes out {times(factor[0])}{bits}."
     case, off = next((case, got[case] - right) for case, right in expected.items() if got[case] != right)
     recipe = literal_eval(case)
     kept = _KEPT[recipe] | {"one of its moments": _KEPT[recipe]["two moments"] // 2}

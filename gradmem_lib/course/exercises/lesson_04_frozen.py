@@ -79,7 +79,9 @@ def _explain_frozen(got, expected):
     calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
     once = [name for name, n in calls.items() if n == 1]
     if once and len(once) < len(calls):
-        return f"{' and '.join(once)} runs once, without a checkpoint: each layer can have one, the first and the last too."
+        return (
+            f"{once[0]} runs once, without a checkpoint: each layer can have one, the first and the last too."
+        )
     if not got["layers that record no graph in forward"]["how many"] and not once:
         return "these are checkpoints of the other kind, without re-entering: the exercise asks for use_reentrant=True."
     if once:

@@ -7,7 +7,7 @@ from ast import literal_eval
 
 from ...techniques.schedules import uniform_segments
 from ..compare import describe, plain
-from ..exercise import Exercise, Mistake, calls
+from ..exercise import Exercise, Mistake, Seen, calls
 
 
 def kept_at_peak(lengths, a, x):
@@ -15,7 +15,7 @@ def kept_at_peak(lengths, a, x):
     return max(i * x + length * a for i, length in enumerate(lengths))
 
 
-_PARTS = [2, 1, 3, 5]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
+_PARTS = [2, 1, 4, 7]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
 _EARLIER = "each segment leaves one boundary, its input, until its backward comes"
 
 
@@ -25,6 +25,8 @@ def _explain_peak(got, expected):
         return None
     answer, right = (seen[f"({_PARTS}, 1000, 1)"] for seen in (got, expected))
     layers = {
+        max(_PARTS)
+        - 1: "a layer of the segment that runs again is missing: all of its m layers are there, with a each.",
         1: "a is counted once: the segment that runs again keeps a for each of its layers, in full.",
         sum(_PARTS): "all layers are counted in full at once: only one segment is, when it runs again.",
         _PARTS[0]: "only the first length is used, as if all segments were equal: each has its own.",
@@ -38,6 +40,8 @@ def _explain_peak(got, expected):
         len(_PARTS): f"a boundary too many: a segment's own is in a already, and {_EARLIER}.",
         0: f"the boundaries of earlier segments are left out: {_EARLIER}.",
     }
+    if answer == 1000 * (len(_PARTS) - 1) + max(_PARTS):
+        return "a and x are the wrong way round: a segment has a bytes for each layer, and an earlier one x in all."
     if says := next((says for m, says in layers.items() if 0 <= answer - 1000 * m <= 20), None):
         return says
     waiting = answer - 1000 * max(_PARTS)
@@ -69,9 +73,9 @@ _CHAINS = {
 
 
 def _observe_length(candidate):
-    found = {}
+    found, lengths = {}, {}
     for name, (n, a, x) in _CHAINS.items():
-        k = plain(candidate(n, a, x))
+        lengths[name] = k = plain(candidate(n, a, x))
         whole = isinstance(k, int) or (isinstance(k, float) and k.is_integer())
         fits = whole and 1 <= k <= n
         # Two lengths may have the same peak, so the peak is what counts.
@@ -79,7 +83,7 @@ def _observe_length(candidate):
             "what is no length from 1 to n": "" if fits else "None" if k is None else describe(k),
             "peak with your k": kept_at_peak(uniform_segments(n, int(k)), a, x) if fits else math.nan,
         }
-    return found
+    return Seen(found, lengths=lengths)
 
 
 def _explain_length(got, expected):
@@ -106,7 +110,13 @@ def _explain_length(got, expected):
             for name, (n, a, x) in _CHAINS.items()
         ):
             return says
-    return None
+    name = next(name for name in expected if peaks[name] != expected[name]["peak with your k"])
+    n, a, x = _CHAINS[name]
+    k = int(got.notes["lengths"][name])
+    how = (
+        "long: segments run again in full" if k > best_length(n, a, x) else "short: too many boundaries wait"
+    )
+    return f"segments of {k} layers are too {how}; the two are equal at √(n · x / a)."
 
 
 EXERCISES = (

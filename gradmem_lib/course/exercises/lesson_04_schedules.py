@@ -116,7 +116,7 @@ def _why_segments(mine, right, n, k) -> str | None:
             "the gradient stops on its way: x is detached between segments, and earlier layers learn nothing."
         )
     if once := [i for i in layers if order.count(i) == 1]:
-        return f"{len(once)} of {n} layers run without a checkpoint, plain: the last segment is put into one as well."
+        return f"{len(once)} of {n} layers run plain, without a checkpoint: every segment is put into one, the last one too."
     if max(order.times(layers)) > 2:
         return "some layers run more than twice: one checkpoint around each segment is enough."
     if order.segments(layers) != wanted.segments(layers):

@@ -70,11 +70,16 @@ def _explain_one_card(got, expected):
         if says := _why_rows(ours, theirs, gpus, fits):
             return says
     changed = [
-        f"the {name.replace('_', ' ')} has been changed: {why}."
+        f"the {name.replace('_', ' ')} must stay as it was: {why}."
         for name, why in _SCALED.items()
         if given[name] != right[name]
     ]
-    return changed[0] if changed else None
+    if changed:
+        return changed[0]
+    rows = plain(given[EVAL])
+    if isinstance(rows, (int, float)) and rows != right[EVAL]:
+        return f"training is right; an evaluation takes {rows:g} rows at a time, and is to take the rows of a micro-batch, {right[EVAL]}."
+    return None
 
 
 def _why_rows(ours, theirs, gpus, fits) -> str | None:
@@ -212,10 +217,14 @@ def _why_updates(watch, wanted: int) -> str | None:
     if len(held) < wanted and sum(map(sum, held)) < watch.ever + 1 and len(held) == wanted - 1:
         return "the last micro-batches are dropped: a window that is not full makes an update too."
     if len(held) != wanted:
-        return f"there are {len(held)} updates, and there should be {wanted}: one for every window, and one for what is left."
+        return f"the epoch makes {_counted(len(held))}, and there should be {wanted}: one for every window, and one for what is left."
     if max(map(len, held)) > 1:
         return "accumulate is called for each micro-batch by itself, and adds up their means: hand it the whole window, a list."
     return None
+
+
+def _counted(n: int) -> str:
+    return f"{n} update{'s' * (n != 1)}"
 
 
 def _why_rates(rates, right) -> str | None:
@@ -230,7 +239,7 @@ def _why_rates(rates, right) -> str | None:
         return "the schedule steps before the optimizer, so the first learning rate is never used: optimizer first."
     if warm != wanted:
         return (
-            f"the warm-up takes {warm} updates, and should take {wanted}: the part `warmup` of all updates."
+            f"the warm-up takes {_counted(warm)}, and should take {wanted}: the part `warmup` of all updates."
         )
     if rates[-1] > right[-1] * 1.01:
         return "the schedule is too long: the epoch ends before the learning rate has come down; its length is the number of updates."
