@@ -289,6 +289,6 @@ WRONG["4.7"] = {
     "layers": (partial(_step, every=1), "segment of its own"),
     "reversed": (partial(_step, every=best_segments(64, 4, 1)[::-1]), "wrong way round|lengths|segments"),
     "sum": (partial(_step, loss=lambda out: out.square().sum()), "loss"),
-    "measured": (partial(_step, every="best"), "times, and twice is the limit"),
+    "measured": (partial(_step, every="best"), "three times|times, and twice is the limit"),
     "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient|got"),
 }

@@ -246,12 +246,12 @@ RIGHT["3.7"] = {
 }
 WRONG["3.7"] = {
     "whole": (partial(_64, size=64), "all 64|too many"),
-    "16": (partial(_64, size=16), "16"),
-    "no zero": (partial(_64, zero=False), r"zero_grad\(\) is missing|too many"),
+    "16": (partial(_64, size=16), "16 rows|16 sequences"),
+    "no zero": (partial(_64, one=_window, zero=False), r"zero_grad\(\) is missing"),
     "twice": (partial(_64, steps=2), "2 updates"),
     "uphill": (partial(_64, one=WRONG["3.3"]["uphill"][0]), "wrong sign"),
     "by K": (partial(_64, one=WRONG["3.3"]["by K"][0]), "dividing by K"),
-    "one sum": (partial(_64, one=_one_sum), "too many"),
+    "one sum": (partial(_64, one=_one_sum), "keeps every micro-batch's graph"),
 }
 
 
@@ -273,7 +273,7 @@ RIGHT["3.8"] = {
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),
     "always": (partial(_asked, when=lambda a, b: True), "spoiled"),
-    "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied"),
+    "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied|wrong way round"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
     "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|spoiled"),

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from ...techniques.accumulation import split
 from ...techniques.losses import count_targets, next_token_loss
 from ..compare import difference, plain
-from ..exercise import Exercise, Mistake, measure
+from ..exercise import Exercise, Mistake, Seen, measure
 from ..recognising import times
 from .lesson_03 import GRAPHS_KEPT, accumulate, accumulates, mean_of_means, step_and_zero, unequal
 from .settings import CARD, Bigrams, batch_setting, bigram_loss, flat, gradients_of
@@ -195,22 +195,32 @@ def _observe_64(candidate):
         kept = [optimizer.state[p].get("exp_avg", torch.zeros_like(p)) for p in model.parameters()]
         return 10 * flat(kept)
 
+    rows: list[int] = []
+
+    def loss_and_count(micro):
+        rows.append(len(micro["labels"]))
+        return next_token_loss(model, micro)
+
     def run():
-        return candidate(model, optimizer, batch, lambda micro: next_token_loss(model, micro))
+        return candidate(model, optimizer, batch, loss_and_count)
 
     measured = measure(run, budget=CARD, model=model, optimizer=optimizer)
     found = {
         "64 sequences": {"gradient": moments(), "loss": measured.value, "updates": len(updates)},
         "the card": replace(measured, value=None),
     }
+    larger = False
     if not measured.over:
         sizes = [found["64 sequences"]["gradient"].norm().item()]
         handle = optimizer.register_step_pre_hook(lambda *_: sizes.append(gradients_of(model).norm().item()))
         run()
         handle.remove()
         larger = sizes[-1] > 1.5 * sizes[0] > 0
-        found["a second update"] = {"its gradient is half as large again (1 is yes)": int(larger)}
-    return found
+    found["a second update"] = {"its gradient is half as large again (1 is yes)": int(larger)}
+    return Seen(found, rows=max(rows, default=0))
+
+
+FITS = 12  # rows at a time, about: 10 do, and 16 do not
 
 
 def _explain_64(got, expected):
@@ -225,7 +235,12 @@ def _explain_64(got, expected):
         return _why_64(mine["gradient"], right["gradient"])
     if difference(mine["loss"], right["loss"], 1e-4):
         return "the gradient is right; the returned loss is not the mean over all tokens."
-    return NEVER_ZEROED if not got["the card"].over else None
+    if not got["the card"].over:
+        return NEVER_ZEROED
+    rows = got.notes["rows"]
+    if rows > FITS:
+        return f"{rows} rows at a time are too many for this card: the logits and activations of each piece must fit; halve."
+    return "the pieces are small enough, and something of them is kept from one to the next: a graph, or logits; keep loss.item() alone."
 
 
 def _why_64(gradient, right) -> str | None:
