@@ -15,6 +15,7 @@ from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import count, resident_bytes
 from gradmem_lib.planning.options import EQUAL_TIME
 from gradmem_lib.planning.plan import plan
+from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.training.prepare import prepare
@@ -123,9 +124,7 @@ def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
     made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
     best = made.best
     assert best.needs == best.prediction.peak.total + sum(best.parts.values())
-    assert (
-        best.needs >= best.prediction.replay_allocator() + best.prediction.workspace + best.prediction.context
-    )
+    assert best.needs >= best.prediction.replay_allocator() + allocator.workspace() + allocator.CONTEXT
     cards = Card("one byte less", best.needs - 1, 1e12, 1e12, 1e12)
     refused = plan(config, card=cards, seq_len=16, global_batch=1, method="qlora", target="cuda")
     assert best.recipe not in [o.recipe for o in refused.fits]
@@ -135,10 +134,8 @@ def test_whatever_is_listed_for_a_card_was_replayed(config):
     made = plan(config, card="2 GiB", seq_len=64, global_batch=4, method="any", target="cuda")
     assert len(made.fits) >= 2
     for option in made.fits:
-        found = option.prediction
-        assert (
-            option.needs == max(found.replay_allocator(), found.peak.total) + found.workspace + found.context
-        )
+        reserved = max(option.prediction.replay_allocator(), option.prediction.peak.total)
+        assert option.needs == reserved + allocator.workspace() + allocator.CONTEXT
 
 
 @pytest.mark.parametrize("checkpointing", [None, "per-layer"])

@@ -68,9 +68,8 @@ def test_cuda_lines_beside_the_tensors():
     prediction = on_card("llama", precision="bf16")
     reserved = prediction.replay_allocator()
     assert reserved >= prediction.peak.total and reserved % allocator.SMALL_SEGMENT == 0
-    assert prediction.workspace and prediction.context
     on_cpu = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, target="cpu")
-    assert on_cpu.replay_allocator() is on_cpu.workspace is on_cpu.context is None
+    assert on_cpu.replay_allocator() is None
 
 
 def test_the_allocators_rules():

@@ -58,21 +58,11 @@ class Prediction:
     def replay_allocator(self) -> int | None:
         """For a card: bytes that the caching allocator will have reserved from the driver, by replaying its rules over the
         full trace, which takes seconds for a deep model. An estimate: the order of the frees is the trace's. Without
-        ``workspace`` and ``context``. ``None`` for the CPU."""
+        what libraries and the driver keep beside it (``allocator.workspace``, ``CONTEXT``). ``None`` for the CPU."""
         if self.target != "cuda":
             return None
         few = self._question.recipe.accumulation > REPLAYED and self._question.source.key is not None
         return allocator.replayed(_trace(self._question, None, REPLAYED if few else None).requests)
-
-    @property
-    def workspace(self) -> int | None:
-        """For a card: bytes that cuBLAS takes from the allocator, beside the tensors (an estimate; more on Hopper)."""
-        return allocator.workspace() if self.target == "cuda" else None
-
-    @property
-    def context(self) -> int | None:
-        """For a card: bytes that the driver keeps for itself, outside the allocator's figures (an estimate)."""
-        return allocator.CONTEXT if self.target == "cuda" else None
 
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""
