@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.course import claims, models
+from gradmem_lib.course import models
 from gradmem_lib.measure.budget import BudgetExceeded
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.planning.cards import Card
@@ -180,23 +180,3 @@ def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried
     assert [(out.recipe.precision, out.why) for out in made.ruled_out] == [
         (precision, "some operation reads values") for precision in ("float32", "autocast-bf16")
     ]
-
-
-@pytest.mark.parametrize(
-    "claim_id, verdict",
-    [("C25", "holds only if"), ("C53", "does not hold"), ("C57", "holds only if"), ("C58", "holds only if")],
-)
-def test_verdicts_that_need_no_trace(claim_id, verdict):
-    assert claims.find(claim_id).verdict == verdict
-
-
-def test_figures_behind_them():
-    assert claims.find("C53").figures["cache of 32 x 2048 tokens, bf16"] == 2 * 80 * 8 * 128 * 2 * 32 * 2048
-    which = claims.find("C57").figures
-    long, short = (f"Llama-3.2-1B, 16 x {n}, " for n in (2048, 64))
-    times = [
-        float(which[f"{start}{way}: estimated time / whole batch at once"])
-        for start in (long, short)
-        for way in ("accumulated", "checkpointed")
-    ]
-    assert times[0] < times[1] < 4 / 3 and times[2] > times[3]

@@ -12,7 +12,7 @@ _HOMES = {
     "exercises.lesson_02": "step_budget three_steps",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting train_setting",
     "exercises.trainer": "trainer_logs trainer_setting",
-    "claims.lesson_03": "learning_rates recorded",
+    "claims.lesson_03_time": "learning_rates recorded",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

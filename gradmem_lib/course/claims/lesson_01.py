@@ -1,8 +1,6 @@
 """Lesson 01's answers: what a step's residents weigh, what autograd really saves, and when activations rule.
 
-Real objects answer wherever they fit on a CPU. Blocks of full size are run under fake tensors, which carry
-shapes and storages but no numbers: their saved bytes are then compared with the closed forms of
-``accounting``.
+Real objects answer wherever they fit on a CPU, and closed forms of ``accounting`` for whole models.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from torch import nn
 from ...compat import storage_key
 from ...techniques import accounting
 from ...techniques.shapes import SHAPES, Shape
-from ...units import GiB
 from . import Finding, answers
-from .saved import block_saves, saved_tensors
+from .finding import GB, Figure, about, between, in_unit, more, yes
+from .saved import saved_tensors
 
-GB = 10**9
 # What autocast-bf16 keeps, autocast-fp16 keeps too.
 PRECISIONS = ("float32", "bf16", "autocast-bf16", "float32-master")
 SEVEN = SHAPES["Llama-2-7B"]
@@ -32,7 +29,7 @@ GPT_1_3B = Shape(
 
 def gb(nbytes: float) -> str:
     """Bytes in the documents' own unit, powers of 1000."""
-    return f"{nbytes / GB:.1f} GB"
+    return in_unit(nbytes, "GB")
 
 
 def adam_states(dtype: torch.dtype, **options) -> tuple[nn.Linear, torch.optim.AdamW]:
@@ -53,70 +50,85 @@ def _moments_of(optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
 @answers("C01")
 def seven_billion() -> Finding:
     figures: dict[str, int | float | str] = {"parameters of Llama-2-7B, count": SEVEN.parameters}
-    totals = {}
+    kept, saved = {}, {}
     for name in ("bf16", "autocast-bf16", "float32-master"):
-        kept = accounting.resident_bytes(SEVEN, name)
-        saved = sum(accounting.model_activations(SEVEN, 1, 2048, precision=name).values())
+        resident = accounting.resident_bytes(SEVEN, name)
+        kept[name] = sum(resident.values())
+        saved[name] = sum(accounting.model_activations(SEVEN, 1, 2048, precision=name).values())
         peak = accounting.estimate(SEVEN, batch_size=1, seq_len=2048, precision=name)
-        totals[name] = sum(kept.values())
-        figures[f"{name}: parameters + gradients + Adam"] = " + ".join(f"{n:,}" for n in kept.values())
-        figures[f"{name}: activations of 1 x 2048 tokens"] = saved
-        if accounting.PRECISIONS[name].autocast:
-            copies = accounting.block_activations(SEVEN, 1, 2048, precision=name)[
-                "bf16 copies of the weights"
-            ]
-            figures[f"{name}: of these, bf16 copies of the blocks' weights"] = SEVEN.layers * copies
-        figures[f"{name}: peak ({peak.moment})"] = peak.total
-    nominal = sum(7 * GB * n for n in (2, 2, 8))
-    sequence = sum(accounting.model_activations(SEVEN, 1, 2048, precision="bf16").values())
+        figures[f"{name}: parameters + gradients + Adam"] = " + ".join(f"{n:,}" for n in resident.values())
+        figures[f"{name}: activations of 1 x 2048 tokens"] = saved[name]
+        figures[f"{name}: peak without accumulation ({peak.moment})"] = peak.total
+    mixed = min(kept["autocast-bf16"], kept["float32-master"])
+    without = kept["float32-master"] - accounting.PRECISIONS["float32-master"].master * SEVEN.parameters
+    together = kept["float32-master"] + saved["float32-master"]
     return Finding(
-        "holds only if",
-        f"weights and gradients take 2 bytes, Adam's states 8 and no float32 copy of the weights exists: that is {gb(nominal)} "
-        "before activations, and PyTorch's AdamW does not work so by itself. The recipes that exist keep "
-        + ", ".join(f"{gb(total)} ({name})" for name, total in totals.items())
-        + f"; 20 to 40 GB of activations are {20 * GB / sequence:.1f} to {40 * GB / sequence:.1f} sequences of 2048 tokens. "
-        "And the peak is no sum of all four: gradients arrive while activations leave.",
-        figures,
+        own=(
+            about("7B before activations", 84 * GB, mixed, "GB"),
+            between("all four, accumulating 1 x 2048", 104 * GB, 124 * GB, together, "GB"),
+        ),
+        where=(about("without float32 weights", 84 * GB, without, "GB"),),
+        only_if="Adam's states are in FP32 and the weights are not; mixed precision as PyTorch runs it keeps the weights in FP32, too.",
+        why="Autocast keeps the weights in float32, and other recipes keep a float32 master copy beside 16-bit weights. Both need "
+        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. Without accumulation the peak is "
+        "no sum of all four, since gradients arrive while activations leave. With accumulation it is: from the second micro-batch "
+        "on, all gradients are there in forward.",
+        figures=figures,
     )
+
+
+def _destroyed(states: torch.dtype) -> float:
+    """The share of a float16 layer's weights that is not finite after one AdamW step on gradients of 1e-4, states in ``states``."""
+    layer, _ = adam_states(states, foreach=False)
+    return (~torch.isfinite(layer.weight.detach().half())).float().mean().item()
 
 
 @answers("C02")
 def adam_state_dtype() -> Finding:
     figures: dict[str, int | float | str] = {}
-    kinds = set()
+    widths = set()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            layer, optimizer = adam_states(dtype, **options)
-            found = {str(moment.dtype).removeprefix("torch.") for moment in _moments_of(optimizer)}
-            figures[
-                f"{str(dtype).removeprefix('torch.')} weights, {next(iter(options.items()))}: states in"
-            ] = "".join(found)
-            kinds |= {(dtype, moment.dtype) for moment in _moments_of(optimizer)}
+            _, optimizer = adam_states(dtype, **options)
+            found = {moment.dtype for moment in _moments_of(optimizer)}
+            of = f"{str(dtype).removeprefix('torch.')} weights, {next(iter(options))}={next(iter(options.values()))}"
+            figures[f"{of}: states in"] = ", ".join(str(kind).removeprefix("torch.") for kind in found)
+            widths |= {kind.itemsize for kind in found} if dtype is torch.float16 else set()
     layer, optimizer = adam_states(torch.float16, foreach=False)
     second = optimizer.state[layer.weight]["exp_avg_sq"]
-    broken = int((~torch.isfinite(layer.weight)).sum())
     figures["float16, gradients of 1e-4: largest entry of v after a step"] = float(second.max())
-    figures["float16, gradients of 1e-4: weights that are no longer finite, count"] = broken
-    verdict = "does not hold" if all(weight == state for weight, state in kinds) else "holds only if"
+    figures["bf16, the same: share of weights that are not finite"] = _destroyed(torch.bfloat16)
     return Finding(
-        verdict,
-        "PyTorch's AdamW (plain, foreach and fused) makes its states in the dtype of the parameters, so a half-precision model "
-        "gets half-precision states; they are float32 when the weights are (as under autocast) or where a recipe adds a float32 "
-        f"master copy. The reason that the claim gives is sound: in float16, v of a gradient of 1e-4 rounds to {second.max():.0f} "
-        f"and the plain step leaves {broken:,} of {layer.weight.numel():,} weights infinite or not a number.",
-        figures,
+        own=(
+            Figure(
+                "weights lost in a step with FP16 states",
+                "some",
+                _destroyed(torch.float16),
+                low=0.01,
+                unit="%",
+            ),
+            Figure("the same, FP32 states", "none", _destroyed(torch.float32), high=0, unit="%"),
+        ),
+        beyond=(Figure("bytes a state in PyTorch, FP16 model", "4", max(widths), low=4),),
+        holds="for a model in FP16, but PyTorch does not ensure it: its AdamW makes the states in the dtype of the weights.",
+        fails="A step with states in FP16 leaves the weights as they should be.",
+        why=f"In float16, v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step divides by almost nothing. In bf16 the "
+        "same step survives; lesson 02 shows what is lost there. Plain, foreach and fused AdamW are alike in this. States are in "
+        "float32 where the weights are (as under autocast), or where a recipe adds a float32 master copy.",
+        figures=figures,
     )
 
 
 @answers("C03")
 def adam_over_gradients() -> Finding:
     figures: dict[str, int | float | str] = {}
+    states, gradients = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         layer, optimizer = adam_states(dtype)
-        states = sum(moment.nbytes for moment in _moments_of(optimizer))
-        name = str(dtype).removeprefix("torch.")
-        figures[f"{name} layer after a real step: states / gradients"] = (
-            f"{states:,} / {layer.weight.grad.nbytes:,}"
+        states[dtype] = sum(moment.nbytes for moment in _moments_of(optimizer))
+        gradients[dtype] = layer.weight.grad.nbytes
+        figures[f"{str(dtype).removeprefix('torch.')} layer after a real step: states / gradients"] = (
+            f"{states[dtype]:,} / {gradients[dtype]:,}"
         )
     times = {}
     for name in PRECISIONS:
@@ -125,13 +137,17 @@ def adam_over_gradients() -> Finding:
         figures[f"{name}: optimizer / gradients, bytes per parameter"] = (
             f"{per['optimizer']} / {per['gradients']}"
         )
-    master = accounting.PRECISIONS["float32-master"]
+    own = states[torch.float32] / gradients[torch.bfloat16]
+    alike = max(states[dtype] / gradients[dtype] for dtype in states)
     return Finding(
-        "holds only if",
-        f"the states are float32 beside gradients of 2 bytes ({2 * master.state} / {master.gradient} = "
-        f"{2 * master.state / master.gradient:.0f}). With one dtype for both it is {times['bf16']:.0f} times, in pure bf16 and in "
-        f"float32 alike, and with the float32 master copy counted {times['float32-master']:.0f} times.",
-        figures,
+        own=(about("FP32 states / 16-bit gradients", 4, own, "times"),),
+        beyond=(
+            about("one dtype for both", 4, alike, "times"),
+            about("with an FP32 master copy", 4, times["float32-master"], "times"),
+        ),
+        holds="for its own example, states in FP32 beside gradients of 2 bytes; with one dtype for both they take twice as much.",
+        fails="States in FP32 beside gradients of 2 bytes are not 4 times as large.",
+        figures=figures,
     )
 
 
@@ -139,22 +155,29 @@ def adam_over_gradients() -> Finding:
 def moving_averages() -> Finding:
     layer, optimizer = adam_states(torch.float64)
     state = optimizer.state[layer.weight]
-    m, v = (state[name].clone() for name in ("exp_avg", "exp_avg_sq"))
-    layer.weight.grad = torch.full_like(layer.weight, 3e-4)
+    first = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    taken = {"exp_avg": 1e-4, "exp_avg_sq": 1e-8}  # the first gradient, and its square, met states of 0
+    takes = {name: (first[name] / whole).mean().item() for name, whole in taken.items()}
+    layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
-    g = layer.weight.grad
-    error_m = (state["exp_avg"] - (0.9 * m + 0.1 * g)).abs().max() / state["exp_avg"].abs().max()
-    error_v = (state["exp_avg_sq"] - (0.999 * v + 0.001 * g * g)).abs().max() / state["exp_avg_sq"].max()
-    agrees = max(error_m.item(), error_v.item()) < 1e-9
-    half_m, half_v = (log(0.5) / log(beta) for beta in (0.9, 0.999))
+    keeps = {name: (state[name] / first[name]).mean().item() for name in first}
+    rest = max(abs(takes[name] + keeps[name] - 1) for name in keeps)
+    half = {name: log(0.5) / log(share) for name, share in keeps.items()}
+    exact = {"unit": "%", "within": 1e-9}
     return Finding(
-        "holds" if agrees else "does not hold",
-        "With PyTorch's default betas a real step does exactly that. In other words, m forgets half of a gradient in "
-        f"{half_m:.1f} steps and v half of its square in {half_v:.0f}.",
-        {
+        own=(
+            about("Adam's m keeps", 0.9, keeps["exp_avg"], **exact),
+            about("v keeps", 0.999, keeps["exp_avg_sq"], **exact),
+            yes("each takes the rest of the new one", rest < 1e-9),
+        ),
+        holds="for PyTorch's Adam with its default betas.",
+        fails="A step of PyTorch's Adam with its default betas does otherwise.",
+        why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v forgets half of its square in "
+        f"{half['exp_avg_sq']:.0f}.",
+        figures={
             "default betas": str(optimizer.defaults["betas"]),
-            "half-life of m, steps": half_m,
-            "half-life of v, steps": half_v,
+            "half-life of m, steps": half["exp_avg"],
+            "half-life of v, steps": half["exp_avg_sq"],
         },
     )
 
@@ -177,17 +200,19 @@ def five_modules() -> Finding:
     intermediate = storages - parameters - {given}
     _, nbytes = saved_tensors(lambda: net(x), but_not=(x, *net.parameters()))
     return Finding(
-        "does not hold",
-        f"Autograd is handed {len(saved)} tensors in {len(storages)} storages: the input, {len(storages & parameters)} weight "
-        f"matrices, and only {len(intermediate)} intermediate results, the outputs of the two ReLUs. Each of those serves twice, "
-        "for its ReLU and for the next Linear; what a Linear puts out is not kept, and neither is the network's output.",
-        {
+        own=(about("intermediate tensors kept", 5, len(intermediate), within=0),),
+        fails=f"Only {len(intermediate)} are kept, the outputs of the two ReLUs.",
+        holds="Each module's output is kept.",
+        why=f"Autograd is handed {len(saved)} tensors in {len(storages)} storages: the input, {len(storages & parameters)} weight "
+        f"matrices, and {len(intermediate)} intermediate results. Each of those serves twice, for its ReLU and for the next Linear. "
+        "What a Linear puts out is not kept, and neither is the network's output.",
+        figures={
             "tensors handed to autograd, count": len(saved),
             "distinct storages, count": len(storages),
             "of these parameters, count": len(storages & parameters),
             "of these the input, count": len(storages & {given}),
             "of these intermediate results, count": len(intermediate),
-            "final output saved": "yes" if made in storages else "no",
+            "final output saved": in_unit(made in storages, "yes"),
             "bytes of the intermediate results": nbytes,
         },
     )
@@ -198,15 +223,15 @@ def no_fit() -> Finding:
     net, x = _five_modules()
     try:
         net.fit()
+        message = "nothing"
     except AttributeError as error:
-        message = str(error)
-    else:
-        return Finding("holds", "This version of PyTorch has nn.Module.fit.")
+        message = f"AttributeError: {error}"
     return Finding(
-        "does not hold",
-        f"PyTorch answers AttributeError: {message}. Calling the module, net(x), runs the forward pass; where a library has a "
-        "fit method, it is the whole training loop.",
-        {"shape of net(x)": str(tuple(net(x).shape))},
+        own=(yes("a PyTorch module has fit", message == "nothing"),),
+        fails="A PyTorch module has no fit; calling it, net(x), runs the forward pass.",
+        holds="This version of PyTorch has nn.Module.fit.",
+        why="Where a library has a method of that name, it is the whole training loop and not a forward pass.",
+        figures={"what net.fit() raises": message, "shape of net(x)": str(tuple(net(x).shape))},
     )
 
 
@@ -216,9 +241,9 @@ def gradients_and_batch() -> Finding:
 
     figures: dict[str, int | float | str] = {}
     gradients, activations = {}, {}
-    for attention in ("sdpa", "eager"):
+    for attention, name in (("sdpa", "fused"), ("eager", "eager")):
         model = tiny_llama(layers=1, hidden=64, heads=4, intermediate=176, vocab=256, attention=attention)
-        for batch_size, seq_len in ((1, 64), (2, 64), (4, 64), (1, 128), (1, 256)):
+        for batch_size, seq_len in ((1, 64), (4, 64), (1, 256)):
             ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
             loss: list[torch.Tensor] = []
             _, saved = saved_tensors(
@@ -226,22 +251,26 @@ def gradients_and_batch() -> Finding:
                 but_not=model.parameters(),
             )
             loss[0].backward()
-            key = (attention, batch_size, seq_len)
+            key = (name, batch_size, seq_len)
             gradients[key] = sum(parameter.grad.nbytes for parameter in model.parameters())
             activations[key] = saved
             model.zero_grad(set_to_none=True)
-            label = {"sdpa": "fused", "eager": "eager"}[attention]
-            figures[f"{label}, {batch_size} x {seq_len}: gradients / activations"] = (
+            figures[f"{name}, {batch_size} x {seq_len}: gradients / activations"] = (
                 f"{gradients[key]:,} / {saved:,}"
             )
-    grows = activations["sdpa", 4, 64] > activations["sdpa", 2, 64] > activations["sdpa", 1, 64]
-    fused, eager = (activations[name, 1, 256] / activations[name, 1, 64] for name in ("sdpa", "eager"))
+    fused, eager = (activations[name, 1, 256] / activations[name, 1, 64] for name in ("fused", "eager"))
+    same = gradients["fused", 4, 64] / gradients["fused", 1, 64]
     return Finding(
-        "holds" if grows and len(set(gradients.values())) == 1 else "does not hold",
-        "Gradients have the shapes of the parameters whatever the batch. Activations grow in step with the batch; with four times "
-        f"the sequence they grow {fused:.1f} times under fused attention but {eager:.1f} times under eager, whose scores grow with "
-        "the square.",
-        figures,
+        own=(
+            about("gradients, 4 times the batch", 1, same, "times", within=0),
+            more("activations, 4 times the batch", activations["fused", 4, 64] / activations["fused", 1, 64]),
+            more("activations, 4 times the sequence", fused),
+        ),
+        holds="Gradients have the shapes of the parameters, whatever the batch.",
+        fails="Gradients or activations do otherwise here.",
+        why=f"With four times the sequence, activations grow {fused:.1f} times under fused attention but {eager:.1f} times under "
+        "eager attention, whose scores grow with the square.",
+        figures=figures,
     )
 
 
@@ -255,13 +284,17 @@ def states_over_parameters() -> Finding:
             per = accounting.bytes_per_parameter(name, optimizer, momentum)
             times[key, name] = per["optimizer"] / per["parameters"]
         figures[f"{key}: optimizer / parameters"] = ", ".join(f"{times[key, n]:g} ({n})" for n in PRECISIONS)
-    adam = sorted({n for (optimizer, _), n in times.items() if optimizer == "adamw"})
+    adam = [n for (optimizer, _), n in times.items() if optimizer == "adamw"]
     return Finding(
-        "holds only if",
-        f"the optimizer is Adam: its states are {adam[0]:g} times the parameters when both have one dtype and {adam[-1]:g} times "
-        f"with a float32 master copy beside bf16 weights; none of these recipes reaches 8. SGD keeps {times['sgd', 'bf16']:g}, "
-        f"SGD with momentum {times['sgd, momentum 0.9', 'bf16']:g} times in one dtype.",
-        figures,
+        own=(
+            between("Adam's states / parameters, one dtype", 2, 8, min(adam), "times"),
+            between("the same, FP32 master copy", 2, 8, max(adam), "times"),
+        ),
+        beyond=(between("SGD with momentum", 2, 8, times["sgd, momentum 0.9", "bf16"], "times"),),
+        holds="for Adam, its own example; SGD keeps less.",
+        fails="Adam's states are outside that range.",
+        why="None of the recipes here reaches 8 times. One that also keeps a float32 copy of the gradients does.",
+        figures=figures,
     )
 
 
@@ -272,11 +305,15 @@ def one_point_three_billion() -> Finding:
         name: sum(accounting.bytes_per_parameter(name, "adamw").values()) * nominal for name in PRECISIONS
     }
     real = {name: sum(accounting.resident_bytes(GPT_1_3B, name).values()) for name in PRECISIONS}
+    claimed = 104 * GB // 10
     return Finding(
-        "holds only if",
-        f"everything is in 2 bytes, Adam's states too (pure bf16): {gb(totals['bf16'])}. The same document's training loop uses "
-        f"autocast, and that keeps {gb(totals['autocast-bf16'])}, as does a float32 master copy ({gb(totals['float32-master'])}).",
-        {f"1.3e9 parameters, {name}": total for name, total in totals.items()}
+        own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
+        where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
+        only_if="everything is in 2 bytes, Adam's states too; the document's own loop uses autocast, which keeps twice as much.",
+        fails="No recipe keeps that much.",
+        why="Autocast multiplies in bf16, and keeps weights, gradients and states in float32. A float32 master copy comes to the "
+        "same sum.",
+        figures={f"1.3e9 parameters, {name}": total for name, total in totals.items()}
         | {"parameters of a GPT of 24 x 2048, count": GPT_1_3B.parameters}
         | {f"that GPT, {name}": total for name, total in real.items()},
     )
@@ -295,112 +332,35 @@ def batch_to_exceed(shape: Shape, **options) -> int:
 
 @answers("C36")
 def activations_rule() -> Finding:
-    kept = accounting.resident_bytes(GPT_1_3B, "bf16")
-    limit = kept["parameters"] + kept["optimizer"]
-    figures: dict[str, int | float | str] = {"parameters + optimizer, pure bf16": limit}
-    first, times = {}, {}
-    for attention in ("fused", "eager"):
-        for checkpointing in (None, "per-layer"):
-            key, options = (
-                (attention, checkpointing),
-                {"attention": attention, "checkpointing": checkpointing},
+    figures: dict[str, int | float | str] = {}
+    times = {}
+    for precision in ("autocast-bf16", "bf16"):
+        kept = accounting.resident_bytes(GPT_1_3B, precision)
+        limit = kept["parameters"] + kept["optimizer"]
+        figures[f"{precision}: parameters + optimizer"] = limit
+        for attention, checkpointing in (("fused", None), ("eager", None), ("fused", "per-layer")):
+            options = {"attention": attention, "checkpointing": checkpointing}
+            own = accounting.model_activations(GPT_1_3B, 4, 2048, precision=precision, **options)
+            times[precision, attention, checkpointing] = sum(own.values()) / limit
+            figures[f"{precision}, {attention}, checkpointing {checkpointing or 'off'}: activations"] = sum(
+                own.values()
             )
-            first[key] = batch_to_exceed(GPT_1_3B, **options)
-            own = sum(accounting.model_activations(GPT_1_3B, 4, 2048, **options).values())
-            times[key] = own / limit
-            label = f"{attention}, checkpointing {checkpointing or 'off'}"
-            figures[f"{label}: activations of 4 x 2048"] = own
-            figures[f"{label}: first batch of 2048 that exceeds, sequences"] = first[key]
-    return Finding(
-        "holds only if",
-        "nothing is checkpointed. For a GPT of 1.3B at the document's own 4 x 2048 tokens in bf16, activations are "
-        f"{times['fused', None]:.1f} times parameters and optimizer states with fused attention, {times['eager', None]:.1f} with "
-        f"eager, and they exceed them from batch {first['fused', None]} ({first['eager', None]}) on; with every layer "
-        f"checkpointed they are {times['fused', 'per-layer']:.2f} times, and exceed them from batch "
-        f"{first['fused', 'per-layer']} on.",
-        figures,
-    )
-
-
-def _halves(batch_size: int, seq_len: int, attention: str) -> tuple[int, int]:
-    """Saved bytes of the attention half and of the MLP half of a Llama-2-7B block in bf16."""
-    options = {"attention": attention, "precision": "bf16"}
-    first = accounting.attention_activations(SEVEN, batch_size, seq_len, **options)
-    second = accounting.mlp_activations(SEVEN, batch_size, seq_len, precision="bf16")
-    return sum(first.values()), sum(second.values())
-
-
-@answers("C37")
-def one_layer() -> Finding:
-    batch, seq, width, heads, layers = 8, 2048, 4096, 32, 32
-    qkv, scores, ffn = 3 * batch * seq * width * 2, batch * heads * seq**2 * 2, batch * seq * 4 * width * 2
-    real = {attention: sum(_halves(batch, seq, attention)) for attention in ("fused", "eager")}
-    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in real}
-    softmax = sum(
-        n
-        for name, n in accounting.block_activations(SEVEN, batch, seq, attention="eager").items()
-        if "softmax" in name
-    )
-    same = (
-        "as the real block traced at this size does"
-        if traced == real
-        else f"but the real block saves {traced}"
+            if precision == "bf16":
+                figures[
+                    f"{attention}, checkpointing {checkpointing or 'off'}: first batch that exceeds, sequences"
+                ] = batch_to_exceed(GPT_1_3B, **options)
+    fused, eager, less_ = (
+        times["autocast-bf16", *key] for key in (("fused", None), ("eager", None), ("fused", "per-layer"))
     )
     return Finding(
-        "does not hold",
-        f"The document's own products are {gb(qkv)}, {gb(scores)} and {gb(ffn)} (not 0.8), {gb(layers * (qkv + scores + ffn))} over "
-        f"32 layers. A Llama-2-7B block saves {gb(real['fused'])} with fused attention, which keeps no scores at all, and "
-        f"{gb(real['eager'])} with eager attention, whose softmax is kept twice, in float32 and in bf16 ({gb(softmax)}), {same}. "
-        f"Over 32 layers that is {gb(layers * real['fused'])}, close to the claim by accident, or {gb(layers * real['eager'])}.",
-        {
-            "queries, keys and values by the document's product": qkv,
-            "scores by its product": scores,
-            "feed-forward by its product": ffn,
-            "block with fused attention, closed form": real["fused"],
-            "block with fused attention, traced": traced["fused"],
-            "block with eager attention, closed form": real["eager"],
-            "block with eager attention, traced": traced["eager"],
-            "of which softmax": softmax,
-        },
-    )
-
-
-@answers("C38")
-def long_sequence() -> Finding:
-    heads, seq = SEVEN.heads, 8192
-    one_copy = {batch: batch * heads * seq**2 * 2 for batch in (1, 2, 8)}
-    eager = accounting.attention_activations(SEVEN, 8, seq, attention="eager", precision="bf16")
-    softmax = sum(n for name, n in eager.items() if "softmax" in name)
-    lse = accounting.attention_activations(SEVEN, 8, seq, precision="bf16")["attention: log-sum-exp"]
-    return Finding(
-        "does not hold",
-        f"At the document's batch of 8, one bf16 copy of the scores is {gb(one_copy[8])} a layer; 8 GiB is batch 2. Four times the "
-        f"sequence of its 2 GB example is 16 times the scores, not 4. Eager attention really keeps {gb(softmax)}, fused attention "
-        f"{lse:,} bytes: one number a row.",
-        {f"one bf16 copy of the scores, batch {batch}": n for batch, n in one_copy.items()}
-        | {
-            "saved by eager attention, batch 8: softmax": softmax,
-            "saved by fused attention, batch 8: log-sum-exp": lse,
-        },
-    )
-
-
-@answers("C52")
-def attention_over_mlp() -> Finding:
-    batch, seq, width = 8, 4096, 4096
-    head, ffn = seq * seq * batch * 2, batch * seq * 4 * width * 2
-    scores = SEVEN.heads * head
-    halves = {attention: _halves(batch, seq, attention) for attention in ("fused", "eager")}
-    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in halves}
-    ratio = {attention: a / m for attention, (a, m) in halves.items()}
-    same = all(traced[name] == sum(halves[name]) for name in halves)
-    return Finding(
-        "holds only if",
-        f"attention is eager and one copy of the scores is all that is counted: {head // 2**20} MiB a head, {scores / GiB:.0f} GiB, "
-        f"{scores / ffn:.0f} to 1 against {ffn / GiB:.0f} GiB. A Llama-2-7B block saves {ratio['eager']:.1f} times as much in its "
-        f"attention half as in its MLP half with eager attention, but {ratio['fused']:.2f} times with fused attention: there the "
-        "MLP is the larger half.",
-        {"one head": head, "all heads": scores, "feed-forward by the document's product": ffn}
-        | {f"{name}: attention half / MLP half": f"{a:,} / {m:,}" for name, (a, m) in halves.items()}
-        | {"equal to the real block traced at this size": "yes" if same else "no"},
+        own=(
+            more("activations / parameters and states, fused", fused),
+            more("the same, eager", eager),
+        ),
+        beyond=(more("the same, every layer checkpointed", less_),),
+        holds="for its own 1.3B model at 4 x 2048 tokens under autocast, as long as nothing is checkpointed.",
+        fails="At 4 x 2048 tokens activations stay below parameters and optimizer states.",
+        why=f"In pure bf16, where parameters and states take half, it is {times['bf16', 'fused', None]:.1f} times with fused attention and "
+        f"{times['bf16', 'eager', None]:.1f} times with eager attention.",
+        figures=figures,
     )

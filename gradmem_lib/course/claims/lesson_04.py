@@ -1,16 +1,14 @@
-"""Lesson 04's answers: what checkpointing saves at the peak, for which chains the root of n is right, and what it costs.
+"""Lesson 04's answers: what checkpointing saves at the peak, and for which chains the root of n is right.
 
 Bytes and forward calls are counted on chains and on a tiny Llama; larger models by lesson 01's closed forms. Work is
-counted in floating-point operations, and times are quoted from what ``benchmarks/checkpointing.py`` recorded.
+counted in floating-point operations.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,11 +19,14 @@ from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.schedules import best_segments, uniform_segments
 from .. import models
 from . import Finding, answers
+from .finding import Figure, about, less, more
 
-RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "checkpointing.json"
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4  # bytes of a boundary of the chains
-GPT3 = accounting.Shape("GPT-3", 50257, 12288, 96, 96, 96, 49152, gated=False, norm="layer", biases=True)
+_GPT = {"gated": False, "norm": "layer", "biases": True}
+SEVEN, GPT2_XL = accounting.SHAPES["Llama-2-7B"], accounting.SHAPES["GPT-2 XL"]
+GPT3 = accounting.Shape("GPT-3", 50257, 12288, 96, 96, 96, 49152, **_GPT)
+BERT_LARGE = accounting.Shape("BERT-large", 30522, 1024, 24, 16, 16, 4096, **_GPT)
 
 
 def on(layers, every):
@@ -37,7 +38,7 @@ def inputs() -> torch.Tensor:
 
 
 @cache
-def _chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
+def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
     """Peak of a step beyond the weights in bytes, and forward calls of a layer, for a chain with a = ``keeps`` x."""
     layers, x, calls = models.chain(n, width=WIDTH, keeps=keeps), inputs(), []
     for layer in layers:
@@ -51,20 +52,22 @@ def _chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
 def _best_equal(n: int, keeps: int) -> tuple[int, int]:
     """The length of equal segments (n is a multiple of it) with the lowest measured peak, and that peak in bytes."""
     lengths = [k for k in range(1, n + 1) if n % k == 0]
-    k = min(lengths, key=lambda k: _chain(n, keeps, k)[0])
-    return k, _chain(n, keeps, k)[0]
+    k = min(lengths, key=lambda k: chain(n, keeps, k)[0])
+    return k, chain(n, keeps, k)[0]
 
 
-def _llama(layers: int):
-    model = models.tiny_llama(layers=layers, hidden=64, heads=4, intermediate=172, vocab=128)
+def _llama(layers: int, attention: str):
+    model = models.tiny_llama(
+        layers=layers, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
+    )
     ids = torch.randint(0, 128, (4, 32), generator=torch.Generator().manual_seed(0))
     return model, ids
 
 
 @cache
-def _llama_bytes(layers: int, every: int | None) -> int:
+def llama_bytes(layers: int, every: int | None) -> int:
     """Most bytes of activations in a step of a tiny Llama, all parameters trained."""
-    model, ids = _llama(layers)
+    model, ids = _llama(layers, "sdpa")
     with on(model, every), MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids, labels=ids).loss.backward()
     return max(tracker.timeline.by_category["activations"])
@@ -72,133 +75,67 @@ def _llama_bytes(layers: int, every: int | None) -> int:
 
 @cache
 def _llama_flops(layers: int, every: int | None) -> int:
-    """Floating-point operations in the matrix products of the same step."""
-    model, ids = _llama(layers)
+    """Floating-point operations in the matrix products of the same step, eager: the counter sees none in fused attention."""
+    model, ids = _llama(layers, "eager")
     with on(model, every), FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids).loss.backward()
     return flops.get_total_flops()
 
 
-@cache
-def _flops(n: int, trained: bool, every: int | None) -> int:
-    layers = models.chain(n, width=WIDTH).requires_grad_(trained)
-    with on(layers, every), FlopCounterMode(display=False) as flops:
-        layers(inputs()).square().sum().backward()
-    return flops.get_total_flops()
+def llama_work(layers: int, every: int) -> float:
+    """How much more than without checkpoints, as a share."""
+    return _llama_flops(layers, every) / _llama_flops(layers, None) - 1
 
 
-def _more(after: float, before: float) -> str:
-    return f"{after / before - 1:+.1%}"
+def block_bytes(shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)) -> int:
+    """Bytes that a block keeps, its input included."""
+    return sum(accounting.block_activations(shape, *tokens, precision=precision).values())
 
 
-def _a_over_x(shape: accounting.Shape, seq_len: int = 1024) -> float:
-    """All that a block keeps in bf16, its input included, in inputs."""
-    block = accounting.block_activations(shape, 1, seq_len)
-    return sum(block.values()) / (accounting.PRECISIONS["bf16"].residual * seq_len * shape.hidden)
+def input_bytes(shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)) -> int:
+    """Bytes of a block's input, which a checkpoint keeps."""
+    return accounting.PRECISIONS[precision].residual * math.prod(tokens) * shape.hidden
 
 
-def _kept(segments: list[int], a: float, x: float = 1) -> float:
-    return max(i * x + m * a for i, m in enumerate(segments))
+def left(shape: accounting.Shape, every: int, **setting) -> int:
+    """Bytes of the blocks at the peak with equal segments of ``every``: earlier inputs, and one segment in full."""
+    a, x = block_bytes(shape, **setting), input_bytes(shape, **setting)
+    return max(i * x + m * a for i, m in enumerate(uniform_segments(shape.layers, every)))
 
 
-def recorded() -> dict | None:
-    """What ``benchmarks/checkpointing.py`` wrote, or None where the course's folder has no record."""
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
+def share_left(shape: accounting.Shape, every: int) -> float:
+    return left(shape, every) / (shape.layers * block_bytes(shape))
 
 
-def _times(*variants: str) -> dict[str, float]:
-    """Recorded time over that of no checkpoint, of the variants whose names begin so, in every setting that was timed."""
-    found = recorded() or {"settings": {}}
-    return {
-        f"{name}: {setting['what']}": row["time / none"]
-        for setting in found["settings"].values()
-        for name, row in setting["variants"].items()
-        if name.startswith(variants) and "time / none" in row
-    }
-
-
-def _recorded_times(*variants: str) -> dict[str, str]:
-    found, times = recorded(), _times(*variants)
-    if not times:
-        return {"recorded times": "none here: run benchmarks/checkpointing.py"}
-    where = f"{found['clock']}, {found['where']['device']}, {found['where']['date']}"
-    return {f"recorded time / none, {name} ({where})": f"{ratio:.2f}" for name, ratio in times.items()}
-
-
-def _recorded_range(*variants: str) -> str:
-    """A sentence with the smallest and the largest recorded time, or nothing where there is no record."""
-    found, times = recorded(), _times(*variants).values()
-    if not times:
-        return ""
-    return (
-        f" Our record on one device ({found['where']['device']}, {found['clock']}) has {min(times):.2f} to "
-        f"{max(times):.2f} times the time of no checkpoint."
-    )
-
-
-@answers("C15")
-def twenty_per_cent_slower() -> Finding:
-    work = {(trained, k): _flops(32, trained, k) for trained in (True, False) for k in (None, 1, 8)}
-    more = {key: work[key] / work[key[0], None] - 1 for key in work}
-    return Finding(
-        "holds only if" if 0 < more[True, 1] < more[True, 8] < more[False, 8] else "does not hold",
-        "your layers, your device and what you train happen to make it so. In floating-point operations, a chain of layers with two "
-        f"matrices each needs {more[True, 1]:.0%} more with a checkpoint a layer, {more[True, 8]:.0%} with segments of 8, and "
-        f"{more[False, 8]:.0%} with frozen weights." + _recorded_range("per layer", "sqrt"),
-        {
-            f"operations, {'trained' if trained else 'frozen'} weights, segments of {k}": f"{work[trained, k]:,}, {more[trained, k]:+.1%}"
-            for trained, k in work
-            if k
-        }
-        | _recorded_times("per layer", "sqrt"),
-    )
+def best_length(shape: accounting.Shape) -> int:
+    return min(range(1, shape.layers + 1), key=lambda every: left(shape, every))
 
 
 @answers("C19")
 def root_of_depth() -> Finding:
+    ways = {
+        "no checkpoint": lambda n: None,
+        "a checkpoint a layer": lambda n: 1,
+        "segments of the root": math.isqrt,
+    }
     figures: dict[str, int | float | str] = {}
-    for n in (16, 64, 256):
-        figures[f"{n} layers, a = x: bytes at the peak without a checkpoint"] = _chain(n, 1, None)[0]
-        figures[f"{n} layers, a = x: with a checkpoint a layer"] = _chain(n, 1, 1)[0]
-        figures[f"{n} layers, a = x: with segments of {round(math.sqrt(n))}"] = _chain(
-            n, 1, round(math.sqrt(n))
-        )[0]
-    passing = 3 * X + 8
-    growth = (_chain(256, 1, 16)[0] - passing) / (_chain(16, 1, 4)[0] - passing)
-    figures["256 layers / 16 layers, segments of the root, gradients on their way not counted"] = (
-        f"{growth:.2f} times"
-    )
+    power = {}
+    for way, every in ways.items():
+        few, many = (chain(n, 1, every(n))[0] for n in (16, 256))
+        power[way] = math.log(many / few) / math.log(256 / 16)
+        figures[f"16 layers, a = x, {way}: bytes at the peak"] = few
+        figures[f"256 layers, a = x, {way}: bytes at the peak"] = many
     return Finding(
-        "holds only if" if 3.5 < growth < 4.6 else "does not hold",
-        "segments grow with the root of n as well. 16 times the layers then need about 4 times the bytes. A checkpoint a layer, which "
-        "is what libraries do by default, still grows with n: it keeps n inputs, small ones. And it is the activations of the layers "
-        "that shrink: parameters, gradients and the logits stay as they are.",
-        figures,
-    )
-
-
-@answers("C20")
-def saves_half_to_four_fifths() -> Finding:
-    figures: dict[str, int | float | str] = {}
-    saved = {}
-    for n in (4, 32):
-        before, work = _llama_bytes(n, None), _llama_flops(n, None)
-        for k in (1, round(math.sqrt(n))):
-            after, with_it = _llama_bytes(n, k), _llama_flops(n, k)
-            saved[n, k] = 1 - after / before
-            figures[f"tiny Llama, {n} layers, segments of {k}: bytes of activations"] = (
-                f"{before:,} / {after:,}, {saved[n, k]:.0%} less"
-            )
-            figures[f"tiny Llama, {n} layers, segments of {k}: floating-point operations"] = _more(
-                with_it, work
-            )
-    low, high = min(saved.values()), max(saved.values())
-    return Finding(
-        "holds only if",
-        f"the model is of middling depth. What is saved depends on depth and segments: {low:.0%} to {high:.0%} on a tiny Llama of 4 to "
-        f"32 layers, all parameters trained, for {_more(_llama_flops(32, 1), _llama_flops(32, None))} operations with a checkpoint a layer. "
-        "The work is bounded by one forward: a third of a step where all weights are trained, half where they are frozen.",
-        figures | _recorded_times("per layer", "sqrt"),
+        own=(
+            about("activations grow as n to the power", 0.5, power["segments of the root"], within=0.2),
+            about("the same, no checkpoint", 1, power["no checkpoint"]),
+        ),
+        beyond=(about("the same, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
+        holds="for its own schedule, a checkpoint every sqrt(n) layers; with one a layer, the libraries' default, memory still grows with n.",
+        fails="Activations grow in another way.",
+        why="A checkpoint a layer keeps n inputs, small ones. And it is the layers' activations that shrink: parameters, gradients and "
+        "the logits stay as they are.",
+        figures=figures,
     )
 
 
@@ -214,29 +151,48 @@ def whole_model_in_one() -> Finding:
             out.square().sum().backward()
             del out
         peak[name] = tracker.peak.total - weights
-    fooled = alive["the whole model"] < alive["each layer"] and peak["the whole model"] == peak["nothing"]
     return Finding(
-        "does not hold" if fooled else "holds only if",
-        "One checkpoint around the whole model saves nothing: backward runs all of it again at once, and the peak is the same to the "
-        "byte, at the price of a forward. It only looks best when one measures after forward.",
-        {f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n for name, n in alive.items()}
+        own=(
+            about(
+                "peak, one checkpoint / one a layer", 1, peak["the whole model"] / peak["each layer"], "times"
+            ),
+        ),
+        beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
+        fails="One checkpoint around the whole model saves nothing at the peak, at the price of a forward.",
+        holds="Both save the same at the peak.",
+        why="Backward runs all of the model again at once. It only looks best when one measures after forward.",
+        figures={
+            f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n
+            for name, n in alive.items()
+        }
         | {f"16 layers, a = 5 x, checkpoint around {name}: bytes at the peak": n for name, n in peak.items()},
     )
 
 
 @answers("C26")
 def more_checkpoints() -> Finding:
-    found = {k: _chain(64, 1, k) for k in (1, 4, 8, 16, 64)}
-    calls = {count for _, count in found.values()}
-    bends = found[1][0] > found[8][0] < found[64][0]
+    found = {k: chain(64, 1, k) for k in (1, 4, 8, 16, 64)}
+    each, few = llama_bytes(16, 1), llama_bytes(16, 4)
+    work = {k: llama_work(16, k) for k in (1, 4)}
     return Finding(
-        "holds only if" if bends and len(calls) == 1 else "does not hold",
-        "segments are shorter than the best length. With fewer checkpoints than that, memory grows again, since a segment that runs again "
-        "is there in full. And the recomputation is the same number of calls for any number of checkpoints: every layer once more. "
-        "(In operations many checkpoints are a little cheaper, since PyTorch ends each second run early.)",
-        {
+        own=(
+            more("memory of a Llama, 16 / 4 checkpoints", each / few),
+            less("work added to it, 16 / 4", work[1] / work[4]),
+        ),
+        where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
+        only_if="layers keep little beside their input and segments are shorter than sqrt(n); in Transformers memory goes the other way. "
+        "Recomputation is less in operations, and the same in calls.",
+        holds="in Transformers, too.",
+        fails="It is the other way round even for layers that keep little.",
+        why="A segment that runs again is there in full: with few checkpoints memory grows again, for any layers. Every layer runs once "
+        "more for any number of checkpoints; in operations many are cheaper, since PyTorch ends each second run early.",
+        figures={
             f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / forward calls": f"{peak:,} / {count}"
             for k, (peak, count) in found.items()
+        }
+        | {
+            "tiny Llama, 16 layers, 16 / 4 checkpoints: bytes of activations": f"{each:,} / {few:,}",
+            "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations": f"{work[1]:.1%} / {work[4]:.1%}",
         },
     )
 
@@ -244,23 +200,34 @@ def more_checkpoints() -> Finding:
 @answers("C27")
 def every_root_of_n() -> Finding:
     small, large = _best_equal(64, 1), _best_equal(64, 5)
-    unequal = _chain(64, 5, tuple(best_segments(64, 4, 1)))
-    deep = {k: _llama_bytes(32, k) for k in (1, 6)}
-    best = min(deep, key=deep.get)
+    unequal = chain(64, 5, tuple(best_segments(64, 4, 1)))
+    root = round(math.sqrt(GPT2_XL.layers))
+    best = best_length(GPT2_XL)
+    calls = {k: chain(64, 5, (k,) * (64 // k))[1] for k in (8, large[0])}  # a list keeps its last segment
     return Finding(
-        "holds only if" if small[0] == 8 and best == 1 else "does not hold",
-        "a layer keeps little beside its input (a = x). The best equal segments have sqrt(n x / a) layers. A Transformer block keeps "
-        "twenty to thirty times its input, which makes that one or two. And segments of unequal length, long ones first, are better "
-        "still at no more work.",
-        {
+        own=(about("best segments of GPT-2 1.5B, layers", root, best),),
+        where=(about("best where layers keep only their input", 8, small[0]),),
+        beyond=(
+            about("GPT-2 1.5B, root of n / best", 1, left(GPT2_XL, root) / left(GPT2_XL, best), "times"),
+        ),
+        only_if="a layer keeps little beside its input; a Transformer's block keeps 20 to 30 times its input, and a checkpoint a layer is "
+        "best.",
+        holds="for a Transformer, too.",
+        fails="Other segments are best, even for layers that keep little.",
+        why="The best equal segments have sqrt(n x / a) layers, for a bytes that a layer keeps and x bytes of its input. Segments of "
+        "unequal length, long ones first, need still less, for a few more calls of a layer.",
+        figures={
             "64 layers, a = x: best equal segments": small[0],
             "64 layers, a = 5 x: best equal segments": large[0],
-            "64 layers, a = 5 x: bytes at the peak, segments of 8": _chain(64, 5, 8)[0],
+            "64 layers, a = 5 x: bytes at the peak, segments of 8": chain(64, 5, 8)[0],
             "64 layers, a = 5 x: bytes at the peak, best equal segments": large[1],
             "64 layers, a = 5 x: bytes at the peak, best unequal segments": unequal[0],
-            "64 layers, a = 5 x: forward calls, equal / unequal": f"{_chain(64, 5, 8)[1]} / {unequal[1]}",
-            "tiny Llama, 32 layers: bytes of activations, segments of 6": deep[6],
-            "tiny Llama, 32 layers: bytes of activations, segments of 1": deep[1],
+            "the same: layers run again, last segment kept": ", ".join(
+                f"{n - 64} (segments of {k})" for k, n in calls.items()
+            )
+            + f", {unequal[1] - 64} (unequal)",
+            "tiny Llama, 16 layers: bytes of activations, segments of 4": llama_bytes(16, 4),
+            "tiny Llama, 16 layers: bytes of activations, segments of 1": llama_bytes(16, 1),
         },
     )
 
@@ -268,128 +235,24 @@ def every_root_of_n() -> Finding:
 @answers("C28")
 def shallow_networks() -> Finding:
     figures: dict[str, int | float | str] = {}
-    saved = []
-    for n in (2, 4, 8, 16, 32, 64):
-        before, (k, after) = _chain(n, 5, None)[0], _best_equal(n, 5)
-        saved.append(1 - after / before)
+    saved = {}
+    for n in (2, 4, 8, 16, 64):
+        before, (k, after) = chain(n, 5, None)[0], _best_equal(n, 5)
+        saved[n] = 1 - after / before
         figures[f"{n} layers, a = 5 x: best equal segments (of {k}) at the peak"] = (
-            f"{before:,} / {after:,}, {saved[-1]:.0%} less"
+            f"{before:,} / {after:,}, {saved[n]:.0%} less"
         )
     return Finding(
-        "holds" if saved == sorted(saved) else "does not hold",
-        f"It saves {saved[1]:.0%} of 4 such layers and {saved[-1]:.0%} of 64: one segment is always there in full, and the fewer there "
-        "are, the more of the whole that is. There is no border at 10, the curve is smooth; and a Transformer's blocks, which keep more "
-        "beside their input, gain more at the same depth.",
-        figures,
-    )
-
-
-def _longest(card: int, **checkpointing) -> int:
-    """The longest sequence that Llama-2-7B in pure bf16 with AdamW trains on a card of so many bytes, batch 1."""
-    low, high = 1, 2**20
-    while low < high:
-        middle = (low + high + 1) // 2
-        need = accounting.estimate(
-            accounting.SHAPES["Llama-2-7B"], batch_size=1, seq_len=middle, precision="bf16", **checkpointing
-        )
-        low, high = (middle, high) if need.total <= card else (low, middle - 1)
-    return low
-
-
-@answers("C39")
-def twice_the_sequence() -> Finding:
-    card = 80 * 10**9
-    plain = _longest(card)
-    root = _longest(card, checkpointing=6)
-    each = _longest(card, checkpointing="per-layer")
-    return Finding(
-        "does not hold" if root > 3 * plain else "holds only if",
-        f"By the closed forms of lesson 01, a 7B in bf16 with AdamW on 80 GB takes sequences {root / plain:.1f} times as long with "
-        f"segments of 6, and {each / plain:.1f} times with a checkpoint a layer. With fused attention the bytes of a layer grow with the "
-        "sequence's length, so the factor is whatever the activations fall by; it is 2 by accident. The 33 % are an upper bound for "
-        "trained weights.",
-        {
-            "longest sequence, no checkpoint": plain,
-            "longest sequence, segments of 6 layers": root,
-            "longest sequence, a checkpoint a layer": each,
-            "operations, 32 trained layers, segments of 6": _more(
-                _flops(32, True, 6), _flops(32, True, None)
+        own=(
+            Figure(
+                "activations saved of 4 layers", "less than of 8", saved[4], high=saved[8] - 0.01, unit="%"
             ),
-            "operations, 32 frozen layers, segments of 6": _more(
-                _flops(32, False, 6), _flops(32, False, None)
-            ),
-        },
-    )
-
-
-@answers("C40")
-def eight_segments_of_four() -> Finding:
-    segments = uniform_segments(32, 4)
-    _, calls = _chain(32, 5, 4)
-    trained, frozen = (_flops(32, which, 4) / _flops(32, which, None) - 1 for which in (True, False))
-    return Finding(
-        "holds only if" if (len(segments), calls) == (8, 64) else "does not hold",
-        f"you count calls, and all weights are trained: {len(segments)} segments, and {calls} calls of a layer where 32 would be one "
-        f"forward. In operations it is {trained:+.0%}, since PyTorch leaves a second run as soon as the last missing tensor is there; "
-        f"with frozen weights, whose backward is half as long, {frozen:+.0%}.",
-        {
-            "segments": len(segments),
-            "forward calls of a layer, in forward and backward": calls,
-            "operations, trained weights": _more(_flops(32, True, 4), _flops(32, True, None)),
-            "operations, frozen weights": _more(_flops(32, False, 4), _flops(32, False, None)),
-        },
-    )
-
-
-@answers("C41")
-def a_table_of_shares() -> Finding:
-    before, work = _llama_bytes(32, None), _llama_flops(32, None)
-    each, with_each = _llama_bytes(32, 1), _llama_flops(32, 1)
-    fourth, with_fourth = _llama_bytes(32, 4), _llama_flops(32, 4)
-    ratio = _a_over_x(accounting.SHAPES["Llama-2-7B"])
-    share = _kept([1] * 32, ratio) / (32 * ratio)
-    return Finding(
-        "does not hold",
-        f"A checkpoint a layer leaves {each / before:.0%} of the activations of a tiny Llama with 32 layers ({share:.0%} of a 7B's blocks, "
-        f"by the closed forms), and costs {_more(with_each, work)} operations. Segments of 4 leave more, {fourth / before:.0%}, and cost "
-        f"more, {_more(with_fourth, work)}: in operations the table has the two the wrong way round. In bf16 a and x are both about half as large, and "
-        "the share stays." + _recorded_range("per layer"),
-        {
-            "tiny Llama, 32 layers: bytes of activations": before,
-            "with a checkpoint a layer": each,
-            "with segments of 4": fourth,
-            "operations with a checkpoint a layer": _more(with_each, work),
-            "operations with segments of 4": _more(with_fourth, work),
-            "a/x of Llama-2-7B in bf16": f"{ratio:.1f}",
-            "a/x of Llama-2-7B in float32": f"{_a_over_x_float32():.1f}",
-        }
-        | _recorded_times("per layer", "every_n_layers"),
-    )
-
-
-def _a_over_x_float32() -> float:
-    shape = accounting.SHAPES["Llama-2-7B"]
-    block = accounting.block_activations(shape, 1, 1024, precision="float32")
-    return sum(block.values()) / (4 * 1024 * shape.hidden)
-
-
-@answers("C50")
-def root_of_depth_as_length() -> Finding:
-    figures: dict[str, int | float | str] = {}
-    for shape in (accounting.SHAPES["Llama-2-7B"], GPT3):
-        n, ratio = shape.layers, _a_over_x(shape)
-        peaks = {k: _kept(uniform_segments(n, k), ratio) for k in range(1, n + 1)}
-        best, root = min(peaks, key=peaks.get), round(math.sqrt(n))
-        figures[f"{shape.name}, {n} layers: square root"] = f"{math.sqrt(n):.2f}"
-        figures[f"{shape.name}: a/x in bf16"] = f"{ratio:.1f}"
-        figures[f"{shape.name}: best equal segments"] = best
-        figures[f"{shape.name}: boundaries kept at the peak, segments of {root} / of {best}"] = (
-            f"{peaks[root]:.0f} / {peaks[best]:.0f}"
-        )
-    return Finding(
-        "holds only if" if round(math.sqrt(32)) == 6 and round(math.sqrt(96)) == 10 else "does not hold",
-        "layers keep little beside their input. The roots are right; as segment lengths for the Transformers of those depths they are "
-        f"not: by the closed forms, {figures['Llama-2-7B: best equal segments']} and {figures['GPT-3: best equal segments']} layers need "
-        "less than half of what 6 and 10 need.",
-        figures,
+            Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
+        ),
+        beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
+        holds="The fewer the layers, the less is saved; there is no border at 10.",
+        fails="Shallow networks save as much.",
+        why="One segment is always there in full, and the fewer there are, the more of the whole that is. A Transformer's blocks, which "
+        "keep more beside their input, gain more at the same depth.",
+        figures=figures,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -10,11 +12,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from ...compat import checkpoint_hook
 from .. import models
 from . import Finding, answers
+from .finding import in_unit, yes
 from .lesson_04 import WIDTH, inputs, on
 
 
-def architectures() -> tuple[str, dict[str, int | float | str]]:
-    """For C30: what checkpointing does to layers that depend on more than their input; a sentence, and figures."""
+def architectures() -> tuple[bool, int, dict[str, int | float | str]]:
+    """For C30, under checkpoints: whether layers that depend on more than their input have the same gradient to the bit, how often
+    batch normalization's running statistics are updated in a step, and figures."""
     figures: dict[str, int | float | str] = {}
     equal = {}
     with torch.random.fork_rng(devices=[]):
@@ -34,7 +38,7 @@ def architectures() -> tuple[str, dict[str, int | float | str]]:
                     net(x).square().sum().backward()
                 gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
             equal[name] = torch.equal(*gradients)
-            figures[f"checkpointing, {name}: gradient the same to the bit"] = "yes" if equal[name] else "no"
+            figures[f"checkpointing, {name}: gradient the same to the bit"] = in_unit(equal[name], "yes")
     updates = int(extra.num_batches_tracked) - 1
     figures["checkpointing, batch norm: updates of its running statistics in one step"] = updates
     tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, tied=True)
@@ -46,28 +50,20 @@ def architectures() -> tuple[str, dict[str, int | float | str]]:
             tied(input_ids=ids).logits.square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in tied.parameters()]))
     equal["tied weights"] = torch.equal(*gradients)
-    figures["checkpointing, GPT-2 with tied weights: gradient the same to the bit"] = (
-        "yes" if equal["tied weights"] else "no"
+    figures["checkpointing, GPT-2 with tied weights: gradient the same to the bit"] = in_unit(
+        equal["tied weights"], "yes"
     )
-    return (
-        "Checkpointing leaves the gradient as it is to the bit"
-        + ("" if all(equal.values()) else " (not here!)")
-        + f", but batch norm's running statistics are updated {updates} times in a step, and layers must do the same when run again.",
-        figures,
-    )
+    return all(equal.values()), updates, figures
 
 
-def _learns(reentrant: bool) -> bool:
-    """Does a layer get its gradient when its input requires none?"""
-    import warnings
-
-    layer = nn.Linear(4, 4)
-    head = nn.Linear(4, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _learns(reentrant: bool) -> tuple[bool, bool]:
+    """Does a layer get its gradient when its input requires none, and does a warning say so?"""
+    layer, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         out = torch_checkpoint.checkpoint(layer, torch.ones(2, 4), use_reentrant=reentrant)
     head(out).sum().backward()
-    return layer.weight.grad is not None
+    return layer.weight.grad is not None, any("requires_grad" in str(w.message) for w in told)
 
 
 def _takes_names(reentrant: bool) -> bool:
@@ -105,23 +101,34 @@ def _compiles(reentrant: bool) -> bool:
 
 @answers("C42")
 def which_kind() -> Finding:
-    tests = {
-        "a layer learns although its input requires no gradient": _learns,
-        "keyword arguments": _takes_names,
-        "torch.autograd.grad": _allows_grad,
+    learns = {kind: _learns(kind) for kind in (False, True)}
+    found = {
+        ("a layer learns although its input requires no gradient", kind): learns[kind][0] for kind in learns
     }
-    found = {(name, kind): test(kind) for name, test in tests.items() for kind in (False, True)}
-    hooks = issubclass(checkpoint_hook, saved_tensors_hooks)
-    compiled = _compiles(False)
+    for name, test in (
+        ("keyword arguments", _takes_names),
+        ("torch.autograd.grad", _allows_grad),
+        ("compiles into one graph", _compiles),
+    ):
+        found |= {(name, kind): test(kind) for kind in (False, True)}
     figures = {
-        f"use_reentrant={kind}: {name}": "yes" if worked else "no" for (name, kind), worked in found.items()
+        f"use_reentrant={kind}: {name}": in_unit(worked, "yes") for (name, kind), worked in found.items()
     }
-    figures["use_reentrant=False: made of saved-tensor hooks"] = "yes" if hooks else "no"
-    figures["use_reentrant=False: compiles into one graph"] = "yes" if compiled else "no"
-    better = all(found[name, False] and not found[name, True] for name in tests)
+    figures["use_reentrant=True: warns where the input requires no gradient"] = in_unit(
+        learns[True][1], "yes"
+    )
+    lost = [name for name, kind in found if kind and not found[name, True]]
     return Finding(
-        "holds" if better and hooks and compiled else "holds only if",
-        "The reentrant kind silently gives no gradient where the input requires none, takes no keyword arguments and breaks "
-        "torch.autograd.grad; the other one does all three, stops its second run early, and compiles into one graph.",
-        figures,
+        own=(
+            yes(
+                "does what the reentrant kind cannot", bool(lost) and all(found[name, False] for name in lost)
+            ),
+            yes("made of saved-tensor hooks", issubclass(checkpoint_hook, saved_tensors_hooks)),
+            yes("compiles into one graph", found["compiles into one graph", False]),
+        ),
+        holds="It does all that the reentrant kind does, and more.",
+        fails="It cannot do all of that here.",
+        why="The reentrant kind gives no gradient where the input requires none (it warns), takes no keyword arguments and breaks "
+        "torch.autograd.grad. It does compile, too. The other kind stops its second run early.",
+        figures=figures,
     )

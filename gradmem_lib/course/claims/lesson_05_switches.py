@@ -9,17 +9,19 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
+from ...prediction.predict import Prediction
 from ...techniques import accounting
 from ...techniques.shapes import SHAPES
 from .. import models
 from . import Finding, answers, bert_large
+from .finding import Figure, about, fits, in_unit, yes
 from .lesson_01 import gb
 from .lesson_05 import activations, predicted, recipe
 
@@ -75,6 +77,11 @@ def _switched_on(trainer) -> str:
     return f"layers {', '.join(map(str, on))} of {len(layers)}" if on else "no layer"
 
 
+def _named_alone(on: str) -> bool:
+    """Whether not every layer was switched on where modules were named."""
+    return on != "layers 0, 1, 2, 3 of 4"
+
+
 def _error(run: Callable) -> str:
     """What ``run`` raises, as text, or nothing."""
     try:
@@ -98,22 +105,22 @@ def _dtypes(**arguments) -> dict[str, str]:
     return {name: ", ".join(sorted(str(d).removeprefix("torch.") for d in d_)) for name, d_ in kinds.items()}
 
 
+@cache
+def _seven(precision: str) -> Prediction:
+    """C12's own example. Two micro-batches stand for 32: the second one has all that the later ones have."""
+    way = recipe(precision=precision, checkpointing="per-layer", accumulation=2)
+    return predicted("Llama-2-7B", 2, 2048, way)
+
+
 @answers("C11")
 def fp16_halves() -> Finding:
-    figures: dict[str, int | float | str] = {}
-    ratios = {}
-    for checkpointing in (None, "per-layer"):
-        full, half = (
-            predicted(
-                "Llama-3.2-1B", 1, 2048, recipe(precision=precision, checkpointing=checkpointing)
-            ).peak.total
-            for precision in ("float32", "autocast-fp16")
-        )
-        ratios[checkpointing] = half / full
-        how = "every layer checkpointed" if checkpointing else "no checkpoint"
-        figures[f"Llama-3.2-1B, 1 x 2048, {how}: peak in float32 / with fp16"] = f"{full:,} / {half:,}"
+    full, half = (_seven(precision).peak.total for precision in ("float32", "autocast-fp16"))
+    figures: dict[str, int | float | str] = {
+        "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16": f"{full:,} / {half:,}"
+    }
     at = {run.name: bert_large.replayed(run)["today"].live for run in bert_large.RUNS}
-    for name in ("batch 4", "1 x 4, checkpointing"):
+    ratio = {name: at[f"{name}, fp16"] / at[name] for name in ("batch 4", "1 x 4, checkpointing")}
+    for name in ratio:
         figures[f"BERT-large, {name}: peak in float32 / with fp16"] = (
             f"{at[name]:,} / {at[f'{name}, fp16']:,}"
         )
@@ -123,14 +130,18 @@ def fp16_halves() -> Finding:
     scaler.scale(weight.float().sum()).backward()
     refused = _error(lambda: scaler.unscale_(torch.optim.SGD([weight], lr=0.1)))
     figures["the loss scaler, given weights in float16"] = refused
-    more = at["1 x 4, checkpointing, fp16"] / at["1 x 4, checkpointing"] - 1
     return Finding(
-        "does not hold" if min(ratios.values()) > 0.55 else "holds only if",
-        "fp16=True is autocast: weights, gradients and Adam's states stay in float32, and a float16 copy of the weights joins them. Only "
-        f"activations shrink. A 1.2B Llama on 1 x 2,048 tokens needs {1 - ratios[None]:.0%} less; with checkpointing its peak is "
-        f"{ratios['per-layer']:.2f} times what it was; and BERT-large, checkpointed and on one row at a time, needs {more:.0%} more (the "
-        "published table has it too: 6,775 MB without fp16, 7,275 with it).",
-        figures,
+        own=(about("7B checkpointed, fp16 / float32", 0.5, half / full, "times"),),
+        beyond=(
+            about("BERT-large, batch 4", 0.5, ratio["batch 4"], "times"),
+            about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
+        ),
+        fails="It is autocast: only activations shrink, and in its own example, which checkpoints, the memory grows.",
+        holds="Its own example needs half.",
+        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the weights joins them. BERT-large, checkpointed "
+        f"and on one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The published table has it too: 6,775 MB without "
+        "fp16, 7,275 with it.",
+        figures=figures,
         needs="a card to be seen running; the bytes are predicted",
     )
 
@@ -147,21 +158,21 @@ def _loaded_dtype() -> str:
 @answers("C12")
 def one_row_32_times() -> Finding:
     shape = SHAPES["Llama-2-7B"]
-    # Two micro-batches stand for 32: the second one has all that the later ones have.
-    found = predicted(
-        "Llama-2-7B", 2, 2048, recipe(precision="autocast-fp16", checkpointing="per-layer", accumulation=2)
-    )
+    found = _seven("autocast-fp16")
     resident = sum(accounting.resident_bytes(shape, "autocast-bf16", "adamw").values())
     copies = 2 * (shape.parameters - shape.embedding_parameters)  # the embedding is looked up, not multiplied
     cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
+    consumer = max(card.nbytes for card in CARDS.values() if card.name.startswith("RTX"))
     return Finding(
-        "does not hold",
-        f"Weights, gradients and Adam's states stay in float32 and take {gb(resident)} before the first token; one row of 2,048 tokens, "
-        f"checkpointed, brings it to {gb(found.peak.total)}, for autocast keeps a float16 copy of the weights ({gb(copies)}) until forward "
-        f"ends. All three techniques work on activations alone. Of the cards that the "
-        f"course knows, {' and '.join(cards) or 'none'} has room. And a checkpoint that is loaded in float16, as transformers 5 does by "
-        "itself, stops at the loss scaler, which refuses gradients in float16.",
-        {
+        own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
+        beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
+        fails="All three techniques work on activations alone; weights, gradients and Adam's states are far too much already.",
+        holds="It fits the largest consumer card.",
+        why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens comes on top, and a float16 copy of the weights "
+        f"({gb(copies)}), which autocast keeps until forward ends. Of the cards that the course knows, {' and '.join(cards) or 'none'} "
+        "has room. And a checkpoint that is loaded in float16, as transformers 5 does by itself, stops at the loss scaler, which "
+        "refuses gradients in float16.",
+        figures={
             "weights, gradients and Adam states": resident,
             "1 row of 2048 accumulated, each layer checkpointed, fp16: peak": found.peak.total,
             "the same: activations at most, float16 weights among them": activations(found),
@@ -199,7 +210,6 @@ def _cached_step(use_cache: bool, change: Callable = lambda model: None) -> tupl
 def cache_off() -> Finding:
     enable = lambda model: model.activation_checkpointing_enable()  # noqa: E731
     (off, reference), (on, gradient) = _cached_step(False, enable), _cached_step(True, enable)
-    same = on == off and torch.equal(gradient, reference)
 
     def wrong(reentrant: bool) -> float:
         found = _cached_step(True, partial(_by_hand, reentrant))[1]
@@ -207,19 +217,24 @@ def cache_off() -> Finding:
 
     by_hand = {reentrant: wrong(reentrant) for reentrant in (True, False)}
     trainer = _trainer(lambda model: setattr(model.config, "use_cache", True))
+    built_in = ((gradient - reference).norm() / reference.norm()).item()
     return Finding(
-        "holds only if" if same and by_hand[True] > 0.1 else "holds",
-        "you write the checkpoints yourself. transformers' own layers leave the cache out while they checkpoint, with one warning: peak "
-        "and gradient are the same whatever use_cache says, and its Trainer sets use_cache to False in any case. With torch's reentrant "
-        f"checkpoint around each layer, the second run finds the first one's keys in the cache, which no gradient flows through: it is off "
-        f"by {by_hand[True]:.0%} of its length, without a word.",
-        {
+        own=(
+            Figure("gradient's error with the cache on", "some", built_in, low=0.01, unit="%"),
+            Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
+        ),
+        where=(Figure("the same, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"),),
+        only_if="you write reentrant checkpoints by hand; transformers' own layers leave the cache out by themselves.",
+        holds="With the cache on, transformers' own checkpoints go wrong or take more.",
+        fails="The cache does no harm in any of these ways.",
+        why="transformers warns once, and its Trainer sets use_cache to False in any case. With torch's reentrant checkpoint around each "
+        "layer, the second run finds the first one's keys in the cache, which no gradient flows through, and nothing warns.",
+        figures={
             "checkpointing as transformers does it: peak, use_cache=False": off,
             "checkpointing as transformers does it: peak, use_cache=True": on,
-            "gradients equal in every bit": "yes" if torch.equal(gradient, reference) else "no",
+            "gradients equal in every bit": in_unit(torch.equal(gradient, reference), "yes"),
             "config.use_cache, set to True, after a Trainer was made": str(trainer.model.config.use_cache),
-            "torch's checkpoint by hand, reentrant, use_cache=True: gradient off by": f"{by_hand[True]:.0%}",
-            "the same, use_reentrant=False: gradient off by": f"{by_hand[False]:.0%}",
+            "torch's checkpoint by hand, use_reentrant=False: gradient off by": f"{by_hand[False]:.0%}",
         },
     )
 
@@ -248,11 +263,17 @@ def checkpointing_kwargs() -> Finding:
     refused = _error(lambda: given(modules=["self_attn"]))
     kinds = {"nothing": _kind(), "preserve_rng_state=True": _kind(preserve_rng_state=True)}
     return Finding(
-        "does not hold" if swallowed == "layers 0, 1, 2, 3 of 4" else "holds",
-        "It takes every_n_layers (one layer in so many), offload, and what torch's checkpoint takes; no key names modules. An unknown key is "
-        "an error or, next to use_reentrant=False, handed on to the layers, which swallow it: every layer is checkpointed as before. And any "
-        "key of torch's without use_reentrant brings the reentrant checkpoint back.",
-        {
+        own=(
+            yes("a list of modules is taken", not refused),
+            yes("it chooses, beside use_reentrant=False", _named_alone(swallowed)),
+        ),
+        beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
+        fails="No key names modules: one layer in so many can be chosen, but not the attention alone.",
+        holds="Named modules alone are checkpointed.",
+        why="It takes every_n_layers, offload, and what torch's checkpoint takes. An unknown key is an error or, beside "
+        "use_reentrant=False, handed on to the layers, which swallow it: every layer is checkpointed as before. And any key of torch's "
+        "without use_reentrant brings the reentrant checkpoint back.",
+        figures={
             "every_n_layers=2 switches on": second,
             "use_reentrant=False, modules=['self_attn'] switches on": swallowed,
             "modules=['self_attn'] alone": refused,
@@ -264,12 +285,14 @@ def checkpointing_kwargs() -> Finding:
 @answers("C47")
 def checkpointing_auto() -> Finding:
     found = {value: _switched_on(_trainer(gradient_checkpointing=value)) for value in ("auto", "no", False)}
-    always = found["auto"] == found["no"] != found[False]
     return Finding(
-        "does not hold" if always else "holds",
-        'Nobody looks at the memory. The value is asked whether it is true, which every string with letters in it is: "auto" switches '
-        'checkpointing on always, and so does "no".',
-        {f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
+        own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
+        beyond=(yes('"no" leaves it off', found["no"] == found[False]),),
+        fails="Nothing looks at the memory: any text switches checkpointing on, always.",
+        holds="Where there is room, it stays off.",
+        why='The value is asked whether it is true, which every string with letters in it is, "no" as well. This model is tiny, and far '
+        "from any limit.",
+        figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
     )
 
 
@@ -282,10 +305,12 @@ def max_seq_length() -> Finding:
         name for name in TrainingArguments.__dataclass_fields__ if "seq_len" in name or "max_length" in name
     ]
     return Finding(
-        "does not hold" if error else "holds",
-        "TrainingArguments raises a TypeError. Rows are as long as the tokenizer cuts them. It was an argument of the SFT trainer of another "
-        "library, TRL, whose SFTConfig calls it max_length since (its issue 3910 and pull request 2895).",
-        {
+        own=(yes("TrainingArguments takes max_seq_length", not error),),
+        fails="TrainingArguments raises a TypeError; rows are as long as the tokenizer cuts them.",
+        holds="TrainingArguments takes it.",
+        why="It was an argument of the SFT trainer of another library, TRL, whose SFTConfig calls it max_length since (its issue 3910 and "
+        "pull request 2895).",
+        figures={
             "TrainingArguments(max_seq_length=4096)": error,
             "its fields about lengths": ", ".join(fields) or "none",
         },
