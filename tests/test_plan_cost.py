@@ -12,7 +12,15 @@ from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
 from gradmem_lib.course import models
 from gradmem_lib.planning.cards import CARDS, Card
-from gradmem_lib.planning.cost import Work, beyond, count, resident_bytes, run_again, seconds_per_token
+from gradmem_lib.planning.cost import (
+    Work,
+    beyond,
+    count,
+    kept_by_a_token,
+    resident_bytes,
+    run_again,
+    seconds_per_token,
+)
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import describe
 from gradmem_lib.prediction.predict import predict
@@ -181,6 +189,21 @@ def test_layers_run_again():
         run_again(seven, Recipe(every_n_layers=2)) == 4 / 7
         and run_again(seven, Recipe(every_n_layers=9)) == 1 / 7
     )
+
+
+def test_bytes_that_a_token_keeps_at_least(work):
+    """Linear layers take and return 2 x (4 x 128 + 3 x 236) numbers a token, of which half is counted, and 512 logits."""
+    layers = 4 * (64 + 64) + 3 * (64 + 172)
+
+    def kept(**changes):
+        return kept_by_a_token(work, Recipe(**changes))
+
+    assert kept() == 4 * (layers + 512) and kept(precision="bf16") == 2 * (layers + 512)
+    assert kept(precision="autocast-bf16", chunked_loss=True) == 2 * layers
+    assert kept(every_n_layers=2) == 4 * (layers / 2 + 512)
+    assert kept(checkpointing="per-layer") == kept(checkpointing=1, chunked_loss=True) == 4 * layers / 2
+    assert kept_by_a_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
+    assert kept_by_a_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
 
 
 OPTIMIZERS = ["adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "adafactor", "adafactor-torch", "sgd"]
