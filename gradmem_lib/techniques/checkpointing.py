@@ -143,8 +143,7 @@ class _Segments:
                 and _split(args, kwargs)[0] is self._hidden(waiting[2])
             ):
                 raise RuntimeError(
-                    f"gradients or training mode were switched off before layer {i}, which has run already as a part of its "
-                    "segment: let segments end where that happens"
+                    f"gradients or training mode were switched off in a segment that has run: begin a new one at layer {i}"
                 )
             return plain_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], "gradient_checkpointing", False):
@@ -165,9 +164,8 @@ class _Segments:
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
         elif problem := self._problem(i, x, rest, waiting):
             raise RuntimeError(
-                f"layer {i} {problem}, and it is in a segment that begins at layer {start}: the layers of a segment must be "
-                "called in order, each once, with the last one's output and the same other arguments. Begin a new segment "
-                f"at layer {i}, or use every=1"
+                f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers in order, each with the last "
+                f"one's output and the same other arguments: begin a new segment at layer {i}, or use every=1"
             )
         else:
             out, rest = waiting[2:]
@@ -190,8 +188,8 @@ class _Segments:
             out = checkpoint(run, x, use_reentrant=False) if again else run(x)
             if j < len(parts) and self._says_more(out):
                 raise RuntimeError(
-                    "the layers return more than their hidden state, and a segment of several layers can hand on only that: "
-                    "checkpoint them one by one (every=1), or leave output_attentions off"
+                    "the layers return more than their hidden state, which is all that a segment hands on: checkpoint them "
+                    "one by one (every=1), or leave output_attentions off"
                 )
             start, x = start + total_layers(part), self._hidden(out)
         return out
@@ -220,8 +218,8 @@ class _Segments:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
         if any(cache.get_seq_length() > 0 for cache in caches):
             raise RuntimeError(
-                "the layers were given a key-value cache that has entries, while they train with checkpoints: running a "
-                "layer again would add to it again. Train without past_key_values, or remove the checkpoints"
+                "the layers were given a key-value cache that has entries, and running them again would add to it again: train "
+                "without past_key_values, or remove the checkpoints"
             )
         if caches and not self.warned:
             self.warned = True
@@ -232,11 +230,10 @@ class _Segments:
 
     def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model that calls these layers begins its forward."""
-        asked = [
+        self.apart = any(
             getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in ("output_hidden_states", "output_attentions")
-        ]
-        self.apart = any(a is not None and a is not False for a in asked)
+        )
         if self.segments is None and not self.apart and self._training():
             # Layers of different kinds get masks of their own where a batch has padding.
             kinds = set(getattr(model.config, "layer_types", None) or ())
@@ -245,9 +242,7 @@ class _Segments:
     def _one_after_another(self, i: int, x: Any, rest: tuple) -> None:
         """Call the layers of a list whose owner is not known, each with the output of the one before it."""
         if i != 0:
-            raise RuntimeError(
-                f'layer {i} was called before layer 0: "best" measures all layers when the first one is called'
-            )
+            raise RuntimeError(f'layer {i} was called before layer 0, at which "best" measures all layers')
         for j in range(len(self.layers)):
             x = self._hidden(self._measure(j, x, rest, self.waiting))
 

@@ -51,28 +51,24 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any) -> tuple[La
                 buffer.copy_(value)
     for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
         tensor.requires_grad_(needed)
-    boundary = _nbytes(_storages(x))
-    if not any(trained):
-        return LayerBytes(boundary, 0, 0, 0, False), out
     waiting = sum(p.nbytes for p in weights if p.grad is None)
-    return LayerBytes(boundary, internal, temporaries, waiting, True), out
+    needs = (internal, temporaries, waiting, True) if any(trained) else (0, 0, 0, False)
+    return LayerBytes(_nbytes(_storages(x)), *needs), out
 
 
 def _forward_and_backward(
     layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor]
 ) -> tuple[int, int, list[bool]]:
     """Bytes kept, the most beside them at once, and which tensors of the output have a gradient."""
-    leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
-    device = next((t.device.type for t in tensors_in((weights, args, kwargs))), "cpu")
+    given = list(tensors_in((args, kwargs)))
+    device = next((t.device.type for t in [*weights, *given]), "cpu")
     on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     made = _Made()
     with Watch(made.observe):
         # Without autocast's cache, in which casts would stay that no backward needs.
         with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
             out = layer.forward(*args, **kwargs)
-        internal = _nbytes(made.alive) - _nbytes(
-            made.alive & _storages(out)
-        )  # the output is the next boundary
+        internal = _nbytes(made.alive - _storages(out))  # the output is the next layer's boundary
         trained = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((out,)) if t.requires_grad]
         # While a layer runs again, the gradient of its output waits beside it.
@@ -82,6 +78,7 @@ def _forward_and_backward(
             gradients = [torch.zeros_like(t) for t in outputs]
             del out, outputs
             made.most = _nbytes(made.alive)
+            leaves = [t for t in given if t.requires_grad] + weights
             with torch.autocast(device, enabled=False):  # as a loss's backward, which comes after the block
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
             most = max(most, made.most)

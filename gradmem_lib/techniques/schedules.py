@@ -196,28 +196,23 @@ def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[l
     internal, boundary, temporaries, _ = (values[0] for values in sizes)
 
     @cache
-    def fewest(length: int, i: int) -> tuple[float, int]:
-        """The fewest extra forwards for so many layers above i boundaries, and how many of them run again (0: all fit).
+    def fewest(length: int, i: int) -> tuple[float, Schedule]:
+        """The fewest extra forwards for so many layers above i boundaries, and their segments: one, if all fit.
 
-        Those cost themselves, and what they cost once the rest is over; the rest runs above one boundary more.
+        Else a first one runs again, and costs what its layers cost once the rest is over; the rest has a boundary more.
         """
         room = limit - temporaries - i * boundary
         if length * (internal + boundary) <= room:
-            return 0, 0
+            return 0, [length]
         if internal + boundary > room:
-            return math.inf, 1
+            return math.inf, []
         costs = {r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)}
         first = min(costs, key=costs.__getitem__)
-        return costs[first], first
+        head, rest = fewest(first, i)[1], fewest(length - first, i + 1)[1]
+        return costs[first], [head[0] if len(head) == 1 else head, *rest]
 
-    def segments(length: int, i: int) -> Schedule:
-        first = fewest(length, i)[1]
-        if not first:
-            return [length]
-        head = segments(first, i)
-        return [head[0] if len(head) == 1 else head, *segments(length - first, i + 1)]
-
-    return segments(n, 0) if fewest(n, 0)[0] <= again else None
+    calls, segments = fewest(n, 0)
+    return _nest(list, segments) if calls <= again else None
 
 
 def checked_schedule(every: Any, what: str = "every") -> str | int | tuple:
