@@ -73,7 +73,7 @@ def test_the_figures_for_64_layers_that_keep_five_boundaries():
         return (peak_of_chain(64, every, 5)[0] - X) / X
 
     none, per_layer, root, best = (boundaries(every) for every in (None, 1, "sqrt", "best"))
-    uniform = min(boundaries(k) for k in range(1, 10))
+    uniform = min(boundaries(k) for k in range(2, 7))
     assert (round(none), round(per_layer), round(root), round(uniform), round(best)) == (328, 76, 55, 43, 35)
     assert best <= 36
     assert boundaries(best_segments(64, 4 * X, X, 2.0)) < 22
