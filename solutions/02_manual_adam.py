@@ -431,7 +431,7 @@ for dtype in (torch.float32, torch.bfloat16):
 #
 # ●●○ · 5 minutes · trains: reading a float format: which additions change nothing
 #
-# Write `half_gap(x)` for x > 0: half the distance from x to the next larger bf16 number. Anything smaller, added to x,
+# Write `half_gap(x)` for a bf16 number x > 0: half the distance from x to the next larger bf16 number. Anything smaller, added to x,
 # changes nothing.
 #
 # <details><summary>Hint 1: at 1</summary>

@@ -376,7 +376,7 @@ def _said(found: Difference) -> str:
 def _case(exercise: Exercise, found: Difference) -> str:
     """ "For two layers, entry 'loss': got 3, expected 2.", to follow a sentence; empty where the case is a word of ours."""
     place = _place(exercise, found)
-    if not place or found.worded:
+    if not place or found.worded or (len(found.path) == 1 and found.said.startswith("it is missing")):
         return ""
     return f"{place[0].upper()}{place[1:]}{_said(found)}"
 

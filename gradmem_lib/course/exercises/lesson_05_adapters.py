@@ -94,6 +94,7 @@ def _explain_lora(got, expected):
         "around": "the adapters are not around the layers whose last name is in `names`: all of them, and no others.",
         "ranks": f"`rank` has no effect: the adapters have rank {other['ranks']}, and {right['ranks']} was asked for.",
         "scales": "the adapters have a scale of their own: LoRALinear(layer, rank) is what was asked for.",
+        "weight decays": f"the optimizer has a weight decay of {other['weight decays']}: AdamW with its own settings, 0.01, is asked for.",
         "learning rates": f"`lr` has no effect: the optimizer has {other['learning rates']}, and {right['learning rates']} was asked for.",
     }
     if wrong and wrong[0] in said:
@@ -168,6 +169,7 @@ def _other_adapters(candidate) -> dict:
         "around": " ".join(sorted(adapters)),
         "ranks": sorted({len(m.A) for m in adapters.values()}),
         "scales": sorted({m.scale for m in adapters.values()}),
+        "weight decays": sorted({float(group.get("weight_decay", 0.01)) for group in optimizer.param_groups}),
         "learning rates": sorted({float(group["lr"]) for group in optimizer.param_groups}),
         "parameters that are trained and not handed to the optimizer": sum(
             id(p) not in held for p in _trained(model)

@@ -83,6 +83,7 @@ def _observe_states(candidate):
         "products": {"dtypes, forward by forward": products},
         "the batches": {"in the order in which they are seen": seen},
         "the learning rate": {"of the optimizer": float(optimizer.param_groups[0]["lr"])},
+        "the weight decay": {"of the optimizer": float(optimizer.param_groups[0].get("weight_decay", 0.01))},
         "after three updates": {"weights": flat(model.parameters())},
     }, moments=flat(first))  # fmt: skip
 
@@ -105,6 +106,8 @@ def _explain_states(got, expected):
         return "AdamW keeps two states for each weight here: this optimizer keeps another number (amsgrad, or another kind?)."
     if got["the learning rate"] != expected["the learning rate"]:
         return "the learning rate is not the one that was given: hand lr=lr to AdamW."
+    if got["the weight decay"] != expected["the weight decay"]:
+        return "the weight decay is not AdamW's own, 0.01: this is Adam, or a setting that nobody asked for."
     same = [name for name in expected if difference(got[name], expected[name]) is None]
     if len(same) < len(expected) - 1:
         return None

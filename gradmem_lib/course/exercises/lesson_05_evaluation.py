@@ -139,6 +139,8 @@ def _why_loss(loss: float) -> str | None:
         ):  # fmt: skip
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says
+    if math.isclose(loss, sum(sums) / len(sums), rel_tol=1e-4):
+        return "the sum over all tokens is divided by the rows: divide it by the predicted tokens."
     if math.isclose(loss, sum(sums), rel_tol=1e-4):
         return "this is the sum over all tokens: a mean is asked for, so divide by their number."
     return None
