@@ -160,7 +160,7 @@ class Recording:
     def sample(self, func: object = "") -> None:
         """Note where the bytes stand after operation ``func``."""
         total, phase = self.total, self.phase
-        for peak in (self.run, self.lap):
+        for peak in (self.lap, self.run) if total > self.lap.total else ():  # no lap is above its run
             if total > peak.total:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:

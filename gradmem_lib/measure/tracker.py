@@ -77,14 +77,18 @@ class MemoryTracker:
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
         self._recording = Recording(self.device, TIMELINE_SAMPLES)
-        self._meter = Meter(
-            model, checked_optimizers(optimizer), self._recording, after_sample=self._after_sample
-        )
-        self._state, self._thread = "new", threading.get_ident()
-        self._allocator: dict[str, int] | None = None  # once the block is done
         draws = live is not False and in_kernel()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
+        listens = self.budget is not None or draws  # who does not pays nothing for it
+        self._meter = Meter(
+            model,
+            checked_optimizers(optimizer),
+            self._recording,
+            after_sample=self._after_sample if listens else None,
+        )
+        self._state, self._thread = "new", threading.get_ident()
+        self._allocator: dict[str, int] | None = None  # once the block is done
         self._undo = ExitStack()
 
     @property
