@@ -19,7 +19,7 @@ from gradmem_lib.techniques.schedules import (
 )
 
 ROOT = Path(__file__).parents[1]
-LAYERS = 8
+LAYERS = 4
 SIZES = dict(hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, intermediate_size=96)
 FEW_HEADS = SIZES | dict(num_key_value_heads=1)
 MODELS = {
@@ -36,7 +36,7 @@ MODELS = {
     "smollm2": (
         transformers.LlamaForCausalLM,
         transformers.LlamaConfig,
-        FEW_HEADS | dict(num_hidden_layers=16, tie_word_embeddings=True),
+        FEW_HEADS | dict(num_hidden_layers=8, tie_word_embeddings=True),
     ),
 }
 
@@ -74,12 +74,12 @@ def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
 
 
 def test_best_is_below_one_a_layer_where_layers_keep_little():
-    model = language_model("smollm2", vocab=64)
+    model = language_model("smollm2", vocab=64, num_hidden_layers=16)
     model.requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
     ids = torch.randint(0, 64, (4, 48))
     (single, _), (best, handle) = (peaks(model, every, ids) for every in (1, "best"))
-    assert best[-1] < single[-1] and len(handle.segments) < 16
+    assert best[-1] < single[-1] and len(handle.segments) < len(handle.layers)
 
 
 def test_best_given_the_list_alone_or_a_loss_outside_of_the_model_is_never_above_one_a_layer():
@@ -103,7 +103,7 @@ def test_layers_of_different_kinds_get_segments_of_their_own_from_best():
     mask = torch.ones_like(ids)
     with checkpoint_layers(model, "best") as handle:
         model(input_ids=ids, labels=ids).loss.backward()
-        assert handle.segments == [1] * 8 and not handle.keep_last
+        assert handle.segments == [1] * LAYERS and not handle.keep_last
         mask[0, :3] = 0  # sliding and full attention have masks of their own now
         model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
 
@@ -179,7 +179,7 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
 
 
 def half(model, how):
-    layers = list(model.model.layers)[:4]
+    layers = list(model.model.layers)[:2]
     if how == "ours":
         return checkpoint_layers(nn.ModuleList(layers), 1)
     if how == "a part of a layer":
@@ -197,13 +197,13 @@ def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
 
 def test_transformers_checkpointing_of_half_the_layers_is_refused_afterwards_too():
     model, ids = language_model("llama"), torch.randint(0, 500, (1, 8))
-    with checkpoint_layers(model, [1, 1, 6]):
+    with checkpoint_layers(model, [1, 1, 2]):
         model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
         with pytest.raises(RuntimeError, match="three times"):
             model(input_ids=ids, labels=ids)
 
 
-@pytest.mark.parametrize("every", ["best", [3, 3, 2]])
+@pytest.mark.parametrize("every", ["best", [2, 1, 1]])
 def test_adapters_on_a_frozen_base_train_the_same(every):
     model, ids = language_model("llama"), torch.randint(0, 500, (2, 8))
     add_lora(model, 4)
