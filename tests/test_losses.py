@@ -8,8 +8,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.techniques.losses import chunked_loss, chunked_loss_refusal
-from gradmem_lib.techniques.tiny import VOCABULARY, tiny_model
+from gradmem_lib.training.losses import chunked_loss, chunked_loss_refusal
+from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 
 def causal(name, **options):

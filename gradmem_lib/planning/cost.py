@@ -13,7 +13,7 @@ from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
 from ..techniques.lora import linear_layers, linear_sizes
-from ..techniques.losses import chunked_loss_refusal, predicts_next_token
+from ..training.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
 from .cards import Card
 

@@ -1,18 +1,12 @@
-"""Losses of language models: how many labels count, and a cross-entropy whose logits never exist as a whole."""
+"""Losses of causal language models: a sum and its tokens, and a mean whose logits never exist as a whole."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import compat
 from ..names import IGNORED
-from .tiny import VOCABULARY, tiny_model
 
 CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
@@ -36,117 +30,16 @@ def count_targets(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _without_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def label_count(model: nn.Module, batch: Any) -> Tensor | None:
-    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, after the shift where
-    the model shifts them. ``None`` where the batch has no tensor of labels by that name."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor):
-        return None
-    shifted = labels.dim() == 2 and predicts_next_token(model)
-    return ((labels[:, 1:] if shifted else labels) != IGNORED).sum()
-
-
-def predicts_next_token(model: nn.Module) -> bool:
-    """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
-    model = getattr(model, "module", model)  # of DistributedDataParallel
-    name = type(model).__name__
-    if name.endswith("ForConditionalGeneration"):
-        # Vision-language models shift too, pairs of an encoder and a decoder do not.
-        return not model.config.is_encoder_decoder
-    return name.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in
-    chunks: the mean over the predicted tokens. ``ValueError`` for a model whose own loss is another."""
-    tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
-    if not tensors or "labels" not in batch:
-        raise ValueError(
-            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's "
-            "loss: leave chunked_loss out"
-        )
-    check_chunked_loss(model)
-    return _in_chunks(model, batch)
-
-
-def check_chunked_loss(model: nn.Module) -> None:
-    """``ValueError`` for a model whose own loss is another than ``chunked_loss``."""
-    why = chunked_loss_refusal(type(model), getattr(model, "config", None))
-    if why is not None:
-        raise ValueError(f"{why}: leave chunked_loss out")
-
-
-def _in_chunks(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean cross-entropy of a causal language model on ``batch`` (as above), its logits in chunks. Nothing but
+    hidden states times the output matrix: ``training.losses.chunked_loss`` asks first whether that is the model's."""
     hidden = model.base_model(**_without_labels(batch)).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     return chunked_cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten())
-
-
-_refusals: dict[tuple[type, str], str | None] = {}
-
-
-def chunked_loss_refusal(cls: type, config: Any) -> str | None:
-    """Why ``chunked_loss`` is not the own loss of a model of class ``cls`` made from ``config``; ``None`` where it is.
-
-    Found by running both, with their gradients, on a tiny copy of the model, once for each config: about a second.
-    An output layer that is more than a matrix (a bias, scaled or capped logits) has another loss, and so has a model
-    that adds something (a router's loss). A model that has no tiny copy is refused too.
-    """
-    if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
-        return f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
-    key = (cls, config.to_json_string(use_diff=False))
-    if key not in _refusals:
-        # Whatever watches, replaces or records what is done outside has nothing to do with this.
-        modes, autocast = compat.without_modes(), torch.autocast("cpu", enabled=False)
-        with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
-            _refusals[key] = _compared(cls, config)
-    return _refusals[key]
-
-
-def _compared(cls: type, config: Any) -> str | None:
-    for heads in (2, 8):  # some code wants more of them
-        try:
-            own, chunks = _both_losses(cls, config, heads)
-            break
-        except Exception as error:  # whatever the model's own code raises
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    else:
-        return (
-            f"no tiny copy of {cls.__name__} could be trained, to see whether chunks have its loss ({said})"
-        )
-    if all(math.isclose(a, b, rel_tol=limit) for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)):
-        return None
-    return (
-        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output "
-        f"matrix (on a tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a "
-        "router's loss)"
-    )
-
-
-def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]]:
-    """The loss and the norm of its gradient, by the model's own code and in chunks."""
-    torch.manual_seed(0)
-    model = tiny_model(cls, config, heads).train()
-    head = model.get_output_embeddings()
-    # Logits of a size that a cap would change, and a bias that is not 0 as at the beginning.
-    head.weight.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
-    if getattr(head, "bias", None) is not None:
-        head.bias.data.normal_()
-    ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
-    labels = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
-    found = []
-    for loss_of in (lambda model, batch: model(**batch).loss, _in_chunks):
-        torch.manual_seed(1)  # dropout
-        loss = loss_of(model, {"input_ids": ids, "labels": labels})
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        found.append((loss.item(), norm.item()))
-        model.zero_grad(set_to_none=True)
-    return found
 
 
 def chunked_cross_entropy(
@@ -196,11 +89,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        d_hidden, d_weight = ctx.saved_tensors
-        # In place, for the same reason. A second backward through the same graph is an error then, and not a wrong gradient.
-        return (
-            None if d_hidden is None else d_hidden.mul_(d_loss.to(d_hidden.dtype)),
-            None if d_weight is None else d_weight.mul_(d_loss.to(d_weight.dtype)),
-            None,
-            None,
-        )
+        # In place, for the same reason. A second backward through the same graph is an error then, not a wrong gradient.
+        d_hidden, d_weight = (d if d is None else d.mul_(d_loss.to(d.dtype)) for d in ctx.saved_tensors)
+        return d_hidden, d_weight, None, None

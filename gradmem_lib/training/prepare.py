@@ -14,9 +14,9 @@ from .. import compat
 from ..compat import is_persistent, own_tensors
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
-from ..techniques.losses import check_chunked_loss
 from ..techniques.optimizers import AdamW8bit, MasterAdamW
 from ..techniques.quantized import quantize_base
+from .losses import check_chunked_loss
 from .recipe import Recipe
 
 RATE = 1e-4

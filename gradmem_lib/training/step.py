@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
-from ..techniques.losses import chunked_loss, label_count
+from .losses import chunked_loss, label_count
 from .recipe import Recipe
 
 

@@ -15,8 +15,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from ..measure.display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
-from ..techniques.losses import chunked_loss, label_count, predicts_next_token
 from .adapters import adapters_of, merged_state
+from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
 
