@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
-from gradmem_lib import MemoryTracker, names
+from gradmem_lib import MemoryTracker, Recipe, names, predict
 from gradmem_lib.course import models
 from gradmem_lib.course.check import get
 from gradmem_lib.course.claims.saved import saved_tensors
@@ -326,12 +326,11 @@ def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_
 
 
 def test_estimate_on_the_real_size_of_smollm2():
-    model = AutoModelForCausalLM.from_config(CONFIGS["SmolLM2-135M"], attn_implementation="sdpa").train()
-    model.config.use_cache = False
-    ids = torch.randint(0, 49152, (1, 128))
-    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
+    """Against a trace of the real step without its memory. Lesson 01 runs it on real tensors."""
+    recipe = Recipe(precision="float32", optimizer="adamw")
+    traced = predict(CONFIGS["SmolLM2-135M"], batch_size=1, seq_len=128, recipe=recipe, target="cpu")
     estimate = accounting.estimate(SHAPES["SmolLM2-135M"], batch_size=1, seq_len=128, precision="float32")
-    assert estimate.total == pytest.approx(peak.total, rel=0.001)
+    assert estimate.total == pytest.approx(traced.peak.total, rel=0.001)
 
 
 class Segment(nn.Module):
