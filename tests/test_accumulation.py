@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 from gradmem_lib.course import models
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -374,6 +375,10 @@ def test_counting_and_splitting():
         split(batch | {"labels": torch.zeros(3)}, 2)
     flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0)}, 3))
     assert [part["flag"] for part in flagged] == [True, True] and flagged[1]["scale"].item() == 2
+    encoded = list(split(BatchEncoding({"input_ids": torch.arange(3), "more": {"x": torch.arange(3)}}), 2))
+    assert [part["more"]["x"].tolist() for part in encoded] == [[0, 1], [2]]
+    with pytest.raises(ValueError, match=r"\[2, 5\] rows"):
+        split(batch | {"more": {"x": torch.zeros(2)}}, 2)
     pairs = list(split((torch.arange(4), torch.arange(8).view(4, 2)), 3))
     assert [[len(t) for t in pair] for pair in pairs] == [[3, 3], [1, 1]]
 

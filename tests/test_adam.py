@@ -13,6 +13,7 @@ from torch import nn
 
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.adam import Adam, AdamW
+from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
@@ -263,6 +264,14 @@ def test_bad_settings_are_refused_where_torch_refuses_them(ours, theirs, options
         ours([{"params": parameters(), **options}])
     with pytest.raises((ValueError, IndexError)):
         theirs(parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", [MasterAdamW, AdamW8bit])
+def test_states_of_other_dtypes_come_with_the_same_checks(kind):
+    with pytest.raises(ValueError, match=r"betas=\(1.0, 0.999\)"):
+        kind(parameters(), betas=(1.0, 0.999))
+    with pytest.raises(ValueError, match=f"maximize=True is not in this {kind.__name__}"):
+        kind([{"params": parameters(), "maximize": True}])
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():

@@ -56,7 +56,7 @@ class Adam(Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Add parameters with settings of their own. Raises ``ValueError`` for settings that it cannot use."""
         if isinstance(param_group, dict):
-            _check(self.defaults | param_group, type(self).__name__)
+            self._refuse(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict) -> None:
@@ -64,8 +64,23 @@ class Adam(Optimizer):
         for group in state["param_groups"]:
             # As in torch.optim: AdamW decouples whatever wrote the checkpoint, and Adam goes on as it was.
             group["decoupled_weight_decay"] = self.decoupled or group.get("decoupled_weight_decay", False)
-            _check(group, type(self).__name__)
+            self._refuse(group)
         super().__setstate__(state)
+
+    def _refuse(self, group: dict) -> None:
+        """``ValueError`` for settings that are out of range, or that a checkpoint of ``torch.optim``'s asks for."""
+        for setting, example in (("lr", 0.001), ("eps", 1e-8), ("weight_decay", 0.01)):
+            if not group[setting] >= 0:  # so written, it refuses nan too
+                raise ValueError(f"{setting}={group[setting]}: it must be at least 0, for example {example}")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: give two numbers from 0 to below 1, such as (0.9, 0.999)")
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                raise ValueError(
+                    f"{option}=True is not in this {type(self).__name__}, and without it training would go on "
+                    f"differently: use torch.optim.{'AdamW' if self.decoupled else 'Adam'}"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -120,25 +135,3 @@ class AdamW(Adam):
     moments never see it. Everything else is as for ``Adam``."""
 
     decoupled, usual_decay = True, 0.01
-
-
-def _check(group: dict, name: str) -> None:
-    """Raise ``ValueError`` if a group's settings are out of range, or ask for what is not here."""
-    for setting, example in (("lr", 0.001), ("eps", 1e-8), ("weight_decay", 0.01)):
-        if not group[setting] >= 0:  # so written, it refuses nan too
-            raise ValueError(f"{setting}={group[setting]}: it must be at least 0, for example {example}")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(
-            f"betas={betas}: give two numbers, each at least 0 and below 1, such as (0.9, 0.999)"
-        )
-    for option in (
-        "amsgrad",
-        "maximize",
-        "differentiable",
-    ):  # which a checkpoint of torch.optim's may ask for
-        if group.get(option):
-            raise ValueError(
-                f"{option}=True is not in this {name}, and without it training would go on differently: use "
-                f"torch.optim.{name}"
-            )
