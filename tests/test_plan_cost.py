@@ -167,6 +167,14 @@ def test_bytes_moved_by_hand(work):
     assert moved(replace(lora, quantized_base=True)) == pytest.approx(moved(lora) + 2 * 2.5 * m)
 
 
+def test_operations_of_adapters_by_hand(work):
+    """Frozen weights have no gradient of their own, and attention's products have two each; adapters are like other weights."""
+    attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
+    frozen = 2 * (work.matrices + work.head)
+    found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
+    assert found == 2 * frozen + 3 * (attention + 2 * work.adapters)
+
+
 def test_rates_by_precision_and_card(work):
     turing = replace(FAST, half=8.0, capability=(7, 5))
 

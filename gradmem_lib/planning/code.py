@@ -14,7 +14,7 @@ from .models import known_model
 from .options import Option
 
 
-def code(option: Option, given, config, target: str = "cuda") -> str:
+def code(option: Option, given, config, target: str) -> str:
     """Python that trains the model ``given``, of this ``config``, by ``option``: with ``make_trainer`` where a ``Trainer`` can, else
     with ``step``. ``train_dataset`` is yours: rows as the model takes them, with ``labels``. So is ``model`` or ``config``, where
     ``given`` is one."""
