@@ -45,7 +45,7 @@ def most_alike(
     """The sentence of the known mistake that does what ``got`` does where it first goes wrong, and mostly elsewhere.
 
     So an answer with two mistakes hears the first one. ``known`` are (sentence, what the mistake does); empty if none fits.
-    ``all_of_it``: ``got`` must be wrong wherever that mistake is.
+    ``all_of_it``: ``got`` must be wrong wherever that mistake is, and do the same nearly everywhere.
     """
     right = compared(got, expected, tolerance)
     wrong = [path for path, same in right.items() if not same]
@@ -58,8 +58,9 @@ def most_alike(
             for path in wrong
             if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
         ]
-        alike = hits and hits[0] == wrong[0] and 2 * len(hits) > max(len(wrong), len(theirs_wrong))
-        if all_of_it and any(right[path] for path in theirs_wrong):
+        share = len(hits) / max(len(wrong), len(theirs_wrong))
+        alike = hits and hits[0] == wrong[0] and share > 0.5
+        if all_of_it and (share < 0.8 or any(right[path] for path in theirs_wrong)):
             continue
         if alike and len(hits) > most:
             best, most = says, len(hits)

@@ -110,6 +110,8 @@ def _explain_length(got, expected):
             for name, (n, a, x) in _CHAINS.items()
         ):
             return says
+    if all(abs(float(k) - math.sqrt(_CHAINS[name][0])) <= 1 for name, k in got.notes["lengths"].items()):
+        return "this is √n, which is right where a layer keeps no more than its input: with a > x, segments must be shorter."
     name = next(name for name in expected if peaks[name] != expected[name]["peak with your k"])
     n, a, x = _CHAINS[name]
     k = int(got.notes["lengths"][name])
