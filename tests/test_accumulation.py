@@ -84,10 +84,14 @@ def pieces(batch, lengths, cuts, trim):
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("way", ["corrected after", "corrected after, model given", "total known"])
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize(
+    "way", ["corrected after", "corrected after, model given", "total known", "counted first"]
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cut=cut_batches())
-def test_the_gradient_is_the_full_batchs(dtype, limit, way, cut):  # 3 ways x 80 examples for each dtype
+def test_the_gradient_is_the_full_batchs(
+    dtype, limit, way, cut
+):  # 4 ways x 60 examples: 240 splits for each dtype
     lengths, cuts, unlabelled, trim, seed = cut
     model, batch = MODELS[dtype], padded(lengths, seed)
     batch["labels"][sorted(unlabelled)] = -100
@@ -101,6 +105,7 @@ def test_the_gradient_is_the_full_batchs(dtype, limit, way, cut):  # 3 ways x 80
         "corrected after": {},
         "corrected after, model given": {"model": model},
         "total known": {"total_items": count},
+        "counted first": {"count_items": lambda micro: count_targets(micro["labels"])},
     }[way]
     expected, loss = full_gradient(model, batch)
     got, result = accumulated(model, micro_batches, **options)
@@ -206,12 +211,16 @@ def test_clipping_after_the_window_is_clipping_the_full_batch():
 # Gradients that are there already.
 
 
-def test_with_a_known_total_existing_gradients_are_added_to():
+@pytest.mark.parametrize("way", ["total_items", "count_items"])
+def test_with_a_known_total_existing_gradients_are_added_to(way):
     model, batch = MODELS[torch.float64], padded([4, 9])
     expected, _ = full_gradient(model, batch)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
-    got, _ = accumulated(model, split(batch, 1), total_items=11)
+    options = (
+        {"total_items": 11} if way == "total_items" else {"count_items": lambda m: count_targets(m["labels"])}
+    )
+    got, _ = accumulated(model, list(split(batch, 1)), **options)
     assert error(got, expected + 0.5) <= 1e-12
 
 
@@ -350,6 +359,10 @@ def test_no_micro_batches_and_totals_that_do_not_come_out():
         accumulate_gradients([1, 2], loss_and_count, total_items=4)
     with pytest.raises(ValueError, match="cannot be negative"):
         accumulate_gradients([1, 2], loss_and_count, total_items=-3)
+    with pytest.raises(ValueError, match="give one of them"):
+        accumulate_gradients([1], loss_and_count, total_items=1, count_items=int)
+    with pytest.raises(TypeError, match="a generator can be read once: give a list"):
+        accumulate_gradients((n for n in [1, 2]), loss_and_count, count_items=int)
     W.grad = None
 
 

@@ -38,12 +38,13 @@ class Allocator:
 
     Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment of their
     own, in whole 2 MiB. The smallest free block that fits is taken, and split if enough is left; neighbours that are free
-    merge again. ``reserved`` is what has been taken from the driver, which nothing gives back.
+    merge again. ``reserved`` is what has been taken from the driver, which ``empty_cache`` alone gives back.
     """
 
     def __init__(self):
         self.reserved = 0
         self._next = 0  # the address of the next segment: segments never touch, so that they never merge
+        self._segments: dict[int, int] = {}  # address: bytes
         self._used: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether in the pool of small ones
         self._free: dict[bool, list[tuple[int, int]]] = {
             True: [],
@@ -64,6 +65,7 @@ class Allocator:
             large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
             total, address = SMALL_SEGMENT if small else large, self._next
             self._next += 2 * total
+            self._segments[address] = total
             self.reserved += total
         rest = total - size
         if rest >= BLOCK if small else rest > SMALL:
@@ -82,6 +84,14 @@ class Allocator:
         if before:
             self._take(address - before, before, small)
         self._put(address - before, before + size + after, small)
+
+    def empty_cache(self) -> None:
+        """Give the segments without a block in use back to the driver, as ``torch.cuda.empty_cache`` does."""
+        for address, total in list(self._segments.items()):
+            if self._begins.get(address) == total:
+                self._take(address, total, (total, address) in self._free[True])
+                del self._segments[address]
+                self.reserved -= total
 
     def _put(self, address: int, size: int, small: bool) -> None:
         insort(self._free[small], (size, address))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ def accumulate_gradients(
     loss_and_count: Callable[[Any], tuple[Tensor, int]],
     *,
     total_items: int | None = None,
+    count_items: Callable[[Any], int] | None = None,
     reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -45,9 +46,10 @@ def accumulate_gradients(
         micro_batches: any iterable, also a generator; each is let go before the next forward. Sizes may differ.
         loss_and_count: ``loss_and_count(micro) -> (summed loss, items)``: a scalar tensor in float32 or float64, and a
             whole number, 0 for a micro-batch without labels. Autocast belongs inside it.
-        total_items: the items of all micro-batches together, where they are known before the first backward. Without,
-            losses are divided by the first count, and gradients are scaled in place at the end: anything but zeros in
-            them from before is then a ``ValueError``. With a total they are added to, as ``backward()`` does.
+        total_items: the items of all micro-batches together, where they are known before the first backward.
+        count_items: ``count_items(micro) -> items`` counts a list of micro-batches before the first backward. With
+            neither, losses are divided by the first count, and gradients are scaled in place at the end: anything but
+            zeros in them from before is then a ``ValueError``. With a total they are added to, as ``backward()`` does.
         reduction: ``"sum"``, or ``"mean"`` where the loss is the micro-batch's mean, as a model returns it.
         model: whose gradients they are. A ``DistributedDataParallel`` or a sharded module (``fully_shard``, FSDP) must
             be given: items (``total_items`` too) are added up over all processes. Gradients travel with the last
@@ -62,6 +64,15 @@ def accumulate_gradients(
             f"reduction={reduction!r}: loss_and_count returns a 'sum' over its items or their 'mean'"
         )
     processes = processes_of(model)
+    if count_items is not None:
+        if total_items is not None:
+            raise ValueError("total_items= and count_items= both say the total: give one of them")
+        if not isinstance(micro_batches, Sequence):
+            raise TypeError(
+                f"count_items= reads the micro-batches twice, and a {type(micro_batches).__name__} can be read once: "
+                "give a list of them, or leave count_items out (the gradients are then corrected at the end)"
+            )
+        total_items = sum(_whole(count_items(micro), "count_items(micro)") for micro in micro_batches)
     if total_items is not None:
         total_items = int(processes.sums(_whole(total_items, "total_items"))[0])
     window = _Window(processes, total_items, reduction == "mean", model, scaler)
@@ -137,7 +148,7 @@ class _Window:
         if found:
             raise ValueError(
                 f"{found} parameters have gradients from before, and the correction at the end would scale them too: "
-                "call optimizer.zero_grad() first or, to add to them, give total_items="
+                "call optimizer.zero_grad() first or, to add to them, give total_items= or count_items="
             )
         self.trained |= new
 
