@@ -45,7 +45,7 @@ MOST = 0.92  # of the card; what is predicted to need more is left out
 PHASES = {"forward": "forward", "backward": "backward", "step": "optimizer_step"}
 NO_CARD = "No CUDA card here: there is nothing to measure, and nothing was written."
 
-# --- models: class of the config, its settings, and those of a tiny one for the dry run ---------------
+# Models: class of the config, its settings, and those of a tiny one for the dry run.
 
 TINY = {
     "hidden_size": 64,
@@ -108,7 +108,7 @@ def config_of(model: str, tiny: bool):
     return getattr(transformers, name)(**(small if tiny else full))
 
 
-# --- cases ------------------------------------------------------------------------------------------
+# Cases.
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def cases() -> list[Case]:
     return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE]
 
 
-# --- two places to measure ----------------------------------------------------------------------------
+# Two places to measure.
 
 
 class TooSlow(Exception):
@@ -273,7 +273,7 @@ class DryRun:
         return 0
 
 
-# --- one case -----------------------------------------------------------------------------------------
+# One case.
 
 
 def with_rows(case: Case, config, place) -> Case:
@@ -364,7 +364,7 @@ def percent(says: int, is_so: int) -> float:
     return round(100 * (says / is_so - 1), 4)
 
 
-# --- all cases ------------------------------------------------------------------------------------------
+# All cases.
 
 
 def rows_of(chosen: list[Case], place, seconds: float) -> Iterator[dict]:

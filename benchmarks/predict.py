@@ -88,7 +88,7 @@ def config_of(name: str):
     return shape.config(positions=4096)
 
 
-# --- how fast, in how much memory; each in a process of its own -------------------------------------
+# How fast, in how much memory; each in a process of its own.
 
 
 def highest_resident() -> int:
@@ -173,7 +173,7 @@ def in_a_process(*arguments: str, limit: float) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# --- published formulas -----------------------------------------------------------------------------
+# Published formulas.
 # Each gives bytes for one device without parallelism: s tokens, b rows, h hidden, f MLP width, a heads, L layers, v vocabulary.
 
 
@@ -287,7 +287,7 @@ def percent(says: float, exact: int) -> float:
     return round(100 * (says / exact - 1), 2)
 
 
-# --- all of it --------------------------------------------------------------------------------------
+# All of it.
 
 
 def main() -> None:

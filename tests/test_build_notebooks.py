@@ -70,7 +70,7 @@ def fake_run(root: Path, name: str = "01_first", **changes) -> None:
     (root / "solutions" / f"{name}.ipynb").write_text(builder.to_text(executed))
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# What comes out.
 
 
 def test_a_lesson_has_stubs_for_answers_and_keeps_everything_else(course, capfd):
@@ -169,7 +169,7 @@ def test_names_choose_lessons(course, capfd):
     assert "no lesson '07': there are 01_first, 02_second" in capfd.readouterr().err
 
 
-# --- sources that are broken ------------------------------------------------------------------------------------------
+# Sources that are broken.
 
 BROKEN = {
     "unclosed": (
@@ -244,7 +244,7 @@ def test_a_solution_that_raises_is_reported_and_not_stored(course, capfd):
     assert not (root / "solutions" / "01_first.ipynb").exists()
 
 
-# --- notebooks out of step --------------------------------------------------------------------------------------------
+# Notebooks out of step.
 
 
 @pytest.fixture

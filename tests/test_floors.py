@@ -91,18 +91,7 @@ EVERY_FILE = sorted(
     for folder in ("gradmem_lib", "tools", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
-# What is still too long. A line goes when its file or function is short enough.
-LONG_FILES = {
-    "tests/test_view.py",
-}
-
-
-def every_file(but: set[str]):
-    """A test for each file of ours; those of ``but`` may fail."""
-    may = pytest.mark.xfail(strict=False, reason="to be made shorter")
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=may) if name in but else name for name in EVERY_FILE]
-    )
+every_file = pytest.mark.parametrize("name", EVERY_FILE)
 
 
 def length(name: str) -> int:
@@ -113,13 +102,13 @@ def lines_of(*floors: str) -> int:
     return sum(length(f"gradmem_lib/{module}.py") for module in FILES if module.split("/")[0] in floors)
 
 
-@every_file(but=LONG_FILES)
+@every_file
 def test_a_file_is_read_on_a_few_screens(name):
     most = MAX_EXERCISES if "/exercises/lesson_" in name else MAX_FILE
     assert length(name) <= most
 
 
-@every_file(but=set())
+@every_file
 def test_a_function_is_read_on_one_screen(name):
     tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

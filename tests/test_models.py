@@ -23,7 +23,7 @@ def parameters(model) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# --- tiny models ------------------------------------------------------------------------------------------------------
+# Tiny models.
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -92,7 +92,7 @@ def test_heads_that_do_not_divide_are_refused(build, arguments):
         build(**arguments)
 
 
-# --- SmolLM2 ----------------------------------------------------------------------------------------------------------
+# SmolLM2.
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_no_bar_where_outputs_are_compared(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
+# Texts.
 
 
 class Letters:

@@ -90,7 +90,9 @@ class Recipe:
                 "precision='autocast-bf16', which needs no scaling"
             )
         if self.precision == "float32-master" and not self.optimizer.startswith("adamw"):
-            raise ValueError(f"float32-master with {self.optimizer!r}: choose an AdamW, or another precision")
+            raise ValueError(
+                f"float32-master is written for AdamW, and optimizer={self.optimizer!r}: choose an AdamW, or another precision"
+            )
         if self.precision == "float32-master" and self.optimizer == "adamw-8bit":
             raise ValueError(
                 "8-bit states and a float32 copy of the weights pull in opposite directions: choose optimizer='adamw' with "
