@@ -683,7 +683,7 @@ print(next(line.strip() for line in source.splitlines() if "CrossEntropyLoss()" 
 # size anyway, and clipping limits it. The attribute `accepts_loss_kwargs`, set before the `Trainer` is built, tells it
 # the truth.
 #
-# ### Exercise 3.8 · mend a Trainer run
+# ### Exercise 3.8 · fix a Trainer run
 #
 # ●●○ · 6 minutes · trains: asking a model whether it heeds the number of items
 #

@@ -210,7 +210,7 @@ print(f"relative error: {(found - right).norm() / right.norm():.1f}")
 # The second run draws other random numbers and drops other values. Backward then computes the gradient of a network
 # that never ran. It differs from the right gradient by a tenth of that gradient's length, and nothing warns you.
 #
-# ### Exercise 4.2 · the same dice twice
+# ### Exercise 4.2 · the same random numbers twice
 #
 # ●●○ · 6 minutes · trains: saving the random state, and leaving the rest of the program alone
 #

@@ -151,7 +151,7 @@ def test_the_report_gives_the_advice_below_and_a_verdict():
         "missing  it",
         "         -> get it",
         "",
-        "To mend before the course can run: 1.",
+        "To fix before the course can run: 1.",
     ]
     assert not doctor.can_run(findings) and doctor.can_run(findings[:2])
     assert doctor.report(findings[:2]).endswith("The course can run here.")

@@ -38,7 +38,7 @@ def report(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':<8} -> {finding.advice}")
     missing = sum(finding.state == "missing" for finding in findings)
-    verdict = f"To mend before the course can run: {missing}." if missing else "The course can run here."
+    verdict = f"To fix before the course can run: {missing}." if missing else "The course can run here."
     return "\n".join([*lines, "", verdict])
 
 

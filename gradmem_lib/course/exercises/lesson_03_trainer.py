@@ -9,7 +9,7 @@ from .trainer import one_batch, trainer_logs, trainer_setting
 
 
 def _heeds(model, batch) -> bool:
-    """Does the model's loss depend on the number of items that it is told? Asked without dropout, whose dice differ."""
+    """Does the model's loss depend on the number of items that it is told? Asked without dropout, which is random."""
     training = model.training
     model.eval()
     few, many = (model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in (1, 1000))
@@ -96,7 +96,7 @@ def _explain_mended(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="3.8", title="mend a Trainer run", difficulty=2, minutes=6,
+        id="3.8", title="fix a Trainer run", difficulty=2, minutes=6,
         trains="asking a model whether it heeds the number of items",
         reference=mended,
         observe=_observe_mended,

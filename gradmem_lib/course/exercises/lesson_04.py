@@ -231,7 +231,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="4.2", title="the same dice twice", difficulty=2, minutes=6,
+        id="4.2", title="the same random numbers twice", difficulty=2, minutes=6,
         trains="saving the random state, and leaving the rest of the program alone",
         reference=SafeCheckpoint,
         observe=_observe_dice,
@@ -242,7 +242,7 @@ EXERCISES = (
             Mistake("one seed for all", _but(SafeCheckpoint, forward=partial(_one_seed_for_all, run=Checkpoint.forward), backward=partial(_one_seed_for_all, run=Checkpoint.backward)),
                     "a fixed seed gives every layer the same mask, and every step too: keep the state that was there."),
             Mistake("state too late", _but(SafeCheckpoint, forward=_state_too_late),
-                    "the random state is taken after the run: the dice are thrown by then."),
+                    "the random state is taken after the run: the random numbers are drawn by then."),
             Mistake("never put back", _but(SafeCheckpoint, backward=_never_put_back),
                     "the gradients are right, and the rest of the program gets its random numbers twice: torch.random.fork_rng() puts the state back."),
             Mistake("one state for all", _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
