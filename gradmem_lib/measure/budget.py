@@ -6,18 +6,9 @@ import traceback
 
 import torch
 
-from ..names import CATEGORIES
 from ..units import format_bytes
+from .diagnosis import diagnosis
 from .timeline import Holder, MemorySnapshot
-
-REMEDIES = {
-    "parameters": "the weights themselves.\n  What helps: load them in bf16, or train a smaller model",
-    "gradients": "gradients.\n  What helps: train fewer parameters (LoRA), or keep them in bf16",
-    "optimizer": "the optimizer's states.\n  What helps: bf16 or 8-bit states, or an optimizer with fewer of them",
-    "activations": "activations.\n  What helps: a smaller micro-batch, shorter sequences, or checkpointing",
-    "temporaries": "temporaries.\n  What helps: a smaller micro-batch, or an optimizer that works in place (foreach=False)",
-    "other": "tensors without an owner, such as batches.\n  What helps: keep fewer of them on the device",
-}
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
@@ -32,7 +23,9 @@ class BudgetExceeded(torch.OutOfMemoryError):
     ):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
         self.everything, self.holders = everything, everything[:5]
-        main = max(CATEGORIES, key=lambda name: snapshot.by_category[name])
+        lowest = diagnosis(snapshot, None, everything).lowest
+        enough = [name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget]
+        too_little = [name for name in lowest if name not in enough]
         sums: dict[tuple[str, str], int] = {}
         for h in everything:
             key = (h.category, ".".join(h.module.split(".")[:3]))
@@ -47,7 +40,8 @@ class BudgetExceeded(torch.OutOfMemoryError):
             *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
             *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
-            f"  Most of it is {REMEDIES[main]}.",
+            f"  What could bring this moment within the budget: {'; '.join(enough) or 'none of these by itself'}.",
+            f"  What could not: {'; '.join(too_little)}.",
             # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
             "  A card of that size would be out of memory.",
         ]

@@ -39,7 +39,7 @@ TECHNIQUES = (
     Technique("8-bit or factored states", {"optimizer": PHASES, "temporaries": STEP}),
     Technique("gradients that do not wait (a step in backward)", {"gradients": PHASES, "temporaries": STEP}),
     Technique("fewer gradients and states (LoRA)", OF_THE_TRAINED),
-    Technique("the same, on weights in 4 bits (QLoRA)", {"parameters": PHASES} | OF_THE_TRAINED),
+    Technique("LoRA on weights in 4 bits (QLoRA)", {"parameters": PHASES} | OF_THE_TRAINED),
 )
 
 
