@@ -76,7 +76,7 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
         (["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "9999", "--global-batch", "1"], "positions"),
         (
             ["predict", "tiny-llama", "--batch-size", "2", "--seq-len", "8", "--lora-rank", "0"],
-            "nothing to train",
+            "lora_rank=0: give a whole number of at least 1",
         ),
         (
             ["predict", "tiny-llama", "--batch-size", "3", "--seq-len", "8", "--accumulation", "2"],
