@@ -133,6 +133,7 @@ def test_controls_change_picture_and_words(monkeypatch):
     shown.widget()
     picture, before = shown._picture, shown._picture.svg
     assert picture.fits
+    assert all(control.label for control in shown.controls.values()), "every control shows what is chosen"
     shown.controls["precision"].value = "float32"
     assert picture.svg != before and not picture.fits and picture.verdict.startswith("Exceeds by")
     for name in ("model", "card", "batch_size", "seq_len", "optimizer", "attention", "checkpointing"):

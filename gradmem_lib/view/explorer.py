@@ -258,7 +258,9 @@ class Explorer:
             pairs = list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
             if start[name] not in dict(pairs).values():
                 pairs.append((str(start[name]), start[name]))
-            made[name] = ipywidgets.Dropdown(options=pairs, value=start[name], description=label, **looks())
+            # By its place, since ipywidgets takes the value None for no choice, and shows nothing.
+            place = [value for _, value in pairs].index(start[name])
+            made[name] = ipywidgets.Dropdown(options=pairs, index=place, description=label, **looks())
 
         menu("model", "model", tuple(accounting.SHAPES))
         menu("card", "card", tuple(CARDS))
