@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# *10 minutes. You need: a PyTorch training loop you could write yourself.*
+# *15 minutes. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
 # the card you own. You will build each technique by hand, and watch what it does to real memory. A laptop without a GPU

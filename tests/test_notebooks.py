@@ -12,6 +12,7 @@ from pathlib import Path
 import build_notebooks as builder
 import nbformat
 import pytest
+from minutes import minutes
 
 ROOT = Path(__file__).parent.parent
 OFFLINE = Path(__file__).parent / "offline"
@@ -105,6 +106,32 @@ def test_the_exercises_checked_are_those_that_the_library_knows(path):
     checked = [name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)]
     number = int(path.stem.split("_")[0])
     assert list(dict.fromkeys(checked)) == [each.id for each in known.all_exercises(lesson=number)]
+
+
+# A learner's time.
+
+MOST_MINUTES, MOST_CELLS, PART_ONE = 60, 60, 5 * 60
+TOO_LONG = ("01", "02", "03", "04", "05")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.xfail(strict=True)] if path.stem.startswith(TOO_LONG) else [])
+        for path in SOURCES
+    ],
+    ids=lambda path: path.name,
+)
+def test_a_lesson_takes_the_minutes_that_it_states(path):
+    found = minutes(path)
+    assert found.total <= found.stated[0] <= MOST_MINUTES
+    assert found.optional == found.stated[1]
+    assert found.cells <= MOST_CELLS
+
+
+@pytest.mark.xfail(strict=True)
+def test_part_one_takes_five_hours_at_most():
+    assert sum(minutes(path).total for path in SOURCES[:6]) <= PART_ONE
 
 
 # Without a network.
