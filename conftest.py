@@ -19,6 +19,7 @@ SECONDS = {
     "test_predict_traces.py": 85,
     "test_exercises.py": 75,
     "test_browser_lessons.py": 70,
+    "06_before_you_rent.ipynb": 70,
     "01_memory_accounting.ipynb": 60,
     "test_finetune.py": 55,
     "test_models.py": 50,

@@ -26,7 +26,8 @@ MOVED = {
     "recipe": "training.recipe",
     "texts": "course.texts",
     "tracker": "measure.tracker",
-    **{f"exercises.lesson_{n:02}": f"course.exercises.lesson_{n:02}" for n in range(6)},
+    **{f"exercises.lesson_{n:02}": f"course.exercises.lesson_{n:02}" for n in range(5)},
+    "exercises.lesson_05": "course.exercises.lesson_06",
 }
 # What a module of before had that lies elsewhere now.
 BESIDES = {

@@ -625,113 +625,7 @@ for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
 claims.show("C01", "C33", "C32", "C36")
 
 # %% [markdown]
-# ## 7 · Predict SmolLM2's peak, then run it
-#
-# You now have a formula for every term of the sum. But a formula leaves out what its author did not think of. There is
-# another way to know beforehand: **run the step without the memory.** `predict` runs the same training step on *fake
-# tensors*. They have a shape and a dtype and no bytes behind them, and the tracker counts them like real ones. If many
-# layers are alike, `predict` traces only a few of them, so a 7B model takes no longer than a small one.
-#
-# One thing changes since section 2: SmolLM2 now uses eager attention, over one longer sequence.
-
-# %%
-guess_e = predict_first(
-    "1.e",
-    "SmolLM2 as in section 2 (float32, AdamW), but 1 × 384 tokens and eager attention: the peak?",
-)
-
-# %%
-from gradmem_lib import Recipe, predict
-
-sizes = {"batch_size": 1, "seq_len": 384}
-formula = accounting.estimate(shape, **sizes, precision="float32", attention="eager")
-recipe = Recipe(precision="float32", optimizer="adamw", attention="eager")
-predicted = predict(smol.config, **sizes, recipe=recipe, target="cpu")
-print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
-
-# %% [markdown]
-# The prediction is made, and SmolLM2 has not been touched: `predict` received only its config. Now run the step itself,
-# with every byte of it:
-
-# %%
-smol.set_attn_implementation("eager")
-smol_ids = texts.batch(tokenizer, **sizes)
-with MemoryTracker(
-    smol, smol_optimizer, title="SmolLM2-135M, eager attention, 1 × 384 tokens"
-) as tracker:
-    step(smol, smol_optimizer, smol_ids)
-
-# %%
-guess_e.reveal(formula=formula.total, measured=tracker.peak.total)
-print(f"\n{'at the peak':<14}{'formula':>15}{'predicted':>15}{'measured':>15}")
-columns = formula.by_category, predicted.peak.by_category, tracker.peak.by_category
-for name in tracker.peak.by_category:
-    print(f"{name:<14}" + "".join(f"{column[name]:>15,}" for column in columns))
-totals = formula.total, predicted.peak.total, tracker.peak.total
-print(f"{'total':<14}" + "".join(f"{total:>15,}" for total in totals))
-print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} bytes off")
-
-# %% [markdown]
-# The prediction is right to the byte, line by line. The formula is a little off, and someone had to *write* it, for
-# Llama and GPT-2, who knew where the peaks would be. The prediction knew nothing beforehand: it ran the program.
-#
-# ### What the popular formulas say
-#
-# Now you can test the rules that everyone quotes:
-#
-# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision. Tokens play no
-#   part.
-# - **states only**: weights, gradients and Adam in the bytes that the recipe really uses.
-# - **34·s·b·h a layer** (Korthikanti et al. 2022): the activations of a GPT layer in 16 bits, for sequence *s*, batch
-#   *b* and hidden size *h*. Eager attention with *a* heads adds **5·a·s²·b**. We add them to the states.
-
-
-# %%
-def popular(shape, b, s):
-    states = sum(accounting.resident_bytes(shape, precision="bf16").values())
-    layer = 34 * s * b * shape.hidden
-    scores = 5 * shape.heads * s**2 * b
-    return {
-        "16 bytes a parameter": 16 * shape.parameters,
-        "states only": states,
-        "states + 34·s·b·h": states + shape.layers * layer,
-        "states + 34·s·b·h + 5·a·s²·b": states + shape.layers * (layer + scores),
-    }
-
-
-# %%
-def compare(shape, config, b, s):
-    for attention in ("fused", "eager"):
-        recipe = Recipe(precision="bf16", attention=attention)
-        sizes = {"batch_size": b, "seq_len": s}
-        exact = predict(config, **sizes, recipe=recipe, target="cpu").peak
-        ours = accounting.estimate(shape, **sizes, attention=attention).total
-        print(f"{shape.name}, bf16, {b} × {s} tokens, {attention} attention:")
-        print(f"  {'exact: peak in ' + exact.phase:<32}{exact.total:>16,}")
-        rows = popular(shape, b, s) | {"this lesson's closed form": ours}
-        for name, nbytes in rows.items():
-            print(f"  {name:<32}{nbytes:>16,}{nbytes / exact.total - 1:>+9.1%}")
-
-
-# %%
-compare(shape, smol.config, 8, 1024)
-
-# %%
-from transformers import LlamaConfig
-
-seven_config = LlamaConfig()  # its defaults are the sizes of Llama-2-7B
-print(accounting.Shape.from_config(seven_config, seven.name) == seven)
-compare(seven, seven_config, 1, 2048)
-
-# %% [markdown]
-# For the 7B model on one sequence with fused attention, "states only" looks good: the peak is in the optimizer's step,
-# where no activation is left. The small model on many tokens shows that a rule without tokens cannot see them.
-# Korthikanti's 34 was counted for GPT layers with dropout, an MLP of four times the hidden size, and models of 22
-# billion parameters and more. Their logits are a small part. In SmolLM2 they are the largest layer. And a sum of all
-# states and all activations counts gradients that have not arrived yet. **A rule of thumb is right for the model it was
-# made for.**
-#
-# ## 8 · Tied weights: two names, one storage
+# ## 7 · Tied weights: two names, one storage
 #
 # SmolLM2's output layer *is* its embedding table. It has two names, and `state_dict()` lists both. It is one storage,
 # and the tracker counts storages.
@@ -749,8 +643,9 @@ print(f"in training, tying saves as much again: {format_bytes(16 * table.numel()
 
 # %% [markdown]
 # Code that adds up by name counts the table twice. For a small model with a large vocabulary that is a large error.
-#
-# ## 9 · Three steps under a budget
+
+# %% [markdown]
+# ## 8 · Three steps under a budget
 #
 # A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
 # `BudgetExceeded`, and says who holds what. The next cell has a training loop as you find it everywhere. It holds
@@ -834,26 +729,7 @@ with MemoryTracker(
 print(f"peak {tracker.peak.total:,} of {card:,} bytes")
 
 # %% [markdown]
-# ## 10 · Explore
-#
-# Here you can change a prediction with controls. While you move a control, the closed forms of this lesson answer. When
-# you stop, the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a
-# CUDA card, by PyTorch's sources. Nothing here was measured on a card. The dashed line is the card's room for tensors,
-# because the driver, cuBLAS and the allocator take the rest. The verdict above the bar counts them too. Try to answer
-# before you move a control:
-#
-# - Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
-# - With SmolLM2 and eager attention: at which sequence length do the activations overtake everything else?
-# - Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar, and which section of this lesson was about
-#   it?
-
-# %%
-from gradmem_lib import explore
-
-explore()
-
-# %% [markdown]
-# ## 11 · What you can now do
+# ## 9 · What you can now do
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
 # - **The peak is a moment.** With few tokens it is the optimizer's step, with many the loss. Ask
@@ -861,8 +737,6 @@ explore()
 # - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
 #   and no scores, if attention is fused.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
-# - **`predict` runs the step without its memory**, and is exact. Rules of thumb are right for the model they were made
-#   for.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
 # `python -m gradmem_lib progress` shows how far you have come. Next is lesson 02, where you write Adam yourself and see

@@ -21,8 +21,7 @@
 #
 # - read from a breakdown which technique comes next, and which will do nothing;
 # - say for each what it costs: in time, in exactness, in what is trained;
-# - tell the switches of `transformers` that do something from those that are ignored;
-# - say before you rent a card what a 7B needs on it, and write the recipe that fits.
+# - tell the switches of `transformers` that do something from those that are ignored.
 
 # %%
 import gc
@@ -295,11 +294,8 @@ print(plan(config, card=BUDGET, seq_len=128, global_batch=8, target="cpu"))
 # checkpoints, or all rows at once with checkpoints and with the loss in chunks, because no checkpoint shrinks the
 # logits.
 #
-# So the question of which comes first concerns the part of the peak that the two can change, *after* the rest fits. The
-# documents say about that part:
-
-# %%
-claims.show("C57", "C58")
+# So the question of which comes first concerns the part of the peak that the two can change, *after* the rest fits.
+# Lesson 06 has a chart for that decision.
 
 # %% [markdown]
 # ## 5 · Micro-batches
@@ -433,7 +429,15 @@ for name, value in arguments(Recipe(**cut | rerun), micro_batch=1).items():
 claims.show("C43")
 
 # %% [markdown]
-# A switch may be on and do nothing. This one has a second condition, which is easy to miss.
+# You cannot spell a flag wrong in `TrainingArguments` without an error. But some of what the documents advise is
+# accepted and does something else, or nothing:
+
+# %%
+claims.show("C46", "C47", "C56")
+
+# %% [markdown]
+# To be sure, always run one step and look: `MemoryCallback` puts `by_step` into any `Trainer`. And a switch that is on
+# may still do nothing. Checkpointing has a second condition, which is easy to miss.
 
 # %% [markdown]
 # ### Exercise 5.2 · checkpointing that happens
@@ -1009,207 +1013,9 @@ print(f"after step {step}, the same as without a stop, to the bit: {same}")
 # A checkpoint holds the weights, the optimizer's states, the schedule, the place in the data and, for dropout, the
 # random state. If one of them were missing, the last line would not say True. To save a checkpoint now and then, use
 # `save_strategy="steps", save_steps=100`.
-#
-# ## 13 · What is ignored
-#
-# You cannot spell a flag wrong in `TrainingArguments` without an error. But some of what the documents advise is
-# accepted and does something else, or nothing:
-
-# %%
-claims.show("C46", "C47", "C56")
 
 # %% [markdown]
-# To be sure, always run one step and look. `MemoryCallback` puts `by_step` into any `Trainer`.
-#
-# ## 14 · The same for a 7B
-#
-# No card was at hand when this was written. Everything in this section is **predicted**: Llama-2-7B, rows of 2,048
-# tokens, 8 of them an update. You have seen on a small model what each technique works on, so begin with the answer,
-# the recipe. The planner judges it.
-
-# %%
-from gradmem_lib import find_card
-from gradmem_lib.course import lesson_05
-
-# %% [markdown]
-# ### Exercise 5.8 · a 7B on a card of 24 GB
-#
-# ●●● · 10 minutes · trains: finding what stands in the way, and the one change that moves it
-#
-# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the
-# rows of a micro-batch; every layer has to learn something. `on_card(recipe, micro_batch)` says what `plan` would say:
-# print its `why_not()`, which names what stands in the way, and change one thing at a time. There is more than one way.
-#
-# <details><summary>Hint 1: before any prediction</summary>
-#
-# 6,738,415,616 weights. How many GiB in float32, in bf16? And as many gradients?
-#
-# <details><summary>Hint 2: two ways out</summary>
-#
-# Either few weights are trained (`lora_rank`), or no gradient waits (`in_backward`, with an optimizer that keeps next
-# to nothing; then accumulation is not possible, and 8 rows go at once).
-#
-# <details><summary>Hint 3: what is left</summary>
-#
-# Activations: `checkpointing="per-layer"`. Logits: `chunked_loss=True`. Rows: `accumulation`.
-#
-# </details></details></details>
-
-
-# %%
-def recipe_7b():
-    """(Recipe, rows of a micro-batch). Recipe's fields: help(Recipe)."""
-    ### BEGIN SOLUTION
-    recipe = Recipe(
-        precision="bf16",
-        optimizer="adamw-fused",
-        lora_rank=16,
-        checkpointing="per-layer",
-        accumulation=8,
-    )
-    return recipe, 1
-    ### END SOLUTION
-
-
-recipe_7b = check("5.8", recipe_7b)
-
-# %%
-recipe_of_mine, micro_batch = recipe_7b()
-option = lesson_05.on_card(recipe_of_mine, micro_batch)
-print(option)
-needs, spare = option.needs / 2**30, option.spare / 2**30
-print(f"needs {needs:.1f} GiB, and leaves {spare:.1f} of the card")
-
-# %% [markdown]
-# Now take the long way, technique by technique. Beside the peak of live bytes, the next tables show what the run needs
-# on a card, with the driver's context and a rough share for the allocator.
-
-# %%
-ladder = {
-    "bf16=True": {"precision": "autocast-bf16"},
-    "all in bf16": {"precision": "bf16"},
-    "+ 8 × 1": {"accumulation": 8},
-    "+ checkpointing": {"checkpointing": "per-layer"},
-    "+ 8-bit AdamW": {"optimizer": "adamw-8bit"},
-    "+ LoRA, rank 16": {"lora_rank": 16},
-    "+ loss in chunks": {"chunked_loss": True},
-    "+ base in 4 bits": {"quantized_base": True},
-}
-
-# %%
-question = "A 7B in bf16, cut into 8 × 1, checkpointed, AdamW: its peak in GiB?"
-guess_g = predict_first("5.g", question, unit="GiB")
-
-# %%
-changes, on_card = {"optimizer": "adamw-fused"}, {}
-print(f"{'GiB':<18}{'peak':>7}{'needs':>7}   most of it")
-for name, change in ladder.items():
-    changes |= change
-    option = lesson_05.on_card(Recipe(**changes), 8 // changes.get("accumulation", 1))
-    on_card[name], peak = option, option.prediction.peak
-    most = sorted(peak.by_category.items(), key=lambda item: -item[1])[:3]
-    held = ", ".join(f"{part} {n / 2**30:.1f}" for part, n in most)
-    print(f"{name:<18}{peak.total / 2**30:>7.1f}{option.needs / 2**30:>7.1f}   {held}")
-
-# %%
-peak = on_card["+ checkpointing"].prediction.peak.total
-guess_g.reveal(measured=round(peak / 2**30, 1), what="predicted")
-claims.show("C12", "C54")
-
-# %% [markdown]
-# In full fine-tuning accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are
-# 25 GiB before the first token. What fits has either few gradients (LoRA) or no waiting ones (a step in backward). The
-# prices:
-#
-# | technique | its price |
-# |---|---|
-# | accumulation | the gradients stay; time, where a micro-batch is too small for the card |
-# | checkpointing | up to a third more work, up to half more with frozen weights; measure the time |
-# | bf16 throughout | small updates are rounded away |
-# | 8-bit AdamW, Adafactor | approximate moments, or fewer of them; another learning rate |
-# | a step in backward | no accumulation, no clipping of the whole gradient |
-# | LoRA | a smaller space to learn in |
-# | a base in 4 bits | a rounded model, and time to write its weights out |
-#
-# On which cards does each of them fit? The next table has a star where it does:
-
-# %%
-cards = ("RTX 3070 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090 24GB")
-backward = {"precision": "bf16", "optimizer": "adafactor-torch", "in_backward": True}
-backward |= {"checkpointing": "per-layer", "chunked_loss": True}
-on_card["all weights, in backward, 8 rows"] = lesson_05.on_card(Recipe(**backward), 8)
-print(
-    f"{'':<36}{'needs':>10}  " + "".join(f"{card.rpartition(' ')[2]:>6}" for card in cards)
-)
-for name, option in on_card.items():
-    fits = ["*" if option.needs <= find_card(card).nbytes else "" for card in cards]
-    row = f"{name:<36}{option.needs / 2**30:>6.1f} GiB  "
-    print(row + "".join(f"{mark:>6}" for mark in fits))
-
-# %% [markdown]
-# The last line steps in backward, with torch's Adafactor. The 14.9 GB of C54 are the peak of *one* row. Does it matter
-# which Adafactor you take? Llama-3.1-8B has 128,256 words, and two tables of them, embedding and output, of 525 million
-# numbers each. The next cell runs two rows at a time:
-
-# %%
-from gradmem_lib import known_model
-
-config_8b = known_model("Llama-3.1-8B")[1]
-for optimizer in ("adafactor", "adafactor-torch"):
-    recipe_8b = Recipe(**backward | {"optimizer": optimizer})
-    ask = {"batch_size": 2, "seq_len": 2048, "target": "cuda"}
-    peak = predict(config_8b, recipe=recipe_8b, **ask).peak
-    most = f"temporaries {peak.by_category['temporaries'] / 2**30:.1f}"
-    print(f"{optimizer:<16}peak {peak.total / 2**30:.1f} GiB, {most}, in {peak.phase}")
-
-# %% [markdown]
-# Float32 copies of one table are 7.8 GiB, and one copy in bf16 is 1.0. With the second, every weight of the 8B can be
-# trained on 24 GB. With the first it cannot.
-#
-# Now back to the 7B: the two smaller cards need a base in 4 bits (QLoRA). Each frozen weight is then one of 16 values,
-# times a scale that its block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and thrown
-# away again. A card of 16 GB takes LoRA with or without 4 bits, and with them two thirds of it are left. What would the
-# planner do with the room?
-
-# %%
-found = plan(
-    "Llama-2-7B", card="RTX 4060 Ti 16GB", seq_len=2048, global_batch=8, method="qlora"
-)
-print(found.best)
-print("The next faster one does not fit:", found.next_faster)
-
-# %% [markdown]
-# Half of the layers keep their activations and need not run twice. That is the largest step up that fits.
-#
-# More claims of this kind have been made, for other models and larger cards. Before you look at a verdict, add up
-# weights, gradients and states in your head. That decides most of them.
-
-# %%
-claims.show("C23", "C25", "C51", "C53", "C55")
-
-# %% [markdown]
-# ## 15 · A table from the wild
-#
-# In 2022 the documentation of transformers fine-tuned BERT-large on a V100 in nine ways, and printed what the card's
-# own tool showed. No published table names all of its conditions. Can its figures be *predicted*, four years later and
-# without the card? The next table goes row by row, in MiB. It has what a step needs today, then one column for each
-# thing that was different, and what is left over.
-
-# %%
-from gradmem_lib.course import bert_large
-
-print(bert_large.table())
-
-# %% [markdown]
-# The sums come out within one per cent. The step's tensors alone are far off. Context and idle blocks are a good part
-# of what the tool shows, and the software of that year kept things that today's does not. Ask of any published figure:
-# which versions, and does it count tensors, the allocator, or the whole process?
-
-# %%
-claims.show("C13", "C14", "C24")
-
-# %% [markdown]
-# ## 16 · What you can now do
+# ## 13 · What you can now do
 #
 # - **Look where the peak is**, in which phase and of which category. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: use bf16, fewer
@@ -1221,8 +1027,7 @@ claims.show("C13", "C14", "C24")
 # - **The global batch, the schedule and the logged loss** must not change with the micro-batch. Compare one update at 1
 #   and at K steps.
 # - **Spend what is left.** A recipe that leaves half the card empty gives time away.
-# - **Measure a switch** before you rely on it, and **predict** a run before you rent the card.
+# - **Measure a switch** before you rely on it.
 #
-# That is the course. There are two ways on: `python -m gradmem_lib plan --help` for your model and your card, and
-# `LEDGER.md`, which has every claim that these lessons put to the test, with its figures. If you find a wrong one, its
-# test will tell you where.
+# Next is lesson 06: your error message, your model, your card. And `LEDGER.md` has every claim that these lessons put to
+# the test, with its figures. If you find a wrong one, its test will tell you where.

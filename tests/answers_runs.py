@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from gradmem_lib import LoRALinear, Recipe
+from gradmem_lib import LoRALinear
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
@@ -285,30 +285,4 @@ WRONG["5.7"] = {
     "cache": (partial(_held_out, cache=True), "key-value cache"),
     "bf16": (partial(_held_out, auto=True), "bf16"),
     "some": (partial(_held_out, first=4), "rows are|last rows"),
-}
-
-
-def _recipe(micro=1, **choices):
-    usual = {
-        "precision": "bf16",
-        "optimizer": "adamw-fused",
-        "checkpointing": "per-layer",
-        "accumulation": 8 // micro,
-    }
-    return lambda: (Recipe(**{**usual, **choices}), micro)
-
-
-RIGHT["5.8"] = {
-    "one name": _recipe(lora_rank=8, lora_targets=("q_proj",)),
-    "list": lambda: list(_recipe(lora_rank=16)()),
-    "two rows": _recipe(2, lora_rank=16, chunked_loss=True),
-}
-WRONG["5.8"] = {
-    "full": (_recipe(), "weights and gradients alone"),
-    "one layer": (_recipe(lora_rank=16, lora_targets=("layers.0.self_attn.q_proj",)), "every layer"),
-    "no checkpoints": (_recipe(lora_rank=16, checkpointing=None), "checkpointing='per-layer'"),
-    "float32": (_recipe(lora_rank=16, precision="float32"), "25.10 GiB"),
-    "small batch": (_recipe(lora_rank=16, accumulation=2), "global batch"),
-    "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
-    "a fraction": (lambda: (_recipe(lora_rank=16)()[0], 1.5), "whole number"),
 }

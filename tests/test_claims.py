@@ -22,8 +22,8 @@ from gradmem_lib.course.claims import (
     lesson_03_time,
     lesson_04,
     lesson_04_price,
-    lesson_05,
     lesson_05_switches,
+    lesson_06,
 )
 from gradmem_lib.course.claims.__main__ import main
 from gradmem_lib.units import MiB
@@ -167,19 +167,19 @@ MOVES = [
     ("C50", lesson_04_price, "share_left", stub(0.5), "does not hold"),
     (
         "C53",
-        lesson_05,
+        lesson_06,
         "SHAPES",
-        lesson_05.SHAPES | {"Llama-2-70B": lesson_05.SHAPES["Llama-2-13B"]},
+        lesson_06.SHAPES | {"Llama-2-70B": lesson_06.SHAPES["Llama-2-13B"]},
         "does not hold",
     ),
     (
         "C55",
-        lesson_05,
+        lesson_06,
         "predicted",
         stub(SimpleNamespace(peak=SimpleNamespace(total=10**12))),
         "does not hold",
     ),
-    ("C57", lesson_05, "_times", stub({"accumulated": 2.0, "checkpointed": 1.0}), "holds"),
+    ("C57", lesson_06, "_times", stub({"accumulated": 2.0, "checkpointed": 1.0}), "holds"),
 ]
 
 
@@ -191,10 +191,10 @@ def test_a_verdict_follows_what_is_measured(claim_id, module, name, value, verdi
 
 
 def test_bert_large_holds_no_longer_where_the_replay_is_off(monkeypatch):
-    rows = lesson_05.bert_large.rows()
+    rows = lesson_06.bert_large.rows()
     off = [dataclasses.replace(row, parts=row.parts | {"today": row.parts["today"] + 500}) for row in rows]
-    monkeypatch.setattr(lesson_05.bert_large, "rows", lambda: off)
-    assert [lesson_05.bert_large_accumulated().verdict, lesson_05.bert_large_checkpointed().verdict] == [
+    monkeypatch.setattr(lesson_06.bert_large, "rows", lambda: off)
+    assert [lesson_06.bert_large_accumulated().verdict, lesson_06.bert_large_checkpointed().verdict] == [
         "does not hold"
     ] * 2
 
@@ -237,7 +237,7 @@ def bert_large_parameters() -> int:
     return (30522 + 512 + 2) * h + 2 * h + 24 * block + h * h + h + 2 * h + 2
 
 
-def test_figures_of_lesson_05_against_arithmetic():
+def test_figures_of_lesson_06_against_arithmetic():
     seven = 6_738_415_616  # parameters of Llama-2-7B
     found = claims.find("C12").figures
     assert found["weights, gradients and Adam states"] == 16 * seven + 4 * 291

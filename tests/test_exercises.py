@@ -85,6 +85,11 @@ def test_an_unknown_exercise_is_one_sentence_that_lists_those_there_are(id):
     assert sentence.startswith(f"there is no exercise {id!r}: ") and ("0.1" in sentence)
 
 
+def test_an_exercise_that_moved_is_found_by_its_old_id():
+    assert get("5.8") is get("6.5") and get("6.5").name == "recipe_7b"
+    assert "5.8" not in {exercise.id for exercise in all_exercises(5)}
+
+
 def test_ids_forgive_spaces_and_lessons_forgive_zeros():
     assert get(" 0.1 ").id == "0.1"
     assert all_exercises(0) == all_exercises("00") == all_exercises("0") != []

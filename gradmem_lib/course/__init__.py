@@ -18,7 +18,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
     "bert_large": "claims.bert_large",
     "claims": "claims",
-    "lesson_05": "exercises.lesson_05",
+    "lesson_06": "exercises.lesson_06",
     "models": "models",
     "progress": "progress",
     "texts": "texts",

@@ -1,6 +1,6 @@
 """Lesson 05's answers about transformers' switches: what ``Trainer``, fp16, the cache and checkpointing's arguments really do.
 
-A tiny Llama is trained for a step with each of them; larger models are predicted for a CUDA card, as in ``lesson_05``.
+A tiny Llama is trained for a step with each of them; larger models are predicted for a CUDA card, as in ``lesson_06``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import models
 from . import Finding, answers, bert_large
 from .finding import Figure, about, fits, in_unit, yes
 from .lesson_01 import gb
-from .lesson_05 import activations, predicted, recipe
+from .lesson_06 import activations, predicted, recipe
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lesson 05's exercise about a 7B: a recipe that fits a card which nobody needs to own."""
+"""Lesson 06's exercise about a 7B: a recipe that fits a card which nobody needs to own."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _explain_7b(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="5.8", title="a 7B on a card of 24 GB", difficulty=3, minutes=10,
+        id="6.5", title="a 7B on a card of 24 GB", difficulty=3, minutes=10,
         trains="finding what stands in the way, and the one change that moves it",
         reference=recipe_7b,
         observe=_observe_7b,

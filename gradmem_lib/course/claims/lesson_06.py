@@ -1,4 +1,4 @@
-"""Lesson 05's answers: what the techniques need together, on which card, and which of them comes first.
+"""Lesson 06's answers: what the techniques need together, on which card, and which of them comes first.
 
 Needs are predicted for a CUDA card: live bytes of the second and later steps, exact; what the allocator, cuBLAS and the driver add
 is left out, so that "does not fit" is certain. Times are counted, not measured.
