@@ -2,8 +2,7 @@
 
 from importlib import import_module
 
-from . import moved
-from .measure import display
+from . import display, moved
 
 _HOMES = {
     "measure.tracker": "MemoryTracker",
@@ -29,7 +28,7 @@ _HOMES = {
     "view.descent": "show_losses show_paths",
     "view.explorer": "explore",
     "view.schedule_explorer": "explore_schedule",
-    "measure.schedule_record": "record_schedule",
+    "view.schedule_record": "record_schedule",
     "view.schedules": "show_schedule",
     "view.waterfall": "Waterfall",
     "course.check": "check",

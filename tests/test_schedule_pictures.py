@@ -16,8 +16,7 @@ from chains import X, chain, step_of
 from test_view import ROOT, SIGHT, lab
 
 from gradmem_lib import record_schedule
-from gradmem_lib.measure import schedule_record
-from gradmem_lib.view import schedule_explorer, schedules
+from gradmem_lib.view import schedule_explorer, schedule_record, schedules
 from gradmem_lib.view.style import png
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -192,7 +192,7 @@ def _display(asked: Guess) -> None:
         return
     from IPython.display import display
 
-    from ..measure.display import live_enabled
+    from ..display import live_enabled
 
     widget = _view(_widget(asked, example)) if live_enabled() else {}
     display({"text/plain": line, **widget}, raw=True)

@@ -2,7 +2,7 @@
 
 ``GRADMEM_LIVE=0``
     Still pictures instead of moving plots and input boxes, and no lines about what takes long: quicker on a slow connection,
-    and the same words on every machine. Read by ``measure.display`` as well, which stands below the course.
+    and the same words on every machine. Read by ``display`` as well, which stands below the course.
 ``GRADMEM_SIZE=ci``
     Lesson 05 trains for two updates instead of twenty. Read by that lesson's own cell; no figure of bytes depends on it.
 ``GRADMEM_CACHE``
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..measure import display
+from .. import display
 
 
 def quiet() -> bool:

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..display import in_kernel, pictures
 from ..names import CATEGORIES, PHASES
 from ..units import parse_bytes
 from .budget import BudgetExceeded, let_go
-from .display import in_kernel, pictures
 from .recording import Recording
 from .timeline import Holder, MemorySnapshot, Timeline
 from .watch import Meter, name_of

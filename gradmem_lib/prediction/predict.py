@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..measure.display import pictures
+from ..display import pictures
 from ..measure.timeline import MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES
 from ..techniques.schedules import segments_for

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from ..measure.display import in_kernel, live_enabled
+from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from .adapters import adapters_of, merged_state

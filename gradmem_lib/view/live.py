@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..measure.display import in_kernel, live_enabled
+from ..display import in_kernel, live_enabled
 from ..names import CATEGORIES, PHASES
 from .style import COLORS, HATCHES, MAX_POINTS, display_size, png
 from .timeline import PHASE_LABELS, describe, peak_of, plot_timeline

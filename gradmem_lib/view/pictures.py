@@ -1,4 +1,4 @@
-"""The pictures that measurements ask for by name (``measure.display``)."""
+"""The pictures that measurements ask for by name (``display``)."""
 
 from .live import LivePlot, show_timeline
 from .schedules import schedule_bundle

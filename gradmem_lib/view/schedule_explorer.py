@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..measure.schedule_record import ScheduleRecord, record_schedule
 from .live import show_explorer
+from .schedule_record import ScheduleRecord, record_schedule
 from .schedule_svg import BOUNDARY, ROWS, WIDTH, schedule_svg, summary
 from .schedules import bundle, describe_schedule, plot_schedule
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..measure.schedule_record import PARTS, ScheduleRecord
 from ..units import format_bytes
+from .schedule_record import PARTS, ScheduleRecord
 from .schedules import (
     COLORS,
     HATCHES,

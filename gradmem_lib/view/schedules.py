@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..measure.schedule_record import PARTS, ScheduleRecord
 from ..units import format_bytes
+from .schedule_record import PARTS, ScheduleRecord
 from .style import (
     INK,
     MUTED,

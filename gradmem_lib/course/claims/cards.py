@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import textwrap
 
-from ...measure.display import in_kernel
+from ...display import in_kernel
 from .finding import Figure, Finding
 from .table import Claim
 

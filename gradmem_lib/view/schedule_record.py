@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..compat import current_node, graph_task, next_number, number_of, storage_key
+from ..display import pictures
+from ..measure.recording import Entry, Recording
+from ..measure.storages import storages_of, tensors_in
+from ..measure.watch import Watch
 from ..names import OTHER, PARAMETERS
-from .display import pictures
-from .recording import Entry, Recording
-from .storages import storages_of, tensors_in
-from .watch import Watch
 
 KINDS = ("forward", "recompute", "backward", "outside")
 PARTS = ("inputs", "internals", "passing", "left")
