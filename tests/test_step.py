@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
 
 from gradmem_lib import MemoryTracker, Recipe
@@ -160,3 +161,25 @@ def test_rows_that_are_compared_with_each_other_are_not_cut():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="contrastive loss compares each row"):
         step(model, [], {"pixel_values": torch.ones(4, 2), "return_loss": True}, Recipe(accumulation=2))
+
+
+class Older(LlamaForCausalLM):
+    """As transformers had it before 5.23: the methods of checkpointing have one pair of names."""
+
+    @property
+    def activation_checkpointing_enable(self):
+        raise AttributeError("not yet")
+
+    activation_checkpointing_disable = activation_checkpointing_enable
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None, every_n_layers=1):
+        self._activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
+
+    def gradient_checkpointing_disable(self):
+        self._activation_checkpointing_disable()
+
+
+def test_every_second_layer_is_checkpointed_by_the_older_name_too():
+    older = Older(llama().config)
+    prepare(older, Recipe(every_n_layers=2))
+    assert [layer.gradient_checkpointing for layer in older.model.layers] == [True, False]

@@ -115,16 +115,20 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
     if every is None and recipe.checkpointing is None:
         return
-    if every is not None and hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-        undo.callback(model.activation_checkpointing_disable)
-    elif every == 1 and hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        undo.callback(model.gradient_checkpointing_disable)
+    # Transformers had the second pair of names alone before 5.23, and takes every_n_layers by either.
+    named = [
+        f"{kind}_checkpointing"
+        for kind in ("activation", "gradient")
+        if hasattr(model, f"{kind}_checkpointing_enable")
+    ]
+    if every is not None and named:
+        enable, disable = (getattr(model, f"{named[0]}_{verb}") for verb in ("enable", "disable"))
+        enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
+        undo.callback(disable)
     elif recipe.every_n_layers is not None:
         raise ValueError(
-            f"every_n_layers={every} is an option of transformers models, from version 5.23 on, and {type(model).__name__} has "
-            "none: choose checkpointing='per-layer', or a list of segment lengths"
+            f"every_n_layers={every} is an option of transformers models, and {type(model).__name__} is none: choose "
+            "checkpointing='per-layer', or a list of segment lengths"
         )
     else:
         undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
