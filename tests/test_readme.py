@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from minutes import minutes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +28,14 @@ def test_links_and_pictures_are_there():
 def test_every_lesson_is_in_the_course_map():
     lessons = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
     assert re.findall(r"^\| \[\d\d .*?\]\(lessons/(.*?)\)", README, re.MULTILINE) == lessons
+
+
+def test_the_minutes_of_a_lesson_are_those_that_it_states():
+    rows = re.findall(
+        r"^\| \[\d\d .*?\]\(lessons/(.*?)\.ipynb\) \|.*?\| (\S+) \| [^|]* \|$", README, re.MULTILINE
+    )
+    stated = {path.stem: minutes(path).stated[0] for path in sorted(ROOT.glob("solutions/*.py"))}
+    assert {name: int(column) for name, column in rows} == stated
 
 
 def surprises() -> list[tuple[str, str]]:
