@@ -17,7 +17,7 @@ found from one method (LayerNorm tuning), and have to be right for all others. N
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
@@ -26,14 +26,17 @@ import torch
 from record import record
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gradmem_lib.course import published
 from gradmem_lib.prediction.allocator import Allocator, workspace
 from gradmem_lib.prediction.predict import Prediction, predict
 from gradmem_lib.prediction.trace import traced
 from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.view.peaks import off_by
 
 ROWS, LONGEST = 4, 768
 SHORT = 150  # tokens of the last batches before the cache is emptied: the shortest ten of a group
 L40S = (8, 9)
+SOURCE = "PEFT, Llama-3.2-3B, L40S, 2026"
 LLAMA_3B = dict(
     vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
     num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=131_072,
@@ -151,19 +154,15 @@ def lengths(name: str) -> tuple[float, int]:
     return mean, tokens[longest - 1]
 
 
-def compared(name: str, mean: int, longest: int) -> dict:
+def compared(name: str, mean: int, longest: int) -> list[published.Row]:
     row = PEFT[name]
     model = model_of(row)
     short, usual, long = (step_of(model, n) for n in (SHORT, mean, longest))
-    found = {"allocated": allocated_after(usual, row.trained), "reserved": reserved_by(short, long)}
-    published = {"allocated": row.allocated, "reserved": row.reserved}
-    return {
-        "method": name,
-        "trained": row.trained,
-        "published": published,
-        "predicted": found | {"peak at the long length": long.prediction.peak.total},
-        "off": {what: round(found[what] / published[what] - 1, 4) for what in published},
-    }
+    allocated, reserved = allocated_after(usual, row.trained), reserved_by(short, long)
+    return [
+        published.Row(SOURCE, name, "allocated after a step, mean", row.allocated, allocated),
+        published.Row(SOURCE, name, "reserved, 99th percentile", row.reserved, reserved),
+    ]
 
 
 def main() -> None:
@@ -173,13 +172,11 @@ def main() -> None:
     source = next(iter(PEFT))
     mean, longest = lengths(source)
     print(f"From {source}: {mean:.1f} tokens on average, {longest} behind the 99th percentile")
-    rows = []
-    for name in PEFT:
-        rows.append(compared(name, round(mean), longest))
-        off = rows[-1]["off"]
-        print(f"{name:<24} allocated {off['allocated']:+.1%}, reserved {off['reserved']:+.1%}", flush=True)
-    what = "predicted for PEFT's runs on an L40S, beside what they published; bytes"
-    record("published", {"what": what, "mean tokens": round(mean, 1), "long tokens": longest, "rows": rows})
+    rows = [row for name in PEFT for row in compared(name, round(mean), longest)]
+    for row in rows:
+        print(f"{row.source}, {row.run}: {row.what} {off_by(row.published, row.predicted)}")
+    found = {"mean tokens": round(mean, 1), "long tokens": longest, "rows": [asdict(row) for row in rows]}
+    record("published", found, published.RECORD)
 
 
 if __name__ == "__main__":

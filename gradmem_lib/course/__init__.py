@@ -21,6 +21,7 @@ _MODULES = {
     "lesson_06": "exercises.lesson_06",
     "models": "models",
     "progress": "progress",
+    "published": "published",
     "texts": "texts",
 }
 __all__ = sorted([*_HOME, *_MODULES])

@@ -108,7 +108,8 @@ def style():
 _KEEP_RC = {"backend", "backend_fallback", "interactive", "toolbar", "timezone", "datapath", "webagg.address"}
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, alt: str = "") -> Figure:
+    """``alt``: the picture in words, for those who do not see it."""
     from matplotlib.figure import Figure
 
     class Picture(Figure):
@@ -118,7 +119,7 @@ def new_figure(width: float, height: float) -> Figure:
             import base64
 
             data = {"image/png": base64.b64encode(png(self)).decode(), "text/plain": "Memory figure"}
-            return data, {"image/png": display_size(self)}
+            return data, {"image/png": {**display_size(self), **({"alt": alt} if alt else {})}}
 
     return Picture(figsize=(width, height), dpi=100, facecolor=PAPER)
 
