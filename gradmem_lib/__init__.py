@@ -21,6 +21,7 @@ _HOMES = {
     "training.adapters": "merge_adapters",
     "training.trainer": "MemoryCallback arguments make_trainer",
     "prediction.predict": "Prediction predict",
+    "prediction.failure": "OutOfMemory out_of_memory",
     "planning.cards": "CARDS find_card",
     "planning.models": "known_model",
     "planning.plan": "plan",

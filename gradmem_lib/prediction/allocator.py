@@ -6,6 +6,7 @@ done yet.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
@@ -33,16 +34,24 @@ def workspace(compute_capability: tuple[int, int] = (8, 0)) -> int:
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE, ROUND_LARGE = 1 * MiB, 2 * MiB, 20 * MiB, 10 * MiB, 2 * MiB
 
 
+class NoRoom(Exception):
+    """The card has no room for a segment of ``asked`` bytes, and nothing that could be given back for it."""
+
+    def __init__(self, asked: int):
+        self.asked = asked
+
+
 class Allocator:
     """The caching allocator's rules on addresses that stand for memory (expandable segments off, one stream).
 
     Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment of their
     own, in whole 2 MiB. The smallest free block that fits is taken, and split if enough is left; neighbours that are free
-    merge again. ``reserved`` is what has been taken from the driver, which ``empty_cache`` alone gives back.
+    merge again. ``reserved`` is what has been taken from the driver, which ``empty_cache`` gives back: the
+    caller's, or its own where ``capacity`` bytes have no room for a new segment. If that is not enough, it is ``NoRoom``.
     """
 
-    def __init__(self):
-        self.reserved = 0
+    def __init__(self, capacity: float = math.inf):
+        self.capacity, self.reserved = capacity, 0
         self._next = 0  # the address of the next segment: segments never touch, so that they never merge
         self._segments: dict[int, int] = {}  # address: bytes
         self._used: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether in the pool of small ones
@@ -64,6 +73,10 @@ class Allocator:
         else:
             large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
             total, address = SMALL_SEGMENT if small else large, self._next
+            if self.reserved + total > self.capacity:
+                self.empty_cache()
+            if self.reserved + total > self.capacity:
+                raise NoRoom(total)
             self._next += 2 * total
             self._segments[address] = total
             self.reserved += total
@@ -92,6 +105,23 @@ class Allocator:
                 self._take(address, total, (total, address) in self._free[True])
                 del self._segments[address]
                 self.reserved -= total
+
+    def snapshot(self) -> list[dict]:
+        """The segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot``."""
+        found = []
+        for address, total in self._segments.items():
+            blocks: list[dict] = []
+            at = address
+            while at < address + total:
+                used, size = at in self._used, self._used[at][0] if at in self._used else self._begins[at]
+                state = "active_allocated" if used else "inactive"
+                blocks.append({"address": at, "size": size, "state": state})
+                at += size
+            held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+            sizes = {"total_size": total, "allocated_size": held, "active_size": held}
+            kind = {"segment_type": "small" if total == SMALL_SEGMENT else "large", "blocks": blocks}
+            found.append({"address": address} | sizes | kind)
+        return found
 
     def _put(self, address: int, size: int, small: bool) -> None:
         insort(self._free[small], (size, address))

@@ -59,10 +59,12 @@ class Prediction:
         """For a card: bytes that the caching allocator will have reserved from the driver, by replaying its rules over the
         full trace, which takes seconds for a deep model. An estimate: the order of the frees is the trace's. Without
         what libraries and the driver keep beside it (``allocator.workspace``, ``CONTEXT``). ``None`` for the CPU."""
-        if self.target != "cuda":
-            return None
+        return allocator.replayed(self.requests()) if self.target == "cuda" else None
+
+    def requests(self) -> tuple[int, ...]:
+        """What the step asks of an allocator, in order, beginning with all that is there before it: see ``allocator.replayed``."""
         few = self._question.recipe.accumulation > REPLAYED and self._question.source.key is not None
-        return allocator.replayed(_trace(self._question, None, REPLAYED if few else None).requests)
+        return _trace(self._question, None, REPLAYED if few else None).requests
 
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""

@@ -1,0 +1,99 @@
+"""A card that is too small: what PyTorch's error says, and what its allocator holds at that moment, by replaying its rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..units import GiB, KiB, MiB, parse_bytes
+from .allocator import CONTEXT, Allocator, NoRoom, workspace
+from .predict import Prediction
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The failure of a predicted step. All figures are bytes.
+
+    ``asked``: the segment that the driver could not give, for a tensor of ``tensor``. ``total``: the card. ``context``: what the
+    process holds beside PyTorch's allocator. ``allocated``: blocks with a tensor in them. ``reserved``: all segments.
+    ``segments``: as ``torch.cuda.memory_snapshot`` lists them.
+    """
+
+    asked: int
+    tensor: int
+    total: int
+    context: int
+    allocated: int
+    reserved: int
+    segments: list[dict]
+
+    @property
+    def process(self) -> int:
+        """What ``nvidia-smi`` shows for the process."""
+        return self.context + self.reserved
+
+    @property
+    def free(self) -> int:
+        return self.total - self.process
+
+    @property
+    def unallocated(self) -> int:
+        """Reserved and without a tensor: free blocks in segments that are in use."""
+        return self.reserved - self.allocated
+
+    def __str__(self) -> str:
+        """PyTorch's own words (2.10 to 2.13)."""
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(self.asked)}. GPU 0 has a total capacity of {_size(self.total)} of "
+            f"which {_size(self.free)} is free. Including non-PyTorch memory, this process has {_size(self.process)} memory in "
+            f"use. Of the allocated memory {_size(self.allocated)} is allocated by PyTorch, and {_size(self.unallocated)} is "
+            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
+            "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
+
+
+def _size(nbytes: int) -> str:
+    """As PyTorch's allocator writes it: a size of exactly 1 MiB in KiB."""
+    for unit, factor in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if nbytes > factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def out_of_memory(
+    prediction: Prediction, capacity: int | str, *, context: int = CONTEXT, cublas: int | None = None
+) -> OutOfMemory | None:
+    """The error that the predicted step ends with on a card of ``capacity`` bytes, or ``None`` where it fits.
+
+    The step is a second or later one, alone on the card. ``context`` (the driver's) and ``cublas`` (its workspaces, which lie
+    in PyTorch's memory) are estimates unless they are given. Takes seconds, like ``Prediction.replay_allocator``.
+
+    Raises ``ValueError`` for a prediction for the CPU, and where ``capacity`` has no room for the context.
+    """
+    total = parse_bytes(capacity)
+    if prediction.target != "cuda":
+        raise ValueError(
+            "this prediction is for the CPU, which has no such error: predict(..., target='cuda')"
+        )
+    if total <= context:
+        raise ValueError(
+            f"a card of {total:,} bytes has no room for the driver's context of {context:,} bytes"
+        )
+    held = Allocator(total - context)
+    addresses: list[int] = []
+    workspaces = workspace() if cublas is None else cublas
+    size = 0
+    try:
+        for size in [workspaces // 2] * 2 if workspaces else []:
+            held.allocate(size)
+        for request in prediction.requests():
+            if request < 0:
+                held.free(addresses[-1 - request])
+            else:
+                size = request
+                addresses.append(held.allocate(size))
+    except NoRoom as refused:
+        segments = held.snapshot()
+        used = sum(segment["allocated_size"] for segment in segments)
+        return OutOfMemory(refused.asked, size, total, context, used, held.reserved, segments)
+    return None
