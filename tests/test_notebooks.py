@@ -105,13 +105,13 @@ def test_the_exercises_checked_are_those_that_the_library_knows(path):
 
     checked = [name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)]
     number = int(path.stem.split("_")[0])
-    assert list(dict.fromkeys(checked)) == [each.id for each in known.all_exercises(lesson=number)]
+    assert sorted(set(checked)) == sorted(each.id for each in known.all_exercises(lesson=number))
 
 
 # A learner's time.
 
 MOST_MINUTES, MOST_CELLS, PART_ONE = 60, 60, 5 * 60
-TOO_LONG = ("01", "02", "03", "04", "05")
+TOO_LONG = ("01", "03", "04", "05")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ _HOMES = {
     "guesses": "Guess",
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
-    "exercises.lesson_02": "step_budget three_steps",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting train_setting",
     "exercises.trainer": "trainer_logs trainer_setting",
     "claims.lesson_03_time": "learning_rates recorded",
