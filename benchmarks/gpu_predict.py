@@ -159,6 +159,7 @@ ONCE = (
     Case("llama", 4, 512, replace(BF16, optimizer="adafactor")),
     Case("llama", 4, 512, replace(BF16, optimizer="adafactor-torch", in_backward=True)),
     Case("llama", 4, 512, replace(BF16, optimizer="adamw-8bit")),
+    Case("llama", 4, 512, replace(BF16, optimizer="adamw-stochastic")),
 )
 AS_MANY_AS_IT_HOLDS = (
     Case("llama-1b", None, 2048, BF16),

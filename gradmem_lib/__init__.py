@@ -15,6 +15,8 @@ _HOMES = {
     "techniques.checkpointing": "checkpoint_layers",
     "techniques.schedules": "best_segments extra_forwards schedule_peak uniform_segments",
     "techniques.lora": "LoRALinear",
+    "techniques.precision": "GradScaler stochastic_round",
+    "measure.dtypes": "operation_dtypes",
     "training.prepare": "prepare",
     "training.recipe": "Recipe",
     "training.step": "step",

@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
     "adamw-fused": "AdamW in one kernel, in place",
     "adamw-8bit": "AdamW whose states take one byte a number",
+    "adamw-stochastic": "AdamW on bf16 weights and states, computed in float32 and rounded by chance, so that no update is lost on average",
     "adafactor": "row and column sums in place of the second moment, as transformers has it: with float32 copies of a tensor",
     "adafactor-torch": "the same, as torch.optim has it: one copy of a tensor, in its own dtype; a relative learning rate",
     "sgd": "no state, or one with momentum",

@@ -13,7 +13,8 @@ from torch import nn
 
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.adam import Adam, AdamW
-from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW, StochasticAdamW
 
 PAIRS = [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
@@ -266,7 +267,7 @@ def test_bad_settings_are_refused_where_torch_refuses_them(ours, theirs, options
         theirs(parameters(), **options)
 
 
-@pytest.mark.parametrize("kind", [MasterAdamW, AdamW8bit])
+@pytest.mark.parametrize("kind", [MasterAdamW, AdamW8bit, StochasticAdamW])
 def test_states_of_other_dtypes_come_with_the_same_checks(kind):
     with pytest.raises(ValueError, match=r"betas=\(1.0, 0.999\)"):
         kind(parameters(), betas=(1.0, 0.999))

@@ -13,7 +13,8 @@ from trainers import ROWS, At, assert_clean, rows, small, trainer_for
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe, predict
-from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW, StochasticAdamW
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -174,7 +175,7 @@ def test_it_trains_outside_the_main_thread(tmp_path):
     assert not failed and trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("kind", [AdamW8bit, MasterAdamW])
+@pytest.mark.parametrize("kind", [AdamW8bit, MasterAdamW, StochasticAdamW])
 def test_states_keep_their_dtypes_when_they_are_loaded(kind):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(80, 80, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))]

@@ -217,6 +217,7 @@ def test_bytes_that_a_token_keeps_at_least(work):
 OPTIMIZERS = ["adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "adafactor", "adafactor-torch", "sgd"]
 RESIDENTS = [
     *(Recipe(precision=p, optimizer=o) for p in ("float32", "bf16") for o in OPTIMIZERS),
+    Recipe(precision="bf16", optimizer="adamw-stochastic"),
     Recipe(precision="autocast-bf16", optimizer="adamw-fused"),
     Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True),
     Recipe(precision="bf16", lora_rank=16),

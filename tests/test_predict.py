@@ -36,6 +36,8 @@ MORE = {
     "adafactor": Recipe(optimizer="adafactor", precision="bf16"),
     "adafactor-torch": Recipe(optimizer="adafactor-torch", precision="bf16"),
     "8-bit": Recipe(optimizer="adamw-8bit", precision="bf16"),
+    "stochastic": Recipe(optimizer="adamw-stochastic", precision="bf16"),
+    "stochastic-accumulated": Recipe(optimizer="adamw-stochastic", precision="bf16", accumulation=2),
     "sgd": Recipe(optimizer="sgd"),
     "master-foreach": Recipe(precision="float32-master", optimizer="adamw-foreach"),
     "master-fused": Recipe(precision="float32-master", optimizer="adamw-fused"),

@@ -13,7 +13,8 @@ from torch import nn
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.techniques.losses import chunked_cross_entropy
-from gradmem_lib.techniques.optimizers import AdamW8bit, MasterAdamW
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step

@@ -11,7 +11,8 @@ from transformers.optimization import Adafactor
 
 from gradmem_lib import MemoryTracker, Recipe
 from gradmem_lib.course import models
-from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit, MasterAdamW
+from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.training.prepare import ADAFACTOR_EPS, RATE, RELATIVE_RATE, make_optimizer, prepare
 from gradmem_lib.training.step import step
 

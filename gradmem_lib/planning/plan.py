@@ -33,7 +33,8 @@ def plan(
     Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
     divides the global batch. Attention is always fused where the model can: eager needs more bytes and more time.
-    ``float32-master`` is not tried: it holds as many bytes as mixed precision, and needs an optimizer of its own.
+    ``float32-master`` is not tried: it holds as many bytes as mixed precision, and needs an optimizer of its own;
+    ``adamw-stochastic`` neither: it holds what bf16 with AdamW holds, and can take its place.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """

@@ -34,7 +34,7 @@ def accumulate_gradients(
     count_items: Callable[[Any], int] | None = None,
     reduction: str = "sum",
     model: nn.Module | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: Any = None,
 ) -> Accumulated:
     """Leave in ``.grad`` the gradient of the mean loss over all items of all ``micro_batches``, one backward for each.
 

@@ -103,31 +103,37 @@ class Adam(Optimizer):
             self._update(p, group)
         return loss
 
+    def _start(self, p: Tensor, state: dict) -> None:
+        # Counters stay on the CPU: reading one from a card would make every step wait for it.
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
     def _update(self, p: Tensor, group: dict) -> None:
         # A method of its own: its temporary is gone before the next parameter's is made.
         state = self.state[p]
         if not state:
-            # Counters stay on the CPU: reading one from a card would make every step wait for it.
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            self._start(p, state)
         state["step"] += 1
-        t, lr, decay = float(state["step"]), float(group["lr"]), group["weight_decay"]
-        beta1, beta2 = group["betas"]
-        grad, m, v = p.grad, state["exp_avg"], state["exp_avg_sq"]
+        tensors = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
         if p.is_complex():  # two real numbers each
-            p, grad, m, v = map(torch.view_as_real, (p, grad, m, v))
+            tensors = tuple(map(torch.view_as_real, tensors))
+        adam_step(*tensors, float(state["step"]), group)
 
-        if decay and group["decoupled_weight_decay"]:
-            p.mul_(1 - lr * decay)
-        elif decay:
-            grad = grad.add(p, alpha=decay)
-        m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        del grad  # a decayed gradient is a temporary, and the next line makes another
 
-        denominator = v.sqrt().div_(sqrt(1 - beta2**t)).add_(group["eps"])
-        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+def adam_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: float, group: dict) -> None:
+    """Step ``t`` of a weight and its moments, in place: four tensors of one shape, and a group's settings."""
+    lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
+    if decay and group["decoupled_weight_decay"]:
+        p.mul_(1 - lr * decay)
+    elif decay:
+        grad = grad.add(p, alpha=decay)
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    del grad  # a decayed gradient is a temporary, and the next line makes another
+
+    denominator = v.sqrt().div_(sqrt(1 - beta2**t)).add_(group["eps"])
+    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
 
 
 class AdamW(Adam):

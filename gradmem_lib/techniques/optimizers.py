@@ -1,4 +1,4 @@
-"""AdamW whose states have dtypes of their own: float32 beside bf16 weights, and one byte a number."""
+"""AdamW whose states take one byte a number."""
 
 from __future__ import annotations
 
@@ -10,68 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .adam import AdamW
+from .precision import OwnDtypes
 
 BLOCK = 256
 SMALLEST_8BIT = 4096
 
 
-class _OwnDtypes(AdamW):
-    """``load_state_dict`` leaves what it loads in its dtype, and not in the parameter's: a float32 copy of the weights
-    would come back rounded to bf16, and 8-bit codes as numbers."""
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                for name, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, Tensor) and name != "step":
-                        self.state[p][name] = value.to(p.device, copy=True)
-
-
-class MasterAdamW(_OwnDtypes):
-    """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
-
-    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32
-    copy, and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a
-    time; ``foreach`` and ``fused`` want all of them at once.
-    """
-
-    def __init__(self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any):
-        super().__init__(*arguments, **settings)
-        self.foreach, self.fused = foreach, fused
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            for p in ready:
-                if not self.state[p]:
-                    self.state[p] = {
-                        "step": torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0),
-                        "master": p.detach().float(),
-                        "exp_avg": torch.zeros_like(p, dtype=torch.float32),
-                        "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
-                    }
-            for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
-                self._update_masters(some, group)
-
-    def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
-        from torch.optim.adamw import adamw
-
-        states = [self.state[p] for p in parameters]
-        masters, m, v, steps = ([s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step"))
-        gradients = [p.grad.float() for p in parameters]
-        (beta1, beta2), settings = group["betas"], {k: group[k] for k in ("lr", "eps", "weight_decay")}
-        adamw(
-            masters, gradients, m, v, [], steps, foreach=self.foreach, fused=self.fused, amsgrad=False,
-            maximize=False, beta1=beta1, beta2=beta2, **settings,
-        )  # fmt: skip
-        for p, master in zip(parameters, masters, strict=True):
-            p.copy_(master)
-
-
-class AdamW8bit(_OwnDtypes):
+class AdamW8bit(OwnDtypes):
     """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
 
     The layout is bitsandbytes': blocks of 256 numbers share one float32, their largest magnitude; tensors below 4,096

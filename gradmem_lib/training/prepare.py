@@ -14,7 +14,8 @@ from .. import compat
 from ..compat import is_persistent, own_tensors
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
-from ..techniques.optimizers import AdamW8bit, MasterAdamW
+from ..techniques.optimizers import AdamW8bit
+from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from .losses import check_chunked_loss
 from .recipe import Recipe
@@ -142,6 +143,8 @@ def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) ->
         return kind(parameters, lr=lr, foreach=name == "adamw-foreach", fused=name == "adamw-fused")
     if name == "adamw-8bit":
         return AdamW8bit(parameters, lr=lr)
+    if name == "adamw-stochastic":
+        return StochasticAdamW(parameters, lr=lr)
     if name == "adafactor-torch":
         return torch.optim.Adafactor(parameters, lr=lr, eps=ADAFACTOR_EPS, foreach=False)
     if name == "adafactor":

@@ -89,6 +89,11 @@ class Recipe:
                 "in_backward=True steps before the scaled gradients of autocast-fp16 could be checked and unscaled: choose "
                 "precision='autocast-bf16', which needs no scaling"
             )
+        if self.optimizer == "adamw-stochastic" and self.precision not in ("bf16", None):
+            raise ValueError(
+                f"adamw-stochastic rounds bf16 weights by chance, and precision={self.precision!r} keeps exact ones: choose "
+                "precision='bf16' with it, or optimizer='adamw'"
+            )
         if self.precision == "float32-master" and not self.optimizer.startswith("adamw"):
             raise ValueError(
                 f"float32-master is written for AdamW, and optimizer={self.optimizer!r}: choose an AdamW, or another precision"

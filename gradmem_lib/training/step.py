@@ -11,23 +11,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
 from .recipe import Recipe
 
 
 class _FixedScale:
-    """What float16 gradients are multiplied by, to keep small ones above 0. ``GradScaler`` would look for the best number."""
+    """What float16 gradients are multiplied by, to keep small ones above 0. ``GradScaler`` looks for the best number."""
 
     factor = 2.0**12
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.factor
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.factor)
+        optimizer.step()
+
+    def update(self) -> None:
+        """There is nothing to look for."""
 
 
 def step(
@@ -39,6 +44,7 @@ def step(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     mark: Callable[[str], None] = lambda part: None,
     micro_batches: int | None = None,
+    scaler: GradScaler | _FixedScale | torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
 
@@ -51,6 +57,8 @@ def step(
             output itself).
         mark: is called with ``"forward"``, ``"backward"`` and ``"step"`` before each begins.
         micro_batches: ends after so many of them: for a prediction, which knows that the rest are alike.
+        scaler: looks for the factor of float16's loss from step to step, and skips a step whose gradients are not finite.
+            Without one the factor is fixed, and nothing is skipped.
 
     ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
@@ -67,16 +75,19 @@ def step(
         mark("backward")
         return value, count
 
-    scaler = _FixedScale() if recipe.precision == "autocast-fp16" else None
+    if scaler is None and recipe.precision == "autocast-fp16":
+        scaler = _FixedScale()
     done = accumulate_gradients(
         zip(parts[:micro_batches], counts, strict=True), loss_and_count,
         total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
     )  # fmt: skip
     mark("step")
     if not isinstance(optimizer, list):  # else every parameter has been stepped in backward
-        if scaler is not None:
-            scaler.unscale(optimizer)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
     return torch.tensor(done.loss)
 

@@ -1,0 +1,146 @@
+"""Training in 16 bits: exact weights beside rounded ones, rounding by chance, and a scaled loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .adam import AdamW, adam_step
+
+SLICE = 2**18  # numbers of a tensor that are float32 at a time in a step
+
+
+class OwnDtypes(AdamW):
+    """``load_state_dict`` leaves what it loads in its dtype, and not in the parameter's: a float32 copy of the weights
+    would come back rounded to bf16, and 8-bit codes as numbers."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[p][name] = value.to(p.device, copy=True)
+
+
+class MasterAdamW(OwnDtypes):
+    """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
+
+    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32
+    copy, and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a
+    time; ``foreach`` and ``fused`` want all of them at once.
+    """
+
+    def __init__(self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.foreach, self.fused = foreach, fused
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None]
+            for p in ready:
+                if not self.state[p]:
+                    self.state[p] = {
+                        "step": torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0),
+                        "master": p.detach().float(),
+                        "exp_avg": torch.zeros_like(p, dtype=torch.float32),
+                        "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
+                    }
+            for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
+                self._update_masters(some, group)
+
+    def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
+        from torch.optim.adamw import adamw
+
+        states = [self.state[p] for p in parameters]
+        masters, m, v, steps = ([s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step"))
+        gradients = [p.grad.float() for p in parameters]
+        (beta1, beta2), settings = group["betas"], {k: group[k] for k in ("lr", "eps", "weight_decay")}
+        adamw(
+            masters, gradients, m, v, [], steps, foreach=self.foreach, fused=self.fused, amsgrad=False,
+            maximize=False, beta1=beta1, beta2=beta2, **settings,
+        )  # fmt: skip
+        for p, master in zip(parameters, masters, strict=True):
+            p.copy_(master)
+
+
+def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """``x``, float32 of any shape, as bf16: one of its two neighbours, the nearer one with the greater chance.
+
+    The mean over many roundings is ``x`` itself, so that of many updates too small for a bf16 weight the right share counts
+    (Gupta et al. 2015). A bf16 number is the upper half of a float32 number. A random lower half is added, and carries into the
+    upper one as often as ``x``'s own lower half is large.
+    """
+    chance = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    return chance.add_(x.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
+
+
+class StochasticAdamW(OwnDtypes):
+    """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments by chance: 8 bytes a parameter
+    with its gradient, as in pure bf16, and no update is lost on average.
+
+    ``generator``: where chance comes from; without one it is torch's own for the device. Over several processes give each a
+    generator with the same seed: else their copies of the weights drift apart. Parameters in other dtypes are updated as usual.
+    """
+
+    def __init__(self, *arguments: Any, generator: torch.Generator | None = None, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.generator = generator
+
+    def _update(self, p: Tensor, group: dict) -> None:
+        if p.dtype != torch.bfloat16:
+            return super()._update(p, group)
+        state = self.state[p]
+        if not state:
+            self._start(p, state)
+        state["step"] += 1
+        # A slice at a time, so that the float32 copies stay small beside a large embedding.
+        tensors = [torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        rows = max(1, SLICE * len(tensors[0]) // max(1, p.numel()))
+        for weight, grad, m, v in zip(*(t.split(rows) for t in tensors), strict=True):
+            exact = weight.float(), grad.float(), m.float(), v.float()
+            adam_step(*exact, float(state["step"]), group)
+            for narrow, wide in ((weight, exact[0]), (m, exact[2]), (v, exact[3])):
+                narrow.copy_(stochastic_round(wide, self.generator))
+        return None
+
+
+class GradScaler:
+    """Keeps float16 gradients above zero: the loss is multiplied by ``factor``, and the gradients divided by it.
+
+    Where a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` halved. After
+    ``growth_interval`` good steps in a row it is doubled. The names are ``torch.amp.GradScaler``'s.
+    """
+
+    def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000):
+        self.factor, self.growth_interval = init_scale, growth_interval
+        self.good_steps, self.finite = 0, True
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Divide the gradients, in place; then step, unless one of them is not finite."""
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        largest = [
+            torch.linalg.vector_norm(g.div_(self.factor), float("inf")) for g in gradients if g.numel()
+        ]
+        self.finite = all(norm.isfinite().item() for norm in largest)
+        if self.finite:
+            optimizer.step()
+
+    def update(self) -> None:
+        self.good_steps = self.good_steps + 1 if self.finite else 0
+        if not self.finite:
+            self.factor /= 2
+        elif self.good_steps == self.growth_interval:
+            self.factor, self.good_steps = self.factor * 2, 0
+
+    def get_scale(self) -> float:
+        return self.factor
