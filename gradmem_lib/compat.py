@@ -4,8 +4,6 @@ All of them were seen in torch 2.13.0 and transformers 5.23.0. When a new versio
 tests/test_compat.py fails for a private name anywhere else. transformers is imported only by the functions that need it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

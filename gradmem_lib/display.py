@@ -3,8 +3,6 @@
 Nothing here imports torch, so that ``python -m gradmem_lib doctor`` can speak where torch does not import.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The only spelling of categories, phases, precisions, optimizers, attention and checkpointing."""
 
-from __future__ import annotations
-
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
 PHASES = ("idle", "forward", "backward", "optimizer_step")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER = range(len(CATEGORIES))

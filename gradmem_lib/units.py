@@ -1,7 +1,5 @@
 """Bytes in, bytes out: one place that reads "2 GiB" and one that writes it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

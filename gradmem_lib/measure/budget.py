@@ -1,7 +1,5 @@
 """The error of a budget that was passed: who holds what, and what helps."""
 
-from __future__ import annotations
-
 import traceback
 
 import torch

@@ -4,8 +4,6 @@ A technique is for some categories in some phases. Take all of their bytes away,
 total that is left is the lowest peak that it can reach with them, however well it works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The storages that are alive, the bytes they take by category, and both at every moment of a run."""
 
-from __future__ import annotations
-
 import weakref
 from array import array
 from collections import deque

@@ -3,8 +3,6 @@
 A storage is the block of bytes behind one or more tensors. Views and tied weights share one, so bytes are counted by storage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -1,12 +1,10 @@
 """What a recording is fed from: every operation that PyTorch dispatches, every module, optimizer and parameter that it serves."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -105,7 +103,7 @@ class Meter:
         self._hooked = WeakIdKeyDictionary()
         self._undo = ExitStack()
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
             if is_compiled(module):
                 raise compiled_error(name or type(module).__name__)

@@ -1,7 +1,5 @@
 """The one table of cards: their bytes, their rates, and how people write their names."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Python that trains by a plan's recipe: what it runs is the library's own step, so it needs what was predicted."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

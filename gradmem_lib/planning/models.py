@@ -1,7 +1,5 @@
 """Models that people know by name: their sizes, without a network."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

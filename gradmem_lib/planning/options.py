@@ -1,7 +1,5 @@
 """One way to train, with what it needs and what it takes; and which of several comes first."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 from ..prediction.predict import Prediction

@@ -1,7 +1,5 @@
 """``plan``: the ways to train a model that fit a card."""
 
-from __future__ import annotations
-
 from ..units import format_bytes
 from .cards import CARDS, Card, find_card
 from .cost import count

@@ -1,7 +1,5 @@
 """What a plan says: the recipes that fit, fastest first, and why the others do not."""
 
-from __future__ import annotations
-
 import html
 import textwrap
 from dataclasses import asdict, dataclass

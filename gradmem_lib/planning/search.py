@@ -1,7 +1,5 @@
 """The search for recipes that fit: from the fastest down, without predicting what surely needs too much."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A model's config, from wherever it was given, the class that trains on it, and a batch that it takes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

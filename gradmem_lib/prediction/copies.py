@@ -1,7 +1,5 @@
 """Copies of modules and batches that have no memory behind them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

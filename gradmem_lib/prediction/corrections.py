@@ -3,8 +3,6 @@
 Found by running PyTorch's own samples of every operator (``torch.testing``) for real and on fake tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from math import inf

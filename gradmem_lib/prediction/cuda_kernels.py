@@ -4,8 +4,6 @@ It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_m
 card; that has not been done yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """A long trace from two short ones: every layer of a deep model does the same things, event by event."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A card that is too small: what PyTorch's error says, and what its allocator holds at that moment, by replaying its rules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..units import GiB, KiB, MiB, parse_bytes

@@ -6,8 +6,6 @@ key that costs little to make. Whatever the key cannot describe goes PyTorch's o
 second opinion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ it. ``MemoryTracker`` counts them as it counts real ones. Every layer of a deep 
 traces, of three and of four layers, say what the trace of all of them looks like, event by event.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

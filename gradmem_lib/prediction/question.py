@@ -1,7 +1,5 @@
 """What is asked of a prediction: a model without memory, a recipe, sizes and a target."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,12 +1,11 @@
 """One step on fake tensors, watched as real ones are."""
 
-from __future__ import annotations
-
 import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ class CpuRecorder(Recording):
         self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
         self.starts = [0]
 
-    def __enter__(self) -> CpuRecorder:
+    def __enter__(self) -> Self:
         self.meter.__enter__()
         return self
 
@@ -81,7 +80,7 @@ class CudaRecorder(CpuRecorder):
         self._numbers: dict[int, int] = {}  # of requests, by entry
         self._asked = 0
 
-    def __enter__(self) -> CpuRecorder:
+    def __enter__(self) -> Self:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
         for optimizer in self.optimizers:
             if not getattr(optimizer, "fused", False) and not any(

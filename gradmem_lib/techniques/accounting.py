@@ -4,8 +4,6 @@ Every function takes plain numbers and returns plain numbers of bytes, so that a
 the lesson that derives it. Batches are ``batch_size`` x ``seq_len`` tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ be taken piece by piece; means of pieces cannot be averaged unless all pieces ha
 micro-batch contributes its summed loss, and all of them are divided by one number: the items of the whole window.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ trajectories and checkpoints are interchangeable, and need less room: a step mak
 parameter that is being updated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from math import sqrt
 

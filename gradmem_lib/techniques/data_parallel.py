@@ -1,7 +1,5 @@
 """Processes that train one model together: what is summed over them, and what each has to do for the others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

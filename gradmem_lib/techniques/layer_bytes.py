@@ -1,7 +1,5 @@
 """What one layer keeps and needs, in bytes, found by running it forward and backward once, alone."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, NamedTuple
 

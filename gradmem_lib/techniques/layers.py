@@ -1,7 +1,5 @@
 """Where the layers of a model are."""
 
-from __future__ import annotations
-
 import sys
 
 from torch import nn

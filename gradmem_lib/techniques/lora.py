@@ -1,7 +1,5 @@
 """LoRA: a frozen linear layer plus a trained addition of low rank."""
 
-from __future__ import annotations
-
 import math
 
 import torch

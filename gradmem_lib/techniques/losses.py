@@ -1,7 +1,5 @@
 """Losses of causal language models: a sum and its tokens, and a mean whose logits never exist as a whole."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

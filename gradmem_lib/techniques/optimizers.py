@@ -1,7 +1,5 @@
 """AdamW whose states take one byte a number."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ weight, the layout that bitsandbytes documents. To multiply, the whole matrix is
 and once more in backward, and thrown away again: 4 bits is how it is kept, not how it is computed with.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 

@@ -9,8 +9,6 @@ i·x + k·a + (k - 1)·x bytes when its backward begins: i boundaries, and every
 these is the peak. Later segments find more boundaries kept, so the best schedules put long segments first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

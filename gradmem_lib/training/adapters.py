@@ -1,7 +1,5 @@
 """LoRA's additions in a trained model: found, merged, and saved as an ordinary model's weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The loss that a step takes: how many labels it is the mean of, and whether chunks of logits have the same."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A model and an optimizer that train as a recipe says. Works on real tensors and on fake ones alike."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A recipe: every decision that changes a training step's memory, in one place."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny copy of a transformers model, made from its config: to find out by running it what a model's code does."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,12 +1,10 @@
 """All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed."""
 
-from __future__ import annotations
-
 import inspect
 import signal
 import threading
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -74,7 +72,7 @@ class MemoryCallback(TrainerCallback):
         self.by_step: dict[int, MemorySnapshot] = {}
         self._open: Any = None  # an ExitStack inside the with
 
-    def __enter__(self) -> MemoryCallback:
+    def __enter__(self) -> Self:
         self._open = ExitStack()
         return self
 
@@ -224,7 +222,7 @@ class RecipeTrainer(Trainer):
 class _StopAfterStep(TrainerCallback):
     """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
 
-    def __enter__(self) -> _StopAfterStep:
+    def __enter__(self) -> Self:
         self.asked = self.stopped = self._said = False
         self._undo = ExitStack()
         # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
