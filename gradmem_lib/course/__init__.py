@@ -9,9 +9,8 @@ _HOMES = {
     "guesses": "Guess",
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
-    "exercises.settings": "CARD batch_setting chain_budget chain_setting train_setting",
-    "exercises.trainer": "trainer_logs trainer_setting",
-    "claims.lesson_03_time": "learning_rates recorded",
+    "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
+    "exercises.trainer": "trainer_factors trainer_logs trainer_setting",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

@@ -62,6 +62,20 @@ def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
     return {name: trainer.state.log_history[0][name] for name in ("loss", "grad_norm")}
 
 
+def trainer_factors(kind: str, steps: int, prepare=None) -> dict[str, float]:
+    """How many times larger ``Trainer`` logs ``loss`` and ``grad_norm`` in ``steps`` accumulation steps than in one.
+
+    ``prepare(model, batch)`` returns the model of the run in steps; all that differ by rounding only are 1.0.
+    """
+    from transformers import default_data_collator
+
+    once = trainer_logs(*trainer_setting(kind), accumulation_steps=1)
+    model, examples = trainer_setting(kind)
+    model = prepare(model, default_data_collator(examples)) if prepare else model
+    cut = trainer_logs(model, examples, accumulation_steps=steps)
+    return {name: round(cut[name] / once[name], 3) for name in once}
+
+
 def one_batch(model, batch) -> dict[str, float]:
     """``loss`` and ``grad_norm`` of one batch, with nothing between the model and autograd."""
     loss = model(**batch).loss
