@@ -13,6 +13,7 @@ from ..units import MiB
 from ..view.peaks import off_by, plot_pairs
 
 RECORD = Path(__file__).with_name("published.json")
+SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")  # how the rows' sources begin
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def show() -> None:
-    """The figures as a picture; ``table()`` has them in digits."""
+def show(*sources: str) -> None:
+    """The figures as a picture, or those of ``sources`` (how their names begin, as in ``"PEFT"``); ``table()`` has them in
+    digits."""
     from IPython.display import display
 
     groups: dict[str, list] = {}
     for row in rows():
-        pair = f"{row.run}: {row.what}", row.published, row.predicted
-        groups.setdefault(row.source, []).append(pair)
+        if row.source.startswith(sources or ""):
+            pair = f"{row.run}: {row.what}", row.published, row.predicted
+            groups.setdefault(row.source, []).append(pair)
+    if not groups:
+        raise ValueError(f"nothing is recorded of {', '.join(sources)}: choose among {', '.join(SOURCES)}")
     display(plot_pairs(groups, title="Measured on a card by others, and predicted without one"))
