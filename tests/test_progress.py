@@ -147,7 +147,8 @@ def test_a_pipe_in_the_place_of_the_lock_or_of_the_backup_stays(file, monkeypatc
     )
 
 
-def test_a_path_that_no_file_can_have_is_one_sentence(monkeypatch, capsys):
+def test_a_path_that_no_file_can_have_is_one_sentence(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "_warned", set())
     monkeypatch.setenv("GRADMEM_PROGRESS", "~nobody_of_this_name/progress.json")
     progress.record_check("0.1", "passed")
