@@ -262,33 +262,50 @@ WRONG["4.6"] = {
 }
 
 
-def _step(layers, x, every=None, keep_last=None, loss=lambda out: out.square().mean()):
-    with checkpoint_layers(layers, every or best_segments(64, internal=4, boundary=1), keep_last=keep_last):
+COUNTED = best_segments(64, internal=[4] * 63 + [25], boundary=1, temporaries=[9] * 63 + [0])
+
+
+def _step(layers, x, every=COUNTED, loss=lambda out: out.square().mean()):
+    with checkpoint_layers(layers, every):
         found = loss(layers(x))
         found.backward()
     return found.item()
 
 
-def _by_hand(layers, x):
-    h, start = x, 0
-    for length in best_segments(64, 4, 1):
-        h = checkpoint(layers[start : start + length], h, use_reentrant=False)
-        start += length
-    loss = (h * h).mean()
+def _filled(layers, x, limit=40):
+    """By hand: each segment takes as many layers as fit beside the boundaries before it."""
+    h, start, waiting = x, 0, 0
+    while start < 63:
+        length = (limit - 9 - waiting) // 5
+        h = checkpoint(layers[start : min(start + length, 63)], h, use_reentrant=False)
+        start, waiting = start + length, waiting + 1
+    loss = layers[-1](h).square().mean()
     loss.backward()
     return loss.detach()
 
 
+def _head_apart(layers, x):
+    lengths = best_segments(63, 4, 1, temporaries=9, tail=25, keep_last=False)
+    with checkpoint_layers(layers[:63], lengths, keep_last=False):
+        loss = (layers(x) ** 2).mean()
+        loss.backward()
+    return np.float64(loss.item())
+
+
 RIGHT["4.7"] = {
-    "by hand": _by_hand,
     "with": _step,
-    "power": partial(_step, loss=lambda out: (out**2).mean()),
+    "by hand": _filled,
+    "head apart": _head_apart,
+    "logits three times": partial(_step, every=best_segments(64, internal=[4] * 63 + [15], boundary=1)),
 }
 WRONG["4.7"] = {
+    "layers alone": (partial(_step, every=best_segments(64, internal=4, boundary=1)), "layers alone"),
+    "logits twice": (partial(_step, every=best_segments(64, internal=[4] * 63 + [10], boundary=1)), "17 boundaries wait"),
     "sixes": (partial(_step, every=6), "equal segments of 6"),
     "layers": (partial(_step, every=1), "segment of its own"),
-    "reversed": (partial(_step, every=best_segments(64, 4, 1)[::-1]), "wrong way round|lengths|segments"),
+    "reversed": (partial(_step, every=COUNTED[::-1]), "15 boundaries|gradients are on their way"),
+    "too long": (partial(_step, every=best_segments(64, internal=[4] * 63 + [22], boundary=1)), "gradients are on their way"),
     "sum": (partial(_step, loss=lambda out: out.square().sum()), "loss"),
-    "measured": (partial(_step, every="best"), "three times|times, and twice is the limit"),
-    "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient|got"),
-}
+    "measured": (partial(_step, every="best"), "times, and twice is the limit"),
+    "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient of the input"),
+}  # fmt: skip

@@ -148,7 +148,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        id="4.6", title="the best segment length", difficulty=2, minutes=6,
+        id="4.6", title="the best segment length", difficulty=2, minutes=5,
         trains="deriving the rule, and knowing when the root of n is not it",
         reference=best_length,
         observe=_observe_length,

@@ -13,7 +13,7 @@ from ...techniques.schedules import best_segments
 from ..compare import difference
 from ..exercise import Exercise, Mistake, measure
 from .layers import count_calls, first_input, kept_boundaries, trained_layers
-from .settings import DEPTH, KEEPS, chain_budget, chain_setting, gradients_of
+from .settings import CHAIN_CARD, DEPTH, KEEPS, chain_budget, chain_setting, gradients_of
 
 
 def run_in_segments(layers, x, k):
@@ -126,28 +126,26 @@ def _why_segments(mine, right, n, k) -> str | None:
     return None
 
 
+HEAD, ON_THEIR_WAY = (
+    25,
+    9,
+)  # boundaries: what the head and its loss need, and gradients in the backward of a layer
+INSIDE, PASSING = [KEEPS - 1] * (DEPTH - 1), [ON_THEIR_WAY] * (DEPTH - 1)
+
+
 def train_step(layers, x):
     """Forward and backward of mean(layers(x)²) within the budget, each layer run forward at most twice; the loss."""
-    with checkpoint_layers(layers, best_segments(len(layers), internal=KEEPS - 1, boundary=1)):
+    with checkpoint_layers(layers, best_segments(DEPTH, [*INSIDE, HEAD], 1, temporaries=[*PASSING, 0])):
         loss = layers(x).square().mean()
         loss.backward()
     return loss.item()
 
 
-def _trains(every, keep_last=None):
+def _trains(every):
     def wrong(layers, x):
-        with checkpoint_layers(layers, every, keep_last=keep_last):
+        with checkpoint_layers(layers, every):
             loss = layers(x).square().mean()
             loss.backward()
-        return loss.item()
-
-    return wrong
-
-
-def _steps(forward):
-    def wrong(layers, x):
-        loss = forward(layers, x).square().mean()
-        loss.backward()
         return loss.item()
 
     return wrong
@@ -181,7 +179,10 @@ def _explain_budget(got, expected):
         return "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."
     if len(set(lengths[:-1])) == 1:
         return f"equal segments of {lengths[0]}: early segments find few boundaries waiting, so they may be longer, and the last ones must be shorter."
-    return f"your segments have {', '.join(map(str, lengths))} layers: too much waits at one of them; best_segments(64, internal=4, boundary=1) balances them."
+    segments = f"your segments have {', '.join(map(str, lengths))} layers"
+    if len(lengths) + HEAD > CHAIN_CARD:
+        return f"{segments}, and all {len(lengths)} boundaries wait when the head and its loss need {HEAD} more: fewer segments, so longer ones."
+    return f"{segments}: too much waits at one of them; in a layer's backward {ON_THEIR_WAY} boundaries of gradients are on their way, beside what is kept."
 
 
 EXERCISES = (
@@ -203,27 +204,28 @@ EXERCISES = (
             Mistake("every k-th layer", _every_kth_layer,
                     "one layer in k is checkpointed, and the others keep everything: put k layers in a row into one checkpoint."),
             Mistake("last one plain", _last_one_plain,
-                    "a fine idea, which section 7 takes up: the last segment runs without a checkpoint. Here, put it into one as well."),
+                    "a fine idea, which section 6 takes up: the last segment runs without a checkpoint. Here, put it into one as well."),
         ),
     ),
     Exercise(
-        id="4.7", title="64 layers on a card that the root of n exceeds", difficulty=3, minutes=10,
-        trains="choosing segments of unequal length under a budget of bytes and of forward calls",
+        id="4.7", title="64 layers, their logits and a card", difficulty=3, minutes=10,
+        trains="choosing segments of unequal length where what comes after the layers counts too",
         reference=train_step,
         observe=_observe_budget,
         explain=_explain_budget,
         mistakes=(
-            Mistake("none", _steps(lambda layers, x: layers(x)), "nothing is checkpointed."),
             Mistake("layer by layer", _trains(1),
                     "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."),
             Mistake("the root of n", _trains("sqrt"),
                     "segments of √64 = 8 layers are too long where a layer keeps five times its input."),
             Mistake("the best equal ones", _trains(4),
                     "this is the best that equal segments can do, and not enough: early segments find few boundaries, so they may be longer."),
-            Mistake("short first", _trains(best_segments(DEPTH, KEEPS - 1, 1)[::-1]),
-                    "these are the right lengths the wrong way round: the last segments find the most boundaries, so they must be the shortest."),
+            Mistake("the layers alone", _trains(best_segments(DEPTH, KEEPS - 1, 1)),
+                    "these lengths are the best for the layers alone: the head is counted as one of them, and all boundaries still wait when the logits and their loss need 25 more. Fewer segments, so longer ones."),
+            Mistake("nothing on its way", _trains(best_segments(DEPTH, [*INSIDE, HEAD], 1)),
+                    "the head and its loss are counted, and the gradients on their way through a layer are not: 9 boundaries in the backward of each. The first segments are too long now."),
             Mistake("twice nested", _trains(best_segments(DEPTH, KEEPS - 1, 1, 2.0)),
-                    "it fits with room to spare, and layers run forward three times: one extra forward was allowed."),
+                    "lists in the list: layers run forward three times, and one extra forward was allowed."),
         ),
     ),
 )  # fmt: skip
