@@ -39,8 +39,8 @@ from gradmem_lib.course import claims, models, texts
 # itself, and four times as much inside. The weights are frozen and the *input* is trained, as in prompt tuning. So you
 # see the activations almost alone.
 #
-# Two letters serve for the whole lesson. A **boundary** is the tensor that one layer hands to the next, and it has
-# **x** bytes. A layer keeps **a** bytes in all, its input included. Here a = 5 x.
+# A **boundary** is the tensor that one layer hands to the next. It has **x** bytes. A layer keeps **a** bytes in all, its
+# input included. Here a = 5 x.
 
 # %%
 layers = models.chain(16, width=64, keeps=5)
@@ -62,7 +62,9 @@ with MemoryTracker(layers, live=False) as tracker:
 # there.
 
 # %%
-guess_a = predict_first("4.a", "And if each layer keeps only its input?", unit="boundaries")
+guess_a = predict_first(
+    "4.a", "How many boundaries are alive after forward then?", unit="boundaries"
+)
 
 # %% [markdown]
 # ### Exercise 4.1 · a checkpoint by hand
@@ -220,8 +222,8 @@ with checkpoint_layers(nine, every=3):
 show_schedule(threes, title="9 layers in segments of 3")
 
 # %% [markdown]
-# The thin lines are the boundaries, which wait. Then the same happens three times: a segment runs
-# forward again, is in memory in full (a small triangle), and is freed by backward.
+# The thin lines are the boundaries, which wait. Then the same happens three times: a segment runs forward again, is in
+# memory in full (a small triangle), and is freed by backward.
 #
 # Now change the schedule yourself. Before you move a control, say what will happen:
 #
@@ -417,8 +419,8 @@ guess_c.reveal(
 #
 # Fix a limit P for the peak, and fill it. The first segment may have P/a layers. Each segment after it finds one
 # boundary more, and must be x/a layers shorter. So the lengths fall in a straight line from P/a to 0, over P/x segments.
-# Their sum is the area of this triangle, and it is the number of layers: n = P²/(2·a·x). So **P = √(2·a·x·n)**. Equal
-# segments need 2·√(a·x·n), which is √2 times as much: you save 29 % where the chain is long.
+# They add up to the area under this line, P²/(2·a·x), and that is n. So **P = √(2·a·x·n)**. Equal segments need
+# 2·√(a·x·n), which is √2 times as much: you save 29 % where the chain is long.
 #
 # `best_segments` finds the exact optimum in whole layers. In the next picture the waiting boundaries climb like a
 # staircase, and the triangles beside them get smaller:
@@ -445,7 +447,7 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
 
 # %% [markdown]
 # Nine boundaries in each line are gradients on their way. Segments of 4 are the best equal ones, and the unequal ones
-# need a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one that does
+# need almost a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one that does
 # not run again, and theirs is the shortest.
 #
 # ### What comes after the layers
@@ -557,8 +559,7 @@ claims.show("C20", "C39", "C41", "C15")
 # %% [markdown]
 # ## 9 · Where it does not help
 #
-# Now fine-tune **all** of SmolLM2, on 64 tokens. With 30 layers under checkpoints most activations
-# go. How much lower is the peak?
+# Now fine-tune **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. How much lower is the peak?
 
 # %%
 guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")
@@ -578,8 +579,8 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little as well: of 4 layers, the
-# segment that runs again is a quarter. And layers below the first trained one keep nothing anyway.
+# save. So ask where the peak is before you choose a technique. Shallow networks win little as well: with 4 layers, one
+# segment is a quarter. Frozen layers below the first trained one keep nothing anyway.
 
 # %%
 claims.show("C30")
