@@ -286,3 +286,64 @@ WRONG["5.7"] = {
     "bf16": (partial(_held_out, auto=True), "bf16"),
     "some": (partial(_held_out, first=4), "rows are|last rows"),
 }
+
+
+def _backward(model, lr, steps, *, kind=torch.optim.AdamW, decay=None, on=lambda p: p.requires_grad, order=("step", "free"), rate=lambda t, n: 1 - t / n,
+              put="register_post_accumulate_grad_hook", back=lambda dummy, optimizers: dummy):  # fmt: skip
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    more = {} if decay is None else {"weight_decay": decay}
+    optimizers = []
+    for p in filter(on, model.parameters()):
+        optimizer = kind([{"params": [p]}], lr=lr, **more)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: rate(t, steps))
+
+        def hook(grad_or_p, p=p, optimizer=optimizer, schedule=schedule):
+            for what in order:
+                optimizer.step() if what == "step" else setattr(p, "grad", None)
+            schedule.step()
+
+        getattr(p, put)(hook)
+        optimizers.append(optimizer)
+    return back(LayerWiseDummyOptimizer(lr=lr), optimizers)
+
+
+def _all_in_the_last_hook(model, lr, steps):
+    trained, ready = [p for p in model.parameters() if p.requires_grad], []
+    optimizer = torch.optim.AdamW(trained, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / steps)
+
+    def hook(p):
+        ready.append(p)
+        if len(ready) == len(trained):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            ready.clear()
+
+    for p in trained:
+        p.register_post_accumulate_grad_hook(hook)
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+
+
+RIGHT["5.9"] = {
+    "closures": _backward,
+    "fused": partial(_backward, kind=partial(torch.optim.AdamW, fused=True)),
+    "its own dummy": partial(
+        _backward, back=lambda dummy, optimizers: torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    ),
+}
+WRONG["5.9"] = {
+    "ordinary": (lambda m, lr, n: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr), "ordinary AdamW"),
+    "not freed": (partial(_backward, order=("step",)), "free each one in its hook"),
+    "freed first": (partial(_backward, order=("free", "step")), "no weight has moved"),
+    "frozen too": (partial(_backward, on=lambda p: True), "frozen parameter"),
+    "vectors alone": (partial(_backward, on=lambda p: p.requires_grad and p.dim() == 1), "17 of 75 parameters"),
+    "SGD": (partial(_backward, kind=torch.optim.SGD), "not as under torch's AdamW"),
+    "no decay": (partial(_backward, decay=0.0), "not as under torch's AdamW"),
+    "square": (partial(_backward, rate=lambda t, n: (1 - t / n) ** 2), "falls in a line"),
+    "no schedule": (partial(_backward, rate=lambda t, n: 1), "learning rate never falls"),
+    "a list": (partial(_backward, back=lambda dummy, optimizers: optimizers), "takes an optimizer"),
+    "nothing": (partial(_backward, back=lambda dummy, optimizers: None), "takes an optimizer|return"),
+    "all at the end": (_all_in_the_last_hook, "budget"),
+}  # fmt: skip

@@ -118,7 +118,7 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
     from gradmem_lib.measure.tracker import MemoryTracker
 
     text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
-    for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "EVAL_CARD"):
+    for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "BACKWARD_CARD", "EVAL_CARD"):
         assert f"**{getattr(settings, card)}**" in text, card
 
     def peak(setting, steps: int) -> str:
@@ -135,6 +135,9 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
 
     assert f"where it takes {peak(settings.checkpointing_setting, 1)} now" in text
     assert f"every weight trained they take {peak(settings.lora_setting, 2)}" in text
+    backward = get("5.9")
+    ordinary = backward.observe(backward.mistakes[0].function)["the card"]
+    assert f"where one AdamW takes {ordinary.peak / 2**20:.1f} MiB" in text
 
 
 def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():

@@ -90,6 +90,30 @@ def test_the_results_are_the_recorded_ones():
         assert figure in section, figure
 
 
+def test_lesson_05_states_the_recorded_run_which_is_its_own():
+    from gradmem_lib.course import runs
+    from gradmem_lib.course.claims import lesson_04_price
+    from gradmem_lib.training.recipe import Recipe
+
+    source = (ROOT / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
+    text, tuned = " ".join(source.replace("\n#", "\n").split()), recorded("finetune")
+    naive, _, ours = tuned["ways"].values()
+    losses = naive["held-out loss before"], naive["held-out loss after"], ours["held-out loss after"]
+    said = "went from {:.2f} nats a token to {:.2f} (naive) and {:.2f} (all of it)".format(*losses)
+    assert f"{said}, at {ours['peak bytes'] / naive['peak bytes']:.1%} of the naive peak" in text
+    times = lesson_04_price._times("per layer").values()
+    assert f"{min(times):.2f} to {max(times):.2f} times as long" in text
+    # The same recipe, rates, updates and rows held out.
+    built: dict = {}
+    for line in re.findall(r"^(?:cut, rerun|recipe) \|?= .*", source, re.M):
+        exec(line, built)
+    assert Recipe(**built["recipe"]) == Recipe(**tuned["our recipe"])
+    rates = [float(rate) for rate in re.findall(r'"learning_rate": ([\d.e-]+)', source)]
+    assert rates == [naive["learning rate"], ours["learning rate"]]
+    benchmark = (ROOT / "benchmarks" / "finetune.py").read_text(encoding="utf-8")
+    assert (tuned["steps"], int(re.search(r"^HELD_OUT = (\d+)", benchmark, re.M)[1]), False) == runs.LONG
+
+
 def test_the_published_peaks_are_the_recorded_ones():
     from gradmem_lib.course import published
 

@@ -10,7 +10,7 @@ _HOMES = {
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
-    "exercises.trainer": "trainer_factors trainer_logs trainer_setting",
+    "exercises.trainer": "quiet_arguments trainer_factors trainer_logs trainer_setting",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
@@ -20,6 +20,7 @@ _MODULES = {
     "models": "models",
     "progress": "progress",
     "published": "published",
+    "runs": "runs",
     "texts": "texts",
 }
 __all__ = sorted([*_HOME, *_MODULES])

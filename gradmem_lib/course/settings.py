@@ -4,7 +4,8 @@
     Still pictures instead of moving plots and input boxes, and no lines about what takes long: quicker on a slow connection,
     and the same words on every machine. Read by ``display`` as well, which stands below the course.
 ``GRADMEM_SIZE=ci``
-    Lesson 05 trains for two updates instead of twenty. Read by that lesson's own cell; no figure of bytes depends on it.
+    Lesson 05 trains for one update of at most two micro-batches instead of sixteen whole ones. Read by ``runs``; no peak in MiB
+    depends on it.
 ``GRADMEM_CACHE``
     The folder for unpacked models; without it, the user's cache folder.
 ``GRADMEM_PROGRESS``

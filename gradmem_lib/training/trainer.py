@@ -293,7 +293,7 @@ def make_trainer(
 
     Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise (``compute_metrics``
     is given the logits): both would pass what the recipe was chosen for. Raises ``ValueError`` for an argument that says
-    something else than the recipe, or that it cannot keep to, and for an optimizer in backward, which ``Trainer`` does not have.
+    something else than the recipe, or that it cannot keep to, and for an optimizer in backward.
     """
     given.setdefault("use_cpu", next(model.parameters()).device.type == "cpu")
     _check_recipe(recipe, given["use_cpu"])
@@ -322,7 +322,8 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
         raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
     if recipe.in_backward:
         raise ValueError(
-            "in_backward=True steps during backward, and Trainer after it: use gradmem_lib's prepare(model, recipe) and step(...)"
+            "in_backward=True steps during backward, which make_trainer does not set up: use gradmem_lib's prepare(model, recipe) "
+            "and step(...), or a Trainer of your own with a LayerWiseDummyOptimizer"
         )
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(

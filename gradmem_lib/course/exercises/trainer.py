@@ -34,27 +34,31 @@ def trainer_setting(kind: str):
     return model, examples
 
 
-def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
-    """What Hugging Face's ``Trainer`` logs, ``loss`` and ``grad_norm``, in its one update on four examples."""
-    from transformers import Trainer, TrainingArguments, default_data_collator
+@contextlib.contextmanager
+def quiet_arguments(**given):
+    """``TrainingArguments`` for the CPU that print, write and report nothing; the random numbers outside stay what they are."""
+    from transformers import TrainingArguments
 
+    fixed = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
         torch.random.fork_rng(devices=[]),  # Trainer seeds the global generator
     ):
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=len(examples) // accumulation_steps,
-            gradient_accumulation_steps=accumulation_steps,
-            num_train_epochs=1,
-            max_grad_norm=1e9,  # it logs the norm, and clips nothing
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        yield TrainingArguments(output_dir=folder, **fixed, **given)
+
+
+def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
+    """What Hugging Face's ``Trainer`` logs, ``loss`` and ``grad_norm``, in its one update on four examples."""
+    from transformers import Trainer, default_data_collator
+
+    with quiet_arguments(
+        per_device_train_batch_size=len(examples) // accumulation_steps,
+        gradient_accumulation_steps=accumulation_steps,
+        num_train_epochs=1,
+        max_grad_norm=1e9,  # it logs the norm, and clips nothing
+        logging_steps=1,
+    ) as arguments:
         trainer = Trainer(
             model=model, args=arguments, train_dataset=examples, data_collator=default_data_collator
         )
