@@ -28,6 +28,7 @@ _HOMES = {
     "planning.models": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",
+    "view.decisions": "show_decisions",
     "view.descent": "show_losses show_paths",
     "view.explorer": "explore",
     "view.schedule_explorer": "explore_schedule",

@@ -13,158 +13,298 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *60 minutes. You need: lessons 01, 03 and 04, and 05 for the techniques.*
+# *60 minutes, and 8 more for optional exercises. You need: lessons 01, 03 and 04, and the techniques of lesson 05.*
 #
-# You have a model, a run that fails or one that you have not begun, and a card that somebody has to pay for.
+# A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
+# enough? After this lesson you can
+#
+# - read an out-of-memory error, number by number, and say whether the card is full or only in pieces;
+# - predict a step's peak without running it, for any model;
+# - halve the memory of a model and a loop that you wrote yourself;
+# - say what a 7B needs on which card, and which technique comes next.
+#
+# No card was at hand when this was written. What is said about CUDA is **predicted**, by the rules of PyTorch's allocator
+# and kernels. Section 5 compares such predictions with what others measured.
 
 # %%
-import torch
+import textwrap
+from contextlib import nullcontext
 
-from gradmem_lib import (
-    MemoryTracker,
-    Recipe,
-    accounting,
-    check,
-    plan,
-    predict,
-    predict_first,
-)
-from gradmem_lib.course import claims, models, texts
+import torch
+import torch.nn.functional as F
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, accounting, check
+from gradmem_lib import out_of_memory, predict, predict_first
+from gradmem_lib.course import claims, classifier_setting, lesson_06, models, texts
+
+# %% [markdown]
+# ## 1 · Your error message
+#
+# The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB. `out_of_memory` asks a
+# copy of PyTorch's allocator for everything that the step needs, in order, until the card is full. Then it says what
+# PyTorch would say:
 
 # %%
 smol, tokenizer = models.smollm2()
-smol_optimizer = torch.optim.AdamW(smol.parameters(), lr=1e-5, foreach=False)
-shape = accounting.SHAPES["SmolLM2-135M"]
+sizes = {"batch_size": 4, "seq_len": 256}
+run = predict(smol.config, **sizes, recipe=Recipe(), target="cuda")
+error = out_of_memory(run, "4 GiB")
+print(textwrap.fill(str(error), 100))
+
+# %% [markdown]
+# PyTorch takes memory from the driver in **segments**, and cuts them into **blocks** for tensors. A block that is freed
+# stays with PyTorch, for the next tensor. Now read the error word by word:
+#
+# | the error says | what it is |
+# |---|---|
+# | *Tried to allocate* | the segment that the driver refused. It is one request, not all that is missing |
+# | *total capacity* | what the driver gives out, a little less than what is printed on the box |
+# | *is free* | what the driver still has |
+# | *this process has … in use* | all segments, and the **context**: some hundred MiB that CUDA takes for each process. `nvidia-smi` shows this number |
+# | *allocated by PyTorch* | blocks with a live tensor in them |
+# | *reserved … but unallocated* | idle blocks, in segments where another block is in use |
+#
+# Before it gives up, PyTorch returns every segment that is wholly idle to the driver, and asks again. (Our context of 500
+# MiB is an estimate.)
+
+# %%
+guess_a = predict_first(
+    "6.a", "How many bytes of tensors would the whole step have needed?"
+)
+
+# %%
+guess_a.reveal(
+    formula=error.allocated + error.asked, measured=run.peak.total, what="predicted"
+)
+
+# %% [markdown]
+# The formula adds the refused request to what is allocated. The step needs more: **an error shows the first request too
+# many, not the last.** So do not enlarge the card by what the error asks for.
+
+# %% [markdown]
+# ### Exercise 6.1 · between the lines of an error
+#
+# ●○○ · 4 minutes · trains: telling tensors, idle blocks, the context and other processes apart
+#
+# Write `read_error(asked, total, free, process, allocated, idle)`, with the six numbers of an error in bytes. It returns a
+# dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`, what all other processes hold; and
+# `"in_pieces"`, whether the request would fit if free and idle bytes were in one piece.
+#
+# <details><summary>Hint 1: the process</summary>
+#
+# What the process has in use is the context, allocated blocks and idle blocks.
+#
+# <details><summary>Hint 2: the card</summary>
+#
+# What the card has is free, this process's, or somebody else's.
+#
+# </details></details>
 
 
+# %%
+def read_error(asked, total, free, process, allocated, idle):
+    ### BEGIN SOLUTION
+    return {
+        "context": process - allocated - idle,
+        "others": total - free - process,
+        "in_pieces": free + idle >= asked,
+    }
+    ### END SOLUTION
+
+
+read_error = check("6.1", read_error)
+
+# %%
+six = ("asked", "total", "free", "process", "allocated", "unallocated")
+print(read_error(*(getattr(error, name) for name in six)))
+
+# %% [markdown]
+# Enough bytes are there, but in pieces. On a card, `torch.cuda.memory_snapshot()` lists all segments with their blocks.
+# `error.segments` is such a list, from the replay. Here are its largest idle blocks:
+
+# %%
+blocks = [(b, s) for s in error.segments for b in s["blocks"]]
+idle = sorted((b["size"], s["total_size"]) for b, s in blocks if b["state"] == "inactive")
+print(
+    len(error.segments),
+    "segments,",
+    len(idle),
+    "idle blocks,",
+    sum(n for n, _ in idle),
+    "bytes",
+)
+for size, segment in idle[:-4:-1]:
+    print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
+
+# %% [markdown]
+# A tensor needs one block, and no block is as large as the request. This is **fragmentation**. With
+# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that small remains do not pile up. It would serve
+# this request, and not this run, because the tensors of the whole step are more than the card has. As a rule:
+#
+# - *unallocated is large* beside what was asked for: set that variable, and give rows equal lengths;
+# - *unallocated is small*: the tensors are too many. All that follows is about this case.
+#
+# The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget that
+# is as tight. (It takes 2.3 GiB of your memory.)
+
+
+# %%
 def step(model, optimizer, ids):
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
+# %%
+adam = torch.optim.AdamW(smol.parameters(), lr=1e-5, foreach=False)
+ids = texts.batch(tokenizer, batch_size=2, seq_len=256)
+try:
+    with MemoryTracker(smol, adam, budget="2.3 GiB", live=False):
+        for _ in range(2):
+            step(smol, adam, ids)
+except BudgetExceeded as exceeded:
+    print(exceeded)
+
 # %% [markdown]
-# ## 1 · Predict SmolLM2's peak, then run it
+# The first step passed, because AdamW had no states yet. The second failed where the loss begins its backward. The last
+# lines come from `diagnose`, which you can ask about any run. It takes a technique's whole part away, at every moment, and
+# says what would be left **at best**. If even that is too much, the technique cannot be enough.
 #
-# You now have a formula for every term of the sum. But a formula leaves out what its author did not think of. There is
-# another way to know beforehand: **run the step without the memory.** `predict` runs the same training step on *fake
-# tensors*. They have a shape and a dtype and no bytes behind them, and the tracker counts them like real ones. If many
-# layers are alike, `predict` traces only a few of them, so a 7B model takes no longer than a small one.
+# The usual first answer is a smaller batch. Which part of the bytes does it move?
+
+# %% [markdown]
+# ### Exercise 6.2 · half the rows
 #
-# One thing changes since section 2: SmolLM2 now uses eager attention, over one longer sequence.
+# ●●○ · 4 minutes · trains: telling what a batch is made of from what stays, moment by moment
+#
+# `moments` has the highest moment of each phase, `"forward"`, `"backward"` and `"optimizer_step"`, with its bytes by
+# category, for a batch of `rows` rows. Write `with_rows(moments, rows, new)`: the peak to expect with `new` rows.
+#
+# <details><summary>Hint 1: what scales</summary>
+#
+# In forward and backward, activations, temporaries and `"other"` (token ids) are the batch's. Weights, gradients and states
+# are not.
+#
+# <details><summary>Hint 2: the optimizer's step</summary>
+#
+# It does not know how many rows there were. Its temporaries are its own.
+#
+# <details><summary>Hint 3: which moment</summary>
+#
+# The highest after scaling, which may be another one than before.
+#
+# </details></details></details>
+
+
+# %%
+def with_rows(moments, rows, new):
+    ### BEGIN SOLUTION
+    peaks = []
+    for phase, parts in moments.items():
+        grows = ("activations", "temporaries", "other")
+        grows = () if phase == "optimizer_step" else grows
+        factor = new / rows
+        peaks.append(sum(n * (factor if name in grows else 1) for name, n in parts.items()))
+    return max(peaks)
+    ### END SOLUTION
+
+
+with_rows = check("6.2", with_rows)
+
+# %%
+line, moments = run.timeline, {}
+totals, phases = line.totals, line.phases
+for phase in ("forward", "backward", "optimizer_step"):
+    at = max((n, i) for i, n in enumerate(totals) if phases[i] == phase)[1]
+    moments[phase] = {name: values[at] for name, values in line.by_category.items()}
+
+# %%
+for rows in (4, 3, 2, 1):
+    peak = predict(smol.config, batch_size=rows, seq_len=256, target="cuda").peak
+    expected = with_rows(moments, 4, rows)
+    print(f"{rows} rows: expected {expected / 2**20:,.0f} MiB,", end=" ")
+    print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
+
+# %% [markdown]
+# Three rows fit. But with half the rows more than half of the bytes are left, and from two rows to one almost nothing
+# changes: the peak has moved to where no batch is left, only gradients and states.
+#
+# ## 2 · Predict
+#
+# You have seen `predict` since lesson 05. It runs the training step on *fake tensors*, which have a shape and a dtype and no
+# bytes. Where many layers are alike, it traces a few of them. How good is that, and how good are the formulas that
+# everybody quotes? Try one long row with eager attention:
 
 # %%
 guess_b = predict_first(
     "6.b",
-    "SmolLM2 as in section 2 (float32, AdamW), but 1 × 384 tokens and eager attention: the peak?",
+    "SmolLM2 (float32, AdamW), 1 × 384 tokens and eager attention: the peak?",
 )
 
 # %%
+shape = accounting.SHAPES["SmolLM2-135M"]
+long = {"batch_size": 1, "seq_len": 384}
+recipe = Recipe(attention="eager")
+formula = accounting.estimate(shape, **long, precision="float32", attention="eager")
+predicted = predict(smol.config, **long, recipe=recipe, target="cpu")
 
-
-sizes = {"batch_size": 1, "seq_len": 384}
-formula = accounting.estimate(shape, **sizes, precision="float32", attention="eager")
-recipe = Recipe(precision="float32", optimizer="adamw", attention="eager")
-predicted = predict(smol.config, **sizes, recipe=recipe, target="cpu")
-print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
-
-# %% [markdown]
-# The prediction is made, and SmolLM2 has not been touched: `predict` received only its config. Now run the step itself,
-# with every byte of it:
-
-# %%
 smol.set_attn_implementation("eager")
-smol_ids = texts.batch(tokenizer, **sizes)
-with MemoryTracker(
-    smol, smol_optimizer, title="SmolLM2-135M, eager attention, 1 × 384 tokens"
-) as tracker:
-    step(smol, smol_optimizer, smol_ids)
+with MemoryTracker(smol, adam, live=False) as tracker:
+    step(smol, adam, texts.batch(tokenizer, **long))
 
 # %%
 guess_b.reveal(formula=formula.total, measured=tracker.peak.total)
-print(f"\n{'at the peak':<14}{'formula':>15}{'predicted':>15}{'measured':>15}")
-columns = formula.by_category, predicted.peak.by_category, tracker.peak.by_category
-for name in tracker.peak.by_category:
-    print(f"{name:<14}" + "".join(f"{column[name]:>15,}" for column in columns))
-totals = formula.total, predicted.peak.total, tracker.peak.total
-print(f"{'total':<14}" + "".join(f"{total:>15,}" for total in totals))
+print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
 print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} bytes off")
 
 # %% [markdown]
-# The prediction is right to the byte, line by line. The formula is a little off, and someone had to *write* it, for
-# Llama and GPT-2, who knew where the peaks would be. The prediction knew nothing beforehand: it ran the program.
+# The prediction is right to the byte. Lesson 01's formula is a little off, and someone had to write it for this kind of
+# model. Here are the rules that are quoted most:
 #
-# ### What the popular formulas say
-#
-# Now you can test the rules that everyone quotes:
-#
-# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision. Tokens play no
-#   part.
-# - **states only**: weights, gradients and Adam in the bytes that the recipe really uses.
-# - **34·s·b·h a layer** (Korthikanti et al. 2022): the activations of a GPT layer in 16 bits, for sequence *s*, batch
-#   *b* and hidden size *h*. Eager attention with *a* heads adds **5·a·s²·b**. We add them to the states.
+# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision, and no tokens;
+# - **states + 34·s·b·h a layer** (Korthikanti et al. 2022): with the activations of a GPT layer in 16 bits, for sequence
+#   *s*, batch *b* and hidden size *h*.
 
 
 # %%
-def popular(shape, b, s):
+def quoted(shape, config, b, s):
     states = sum(accounting.resident_bytes(shape, precision="bf16").values())
-    layer = 34 * s * b * shape.hidden
-    scores = 5 * shape.heads * s**2 * b
-    return {
-        "16 bytes a parameter": 16 * shape.parameters,
-        "states only": states,
-        "states + 34·s·b·h": states + shape.layers * layer,
-        "states + 34·s·b·h + 5·a·s²·b": states + shape.layers * (layer + scores),
-    }
+    rules = {"16 bytes a parameter": 16 * shape.parameters}
+    rules["states + 34·s·b·h"] = states + shape.layers * 34 * s * b * shape.hidden
+    bf16 = Recipe(precision="bf16")
+    peak = predict(config, batch_size=b, seq_len=s, recipe=bf16, target="cpu").peak.total
+    print(f"{shape.name}, bf16, {b} × {s} tokens: {peak:,} bytes")
+    for name, nbytes in rules.items():
+        print(f"  {name:<24}{nbytes:>16,}{nbytes / peak - 1:>+8.0%}")
 
 
 # %%
-def compare(shape, config, b, s):
-    for attention in ("fused", "eager"):
-        recipe = Recipe(precision="bf16", attention=attention)
-        sizes = {"batch_size": b, "seq_len": s}
-        exact = predict(config, **sizes, recipe=recipe, target="cpu").peak
-        ours = accounting.estimate(shape, **sizes, attention=attention).total
-        print(f"{shape.name}, bf16, {b} × {s} tokens, {attention} attention:")
-        print(f"  {'exact: peak in ' + exact.phase:<32}{exact.total:>16,}")
-        rows = popular(shape, b, s) | {"this lesson's closed form": ours}
-        for name, nbytes in rows.items():
-            print(f"  {name:<32}{nbytes:>16,}{nbytes / exact.total - 1:>+9.1%}")
+from gradmem_lib import known_model
 
-
-# %%
-compare(shape, smol.config, 8, 1024)
-
-# %%
-from transformers import LlamaConfig
-
-seven = accounting.SHAPES["Llama-2-7B"]
-seven_config = LlamaConfig()  # its defaults are the sizes of Llama-2-7B
-print(accounting.Shape.from_config(seven_config, seven.name) == seven)
-compare(seven, seven_config, 1, 2048)
+quoted(shape, smol.config, 8, 1024)
+quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
-# For the 7B model on one sequence with fused attention, "states only" looks good: the peak is in the optimizer's step,
-# where no activation is left. The small model on many tokens shows that a rule without tokens cannot see them.
-# Korthikanti's 34 was counted for GPT layers with dropout, an MLP of four times the hidden size, and models of 22
-# billion parameters and more. Their logits are a small part. In SmolLM2 they are the largest layer. And a sum of all
-# states and all activations counts gradients that have not arrived yet. **A rule of thumb is right for the model it was
-# made for.**
-
-# %% [markdown]
-# ## 2 · Explore
+# A rule without tokens cannot see them. Korthikanti's 34 was counted for models whose logits are a small part, and in
+# SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
 #
-# Here you can change a prediction with controls. While you move a control, the closed forms of this lesson answer. When
-# you stop, the exact trace takes their place and says how far off they were. It counts as PyTorch's allocator does on a
-# CUDA card, by PyTorch's sources. Nothing here was measured on a card. The dashed line is the card's room for tensors,
-# because the driver, cuBLAS and the allocator take the rest. The verdict above the bar counts them too. Try to answer
-# before you move a control:
+# ### Explore
 #
-# - Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
-# - With SmolLM2 and eager attention: at which sequence length do the activations overtake everything else?
-# - Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar, and which section of this lesson was about
-#   it?
+# While you move a control, lesson 01's closed forms answer. When you stop, the exact trace takes their place. The dashed
+# line is the card's room for tensors. Answer first, then move:
+#
+# 1. Which model is the largest that trains in pure bf16 on a 24 GB card, at 1 × 512 tokens?
+# 2. With SmolLM2 and eager attention: at which length do the activations overtake everything else?
+# 3. Llama-3.2-1B at 8 × 1024 in bf16: what is the largest part of the bar?
+#
+# <details><summary>The answers</summary>
+#
+# 1. GPT-2 XL, with 12 GiB. Llama-2-7B's weights, gradients and states alone are 50.
+# 2. With 4 rows between 128 and 256 tokens, with one row a little above 512.
+# 3. Activations, 17 GiB. Of them 4 GiB are the log-softmax of the logits, and the 8 GiB of temporaries are the logits'
+#    gradients: the spike of lesson 01, section 5.
+#
+# </details>
 
 # %%
 from gradmem_lib import explore
@@ -172,24 +312,407 @@ from gradmem_lib import explore
 explore()
 
 # %% [markdown]
-# ## 3 · The same for a 7B
+# ## 3 · Your model, your loop
 #
-# No card was at hand when this was written. Everything in this section is **predicted**: Llama-2-7B, rows of 2,048
-# tokens, 8 of them an update. You have seen on a small model what each technique works on, so begin with the answer,
-# the recipe. The planner judges it.
+# Nothing in this course depends on `transformers`. Here is a classifier of images, written by hand. Its `forward` cuts the
+# images into patches and calls its blocks in a plain loop, `for block in self.blocks: x = block(x)`. All that the library
+# needs to know is where the list is.
+
+# %%
+from gradmem_lib import accumulate_gradients, checkpoint_layers, diagnose, split
+
+net, net_adam, images, labels = classifier_setting()
+print(net)
+
+# %%
+with MemoryTracker(net, net_adam, title="the classifier, 30 images") as tracker:
+    F.cross_entropy(net(images), labels).backward()
+    net_adam.step()
+    net_adam.zero_grad(set_to_none=True)
+
+# %% [markdown]
+# **First look**: who is there at the peak, and what could help?
+
+# %%
+for holder in tracker.largest_at_peak(4):
+    print(f"{holder.nbytes:>10,}  {holder.category:<12}{holder.module:<12}{holder.op}")
+print(diagnose(tracker))
+
+# %% [markdown]
+# **Then predict.** The activations of the blocks are nearly all of it. Checkpoints are for that. `predict` takes your
+# module, your batch and your loss, and it sees the checkpoints that are on the module. (It reads no numbers, so the batch
+# may lie on `device="meta"`.) How much is one checkpoint a block worth?
+
+# %%
+question = "A checkpoint on each of the 8 blocks: how many per cent lower is the peak?"
+guess_c = predict_first("6.c", question, unit="percent")
+
+
+# %%
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def with_checkpoints(model, every, batch, recipe=None, **more):
+    layers = getattr(model, "blocks", model)  # a list, or a model of transformers
+    with checkpoint_layers(layers, every) if every else nullcontext():
+        return predict(model, batch=batch, recipe=recipe, target="cpu", **more).peak
+
+
+# %%
+found = {}
+for every in (None, 1, 2, 4, 8, "sqrt", "best"):
+    found[every] = with_checkpoints(net, every, (images, labels), loss=loss)
+    print(f"every={every!s:<6}{found[every].total:>12,} bytes, in {found[every].phase}")
+guess_c.reveal(
+    measured=round(100 * (1 - found[1].total / found[None].total)), what="predicted"
+)
+
+# %% [markdown]
+# With eight blocks one segment holds everything again, and saves nothing. A checkpoint a block is best here: what a block
+# keeps is much larger than what it hands on (lesson 04).
+
+# %% [markdown]
+# ### Exercise 6.3 · a classifier of your own, halved
+#
+# ●●○ · 5 minutes · trains: putting a technique into a loop of your own, and leaving the update what it was
+#
+# Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns that
+# mean, under **22 MiB**. As it was, it takes twice that. You may use checkpoints, micro-batches, or both.
+#
+# <details><summary>Hint 1: checkpoints</summary>
+#
+# `with checkpoint_layers(model.blocks, 1):` around forward and backward.
+#
+# <details><summary>Hint 2: micro-batches</summary>
+#
+# `split((images, labels), 8)` gives pieces of 8, 8, 8 and 6 images. `accumulate_gradients(pieces, loss_and_count)` wants
+# the *summed* loss of a piece and its images.
+#
+# </details></details>
+
+
+# %%
+def train_small(model, optimizer, images, labels):
+    """One update; the mean loss, a float. The list of layers: model.blocks."""
+    ### BEGIN SOLUTION
+    with checkpoint_layers(model.blocks, 1):
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+    ### END SOLUTION
+
+
+train_small = check("6.3", train_small)
+
+# %% [markdown]
+# Checkpoints and micro-batches work on the same bytes. Now take a language model: a GPT-NeoX, small and from its config.
+# `checkpoint_layers` finds the layers of a transformers model itself. The table has one column for a batch of 8 rows at
+# once, and one for 4 micro-batches:
+
+# %%
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+neox = GPTNeoXForCausalLM(
+    GPTNeoXConfig(
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=512,
+        vocab_size=2048,
+        use_cache=False,
+    )
+)
+tokens = torch.randint(0, 2048, (8, 128))
+batch = {"input_ids": tokens, "labels": tokens}
+
+# %%
+print(f"{'':<12}{'8 rows':>12}{'4 × 2 rows':>14}")
+for every in (None, 1, 2, 3, 6, "sqrt"):
+    recipes = Recipe(), Recipe(accumulation=4)
+    whole, cut = (with_checkpoints(neox, every, batch, recipe).total for recipe in recipes)
+    print(f"every={every!s:<6}{whole:>12,}{cut:>14,}")
+
+# %% [markdown]
+# Either technique halves it. Beside micro-batches, checkpoints still take off more than a quarter, and the length of a
+# segment hardly matters: weights, gradients and states are most of what is left. Measure the row that you would take:
+
+# %%
+neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
+
+
+def mean_and_count(micro):
+    return neox(**micro).loss, 2 * 127  # rows, and predicted tokens of each
+
+
+with checkpoint_layers(neox, 2), MemoryTracker(neox, neox_adam, live=False) as tracker:
+    for _ in range(2):
+        how = {"reduction": "mean", "total_items": 8 * 127}
+        accumulate_gradients(list(split(batch, 2)), mean_and_count, **how)
+        neox_adam.step()
+        neox_adam.zero_grad(set_to_none=True)
+print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
+
+# %% [markdown]
+# ### Exercise 6.4 · a T5, from nothing
+#
+# ●●● · 8 minutes · trains: the whole way on a model that no lesson has shown
+#
+# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that end
+# with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 42 MiB. Write
+# `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
+# `t5_setting()` of `gradmem_lib.course` makes all three.
+#
+# <details><summary>Hint 1: the way</summary>
+#
+# Tracker, `diagnose`, `predict(model, batch=batch)` with and without checkpoints. One technique is not enough, unless you
+# take single rows.
+#
+# <details><summary>Hint 2: the shares</summary>
+#
+# A piece's mean counts by its target tokens: `(micro["labels"] != -100).sum()`. A T5's labels are not shifted, so the first
+# one is predicted too, and `count_targets` would leave it out.
+#
+# <details><summary>Hint 3: both lists</summary>
+#
+# `checkpoint_layers(model, 1)` finds the encoder's and the decoder's layers.
+#
+# </details></details></details>
+
+
+# %%
+def train_t5(model, optimizer, batch):
+    """One update; the mean loss over all target tokens, a float."""
+    ### BEGIN SOLUTION
+    targets = (batch["labels"] != -100).sum()
+    total = 0.0
+    with checkpoint_layers(model, 1):
+        for micro in split(batch, 4):
+            share = (micro["labels"] != -100).sum() / targets
+            loss = model(**micro).loss * share
+            loss.backward()
+            total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+    ### END SOLUTION
+
+
+train_t5 = check("6.4", train_t5)
+
+# %% [markdown]
+# ## 4 · A 7B, and the cards
+#
+# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. "Needs" is the peak with the driver's context and a rough share for the
+# allocator. A star stands under each size of card that is enough.
+
+# %%
+ladder = {
+    "bf16=True": {"precision": "autocast-bf16"},
+    "all in bf16": {"precision": "bf16"},
+    "+ 8 × 1": {"accumulation": 8},
+    "+ checkpointing": {"checkpointing": "per-layer"},
+    "+ 8-bit AdamW": {"optimizer": "adamw-8bit"},
+    "+ LoRA, rank 16": {"lora_rank": 16},
+    "+ loss in chunks": {"chunked_loss": True},
+    "+ base in 4 bits": {"quantized_base": True},
+}
+
+# %%
+question = "A 7B in bf16, cut into 8 × 1, checkpointed, AdamW: its peak in GiB?"
+guess_d = predict_first("6.d", question, unit="GiB")
 
 # %%
 from gradmem_lib import find_card
-from gradmem_lib.course import lesson_06
+
+names = ("RTX 3070 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090 24GB")
+cards = {name.split()[-1]: find_card(name).nbytes for name in names}
+
+
+def row(name, option):
+    most = sorted(option.prediction.peak.by_category.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{part} {n / 2**30:.1f}" for part, n in most[:2])
+    stars = "".join(f"{'*' if option.needs <= n else '':>5}" for n in cards.values())
+    peak = option.prediction.peak.total / 2**30
+    print(f"{name:<22}{peak:>7.1f}{option.needs / 2**30:>7.1f}{stars}   {held}")
+
+
+# %%
+print(f"{'GiB':<22}{'peak':>7}{'needs':>7}" + "".join(f"{name:>5}" for name in cards))
+changes, options = {"optimizer": "adamw-fused"}, {}
+for name, change in ladder.items():
+    changes |= change
+    micro = 8 // changes.get("accumulation", 1)
+    options[name] = lesson_06.on_card(Recipe(**changes), micro)
+    row(name, options[name])
+backward = Recipe(
+    precision="bf16", optimizer="adafactor-torch", in_backward=True,
+    checkpointing="per-layer", chunked_loss=True,
+)  # fmt: skip
+row("all, in backward, 8", lesson_06.on_card(backward, 8))
+
+# %%
+peak = options["+ checkpointing"].prediction.peak.total
+guess_d.reveal(measured=round(peak / 2**30, 1), what="predicted")
+claims.show("C12", "C54")
+
+# %% [markdown]
+# In full fine-tuning accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
+# GiB before the first token. What fits has few gradients (LoRA), or none that wait. The last line trains every weight: it
+# steps in backward with torch's Adafactor, on all 8 rows.
+#
+# The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of 64
+# weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
+
+# %%
+from gradmem_lib import plan
+
+found = plan(
+    "Llama-2-7B", card="RTX 4060 Ti 16GB", seq_len=2048, global_batch=8, method="qlora"
+)
+print(found.best)
+print("The next faster one does not fit:", found.next_faster)
+
+# %% [markdown]
+# Half of the layers keep their activations and need not run twice. That is the largest step up that fits: unused memory
+# is time given away.
+#
+# More claims of this kind have been made. Before you look at a verdict, add up weights, gradients and states in your head.
+# That decides most of them.
+
+# %%
+claims.show("C23", "C25", "C51", "C53", "C55")
+
+# %% [markdown]
+# ## 5 · What others measured
+#
+# Can such predictions be trusted? Others have published what their runs needed on real cards. The next picture has their
+# figures, and beside each what this library computes for the same run.
+
+# %%
+from gradmem_lib.course import published
+
+published.show()
+
+# %% [markdown]
+# The oldest rows are from 2022, when the documentation of transformers fine-tuned BERT-large on a V100 in nine ways. Here
+# they are in MiB: what a step needs today, one column for each thing that was different, and what is left over.
+
+# %%
+from gradmem_lib.course import bert_large
+
+print(bert_large.table())
+claims.show("C13", "C14", "C24")
+
+# %% [markdown]
+# The step's tensors alone are far off. Context and idle blocks are a good part of what the tool shows, and the software of
+# that year kept things that today's does not. Ask of any published figure: which versions, and does it count tensors, the
+# allocator, or the whole process?
+#
+# ## 6 · What comes next?
+#
+# You have a breakdown and a card. The chart has one row a technique: the parts of a peak that it can shrink, in which
+# phase, and its price. Here it is for the run that began this lesson, with the peak that each technique could reach at
+# best, and a tick where the card has room for that:
+
+# %%
+from gradmem_lib import show_decisions
+
+show_decisions(run, card="3.5 GiB")
+
+# %% [markdown]
+# (A prediction does not know which module made a tensor. With a tracker's run, the bounds of checkpointing and of the loss
+# in chunks differ.) Read it in three steps:
+#
+# 1. **In which phase is the peak?** Only that half of the columns counts.
+# 2. **Which parts are large?** A row without a mark there does nothing.
+# 3. **Which row is the cheapest that is enough?** Then predict it: "at best" is a bound, and two techniques that work on the
+#    same part do not add up.
+#
+# Of the batch's part, what comes first? Micro-batches cost little time where a row keeps the card busy, and checkpoints
+# cost a forward always. With short rows it is the other way round, and with one row there is nothing left to cut. Two of
+# our documents have rules for it:
+
+# %%
+claims.show("C57", "C58")
+
+# %% [markdown]
+# ### Exercise 6.6 · what comes next
+#
+# ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
+#
+# Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
+# `rows` rows. Return the first of these that can be enough, at best, or `"none"`: `"micro-batches"`, `"checkpointing"`,
+# `"8-bit states"`, `"LoRA"`, `"QLoRA"`. The chart says what each can take away. Of temporaries, count all for micro-batches
+# in forward and backward, and none for checkpointing.
+#
+# <details><summary>Hint 1: enough</summary>
+#
+# `sum(parts.values())` less what a technique can take away is at most `card`.
+#
+# <details><summary>Hint 2: conditions</summary>
+#
+# Micro-batches need more than one row. They and checkpointing do nothing in `"optimizer_step"`, and there the other three
+# take the temporaries too.
+#
+# </details></details>
+
+
+# %%
+def next_technique(phase, parts, rows, card):
+    ### BEGIN SOLUTION
+    batch, step = phase != "optimizer_step", phase == "optimizer_step"
+    states = parts["optimizer"] + step * parts["temporaries"]
+    takes = {
+        "micro-batches": batch * (rows > 1) * (parts["activations"] + parts["temporaries"]),
+        "checkpointing": batch * parts["activations"],
+        "8-bit states": states,
+        "LoRA": states + parts["gradients"],
+        "QLoRA": states + parts["gradients"] + parts["parameters"],
+    }
+    enough = [name for name, n in takes.items() if sum(parts.values()) - n <= card]
+    return enough[0] if enough else "none"
+    ### END SOLUTION
+
+
+next_technique = check("6.6", next_technique)
+
+# %%
+for name, option in options.items():
+    peak = option.prediction.peak
+    if not option.fits:
+        rows = 8 // option.recipe.accumulation
+        word = next_technique(peak.phase, peak.by_category, rows, 22 * 2**30)
+        print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
+
+# %% [markdown]
+# ## 7 · What you can now do
+#
+# - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows the
+#   first request too many.
+# - **Look where the peak is**, in which phase and of which category: `diagnose`, or the chart. Then choose.
+# - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
+#   LoRA, or a step in backward.
+# - **Predict your own module** with your own batch and loss, `predict(module, batch=, loss=)`. Measure one step before you
+#   rely on it.
+# - **Spend what is left.** A recipe that leaves half the card empty gives time away.
+#
+# That is part one of the course. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has every
+# claim that these lessons put to the test, with its figures. If you find a wrong one, its test will tell you where.
+
+# %% [markdown]
+# ## More practice
 
 # %% [markdown]
 # ### Exercise 6.5 · a 7B on a card of 24 GB
 #
-# ●●● · 10 minutes · trains: finding what stands in the way, and the one change that moves it
+# ●●● · 8 minutes · optional · trains: finding what stands in the way, and the one change that moves it
 #
-# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the
-# rows of a micro-batch; every layer has to learn something. `on_card(recipe, micro_batch)` says what `plan` would say:
-# print its `why_not()`, which names what stands in the way, and change one thing at a time. There is more than one way.
+# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch; every layer has to learn
+# something. `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what
+# stands in the way, and change one thing at a time. There is more than one way.
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #
@@ -223,144 +746,3 @@ def recipe_7b():
 
 
 recipe_7b = check("6.5", recipe_7b)
-
-# %%
-recipe_of_mine, micro_batch = recipe_7b()
-option = lesson_06.on_card(recipe_of_mine, micro_batch)
-print(option)
-needs, spare = option.needs / 2**30, option.spare / 2**30
-print(f"needs {needs:.1f} GiB, and leaves {spare:.1f} of the card")
-
-# %% [markdown]
-# Now take the long way, technique by technique. Beside the peak of live bytes, the next tables show what the run needs
-# on a card, with the driver's context and a rough share for the allocator.
-
-# %%
-ladder = {
-    "bf16=True": {"precision": "autocast-bf16"},
-    "all in bf16": {"precision": "bf16"},
-    "+ 8 × 1": {"accumulation": 8},
-    "+ checkpointing": {"checkpointing": "per-layer"},
-    "+ 8-bit AdamW": {"optimizer": "adamw-8bit"},
-    "+ LoRA, rank 16": {"lora_rank": 16},
-    "+ loss in chunks": {"chunked_loss": True},
-    "+ base in 4 bits": {"quantized_base": True},
-}
-
-# %%
-question = "A 7B in bf16, cut into 8 × 1, checkpointed, AdamW: its peak in GiB?"
-guess_d = predict_first("6.d", question, unit="GiB")
-
-# %%
-changes, on_card = {"optimizer": "adamw-fused"}, {}
-print(f"{'GiB':<18}{'peak':>7}{'needs':>7}   most of it")
-for name, change in ladder.items():
-    changes |= change
-    option = lesson_06.on_card(Recipe(**changes), 8 // changes.get("accumulation", 1))
-    on_card[name], peak = option, option.prediction.peak
-    most = sorted(peak.by_category.items(), key=lambda item: -item[1])[:3]
-    held = ", ".join(f"{part} {n / 2**30:.1f}" for part, n in most)
-    print(f"{name:<18}{peak.total / 2**30:>7.1f}{option.needs / 2**30:>7.1f}   {held}")
-
-# %%
-peak = on_card["+ checkpointing"].prediction.peak.total
-guess_d.reveal(measured=round(peak / 2**30, 1), what="predicted")
-claims.show("C12", "C54")
-
-# %% [markdown]
-# In full fine-tuning accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are
-# 25 GiB before the first token. What fits has either few gradients (LoRA) or no waiting ones (a step in backward). The
-# prices:
-#
-# | technique | its price |
-# |---|---|
-# | accumulation | the gradients stay; time, where a micro-batch is too small for the card |
-# | checkpointing | up to a third more work, up to half more with frozen weights; measure the time |
-# | bf16 throughout | small updates are rounded away |
-# | 8-bit AdamW, Adafactor | approximate moments, or fewer of them; another learning rate |
-# | a step in backward | no accumulation, no clipping of the whole gradient |
-# | LoRA | a smaller space to learn in |
-# | a base in 4 bits | a rounded model, and time to write its weights out |
-#
-# On which cards does each of them fit? The next table has a star where it does:
-
-# %%
-cards = ("RTX 3070 8GB", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090 24GB")
-backward = {"precision": "bf16", "optimizer": "adafactor-torch", "in_backward": True}
-backward |= {"checkpointing": "per-layer", "chunked_loss": True}
-on_card["all weights, in backward, 8 rows"] = lesson_06.on_card(Recipe(**backward), 8)
-print(
-    f"{'':<36}{'needs':>10}  " + "".join(f"{card.rpartition(' ')[2]:>6}" for card in cards)
-)
-for name, option in on_card.items():
-    fits = ["*" if option.needs <= find_card(card).nbytes else "" for card in cards]
-    row = f"{name:<36}{option.needs / 2**30:>6.1f} GiB  "
-    print(row + "".join(f"{mark:>6}" for mark in fits))
-
-# %% [markdown]
-# The last line steps in backward, with torch's Adafactor. The 14.9 GB of C54 are the peak of *one* row. Does it matter
-# which Adafactor you take? Llama-3.1-8B has 128,256 words, and two tables of them, embedding and output, of 525 million
-# numbers each. The next cell runs two rows at a time:
-
-# %%
-from gradmem_lib import known_model
-
-config_8b = known_model("Llama-3.1-8B")[1]
-for optimizer in ("adafactor", "adafactor-torch"):
-    recipe_8b = Recipe(**backward | {"optimizer": optimizer})
-    ask = {"batch_size": 2, "seq_len": 2048, "target": "cuda"}
-    peak = predict(config_8b, recipe=recipe_8b, **ask).peak
-    most = f"temporaries {peak.by_category['temporaries'] / 2**30:.1f}"
-    print(f"{optimizer:<16}peak {peak.total / 2**30:.1f} GiB, {most}, in {peak.phase}")
-
-# %% [markdown]
-# Float32 copies of one table are 7.8 GiB, and one copy in bf16 is 1.0. With the second, every weight of the 8B can be
-# trained on 24 GB. With the first it cannot.
-#
-# Now back to the 7B: the two smaller cards need a base in 4 bits (QLoRA). Each frozen weight is then one of 16 values,
-# times a scale that its block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and thrown
-# away again. A card of 16 GB takes LoRA with or without 4 bits, and with them two thirds of it are left. What would the
-# planner do with the room?
-
-# %%
-found = plan(
-    "Llama-2-7B", card="RTX 4060 Ti 16GB", seq_len=2048, global_batch=8, method="qlora"
-)
-print(found.best)
-print("The next faster one does not fit:", found.next_faster)
-
-# %% [markdown]
-# Half of the layers keep their activations and need not run twice. That is the largest step up that fits.
-#
-# More claims of this kind have been made, for other models and larger cards. Before you look at a verdict, add up
-# weights, gradients and states in your head. That decides most of them.
-
-# %%
-claims.show("C23", "C25", "C51", "C53", "C55")
-
-# %% [markdown]
-# ## 4 · A table from the wild
-#
-# In 2022 the documentation of transformers fine-tuned BERT-large on a V100 in nine ways, and printed what the card's
-# own tool showed. No published table names all of its conditions. Can its figures be *predicted*, four years later and
-# without the card? The next table goes row by row, in MiB. It has what a step needs today, then one column for each
-# thing that was different, and what is left over.
-
-# %%
-from gradmem_lib.course import bert_large
-
-print(bert_large.table())
-
-# %% [markdown]
-# The sums come out within one per cent. The step's tensors alone are far off. Context and idle blocks are a good part
-# of what the tool shows, and the software of that year kept things that today's does not. Ask of any published figure:
-# which versions, and does it count tensors, the allocator, or the whole process?
-
-# %%
-claims.show("C13", "C14", "C24")
-
-# %% [markdown]
-# ## 5 · What first?
-
-# %%
-claims.show("C57", "C58")

@@ -1,8 +1,251 @@
 """Answers to the exercises of lesson 06 as people write them; see answers_numbers.py."""
 
-from gradmem_lib import Recipe
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gradmem_lib import Recipe, accumulate_gradients, checkpoint_layers, split
 
 RIGHT, WRONG = {}, {}
+
+
+def _error(asked, total, free, process, allocated, idle, *, context=None, others=None, pieces=None):
+    return {
+        "context": process - allocated - idle
+        if context is None
+        else context(total, free, process, allocated, idle),
+        "others": total - free - process if others is None else others(total, free, process, allocated, idle),
+        "in_pieces": free + idle >= asked if pieces is None else pieces(asked, total, free, idle),
+    }
+
+
+def _reserved_first(asked, total, free, process, allocated, idle):
+    reserved = allocated + idle
+    used = total - free
+    return {"others": used - process, "in_pieces": not asked > free + idle, "context": process - reserved}
+
+
+RIGHT["6.1"] = {
+    "by the sums": _error,
+    "in steps": _reserved_first,
+    "numbers of torch": lambda *six: {k: torch.tensor(v) for k, v in _error(*six).items()},
+}
+WRONG["6.1"] = {
+    "idle forgotten": (partial(_error, context=lambda t, f, p, a, i: p - a), "idle"),
+    "others in the context": (
+        partial(_error, context=lambda t, f, p, a, i: t - f - a - i),
+        "other processes",
+    ),
+    "all that is used": (partial(_error, others=lambda t, f, p, a, i: t - f), "this process"),
+    "beside the tensors": (partial(_error, others=lambda t, f, p, a, i: t - f - a), "allocated|this process"),
+    "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
+    "always": (partial(_error, pieces=lambda asked, t, f, i: True), "True whatever|in_pieces"),
+    "too little free": (partial(_error, pieces=lambda asked, t, f, i: asked > f), "every such error|asked"),
+    "a tuple": (lambda *six: tuple(_error(*six).values()), "dict|sequence"),
+}
+
+
+def _rows(moments, rows, new, *, grows=("activations", "temporaries", "other"), steps=(), which=max):
+    def at(phase):
+        names = grows if phase != "optimizer_step" else steps
+        return sum(n * (new / rows if name in names else 1) for name, n in moments[phase].items())
+
+    return which(at(phase) for phase in moments)
+
+
+def _by_copy(moments, rows, new):
+    largest = 0
+    for phase, parts in moments.items():
+        parts = dict(parts)
+        if phase in ("forward", "backward"):
+            for name in ("activations", "temporaries", "other"):
+                parts[name] = parts[name] * new // rows
+        largest = max(largest, sum(parts.values()))
+    return largest
+
+
+def _fixed_and_not(moments, rows, new):
+    totals = [sum(moments["optimizer_step"].values())]
+    for phase in ("forward", "backward"):
+        stay = sum(moments[phase][name] for name in ("parameters", "gradients", "optimizer"))
+        totals.append(stay + (sum(moments[phase].values()) - stay) / rows * new)
+    return torch.tensor(totals).max()
+
+
+def _only_the_peak(moments, rows, new):
+    peak = max(moments, key=lambda phase: sum(moments[phase].values()))
+    return _rows({peak: moments[peak]}, rows, new)
+
+
+RIGHT["6.2"] = {"by phase": _rows, "by copy": _by_copy, "fixed": _fixed_and_not}
+ALL = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
+WRONG["6.2"] = {
+    "all of it": (partial(_rows, grows=ALL, steps=ALL), "weights|everything"),
+    "activations alone": (partial(_rows, grows=("activations",)), "temporaries"),
+    "gradients too": (
+        partial(_rows, grows=("gradients", "activations", "temporaries", "other")),
+        "gradients",
+    ),
+    "the step's too": (partial(_rows, steps=("temporaries",)), "optimizer's step|own"),
+    "one moment": (_only_the_peak, "moment"),
+    "a sum": (partial(_rows, which=sum), "sum|one after"),
+    "nothing": (lambda moments, rows, new: max(sum(m.values()) for m in moments.values()), "rows|new"),
+    "upside down": (lambda moments, rows, new: _rows(moments, new, rows), "upside|new / rows"),
+}
+
+
+def _loss(model, images, labels, reduction="mean"):
+    return F.cross_entropy(model(images), labels, reduction=reduction)
+
+
+def _end(optimizer, zero=True):
+    optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+
+
+def _layers(every, size=30):
+    def answer(model, optimizer, images, labels):
+        with checkpoint_layers(model.blocks, every):
+            total = 0.0
+            for x, y in split((images, labels), size):
+                loss = _loss(model, x, y, "sum") / len(labels)
+                loss.backward()
+                total += loss.item()
+        _end(optimizer)
+        return total
+
+    return answer
+
+
+def _library(model, optimizer, images, labels):
+    def loss_and_count(micro):
+        return _loss(model, *micro, "sum"), len(micro[1])
+
+    found = accumulate_gradients(split((images, labels), 6), loss_and_count, total_items=len(labels))
+    _end(optimizer)
+    return found.loss
+
+
+def _by_hand(model, optimizer, images, labels):
+    own = [block.forward for block in model.blocks]
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    loss = _loss(model, images, labels)
+    loss.backward()
+    for block, forward in zip(model.blocks, own, strict=True):
+        block.forward = forward
+    _end(optimizer)
+    return loss
+
+
+def _pieces(
+    model, optimizer, images, labels, *, size=8, share=None, steps=False, zero=True, once=False, auto=False
+):
+    total, losses = 0.0, []
+    for x, y in split((images, labels), size):
+        with torch.autocast("cpu", torch.bfloat16, enabled=auto):
+            loss = _loss(model, x, y) * (
+                len(y) / len(labels) if share is None else share(len(y), len(labels))
+            )
+        if once:
+            losses.append(loss)
+        else:
+            loss.backward()
+        total += loss.item()
+        if steps:
+            _end(optimizer)
+    if once:
+        sum(losses).backward()
+    if not steps:
+        _end(optimizer, zero)
+    return total
+
+
+RIGHT["6.3"] = {
+    "a checkpoint a block": _layers(1),
+    "roots": _layers("sqrt"),
+    "both": _layers(2, 10),
+    "the library": _library,
+    "by hand": _by_hand,
+    "pieces": _pieces,
+}
+WRONG["6.3"] = {
+    "as it was": (partial(_pieces, size=30), "all 30 rows"),
+    "halves": (partial(_pieces, size=16), "16 rows"),
+    "one in two checkpointed": (_layers([4, 4]), "checkpoint"),
+    "mean of means": (
+        partial(_pieces, share=lambda n, all: n / all * 8 / n),
+        "same weight|mean of means|times",
+    ),
+    "sum of means": (partial(_pieces, share=lambda n, all: 1), "adds up the means|too large"),
+    "steps each": (partial(_pieces, steps=True), "4 updates"),
+    "never zeroed": (partial(_pieces, zero=False), "zero_grad"),
+    "one backward": (partial(_pieces, once=True), "one backward|graph"),
+    "bf16": (partial(_pieces, auto=True), "half precision|bf16"),
+    "some": (lambda m, o, x, y: _pieces(m, o, x[:15], y[:15]), "15|rows"),
+}
+
+
+def _t5(model, optimizer, batch, *, size=4, every=1, count=None, k=False, steps=False, only=None):
+    count = count or (lambda labels: int((labels != -100).sum()))
+    every_list = [model] if only is None else [getattr(model, only).block]
+    handles = [checkpoint_layers(layers, every) for layers in every_list] if every else []
+    micros, total = list(split(batch, size)), 0.0
+    for micro in micros:
+        share = 1 / len(micros) if k else count(micro["labels"]) / count(batch["labels"])
+        loss = model(**micro).loss * share
+        loss.backward()
+        total += loss.item()
+        if steps:
+            _end(optimizer)
+    for handle in handles:
+        handle.remove()
+    if not steps:
+        _end(optimizer)
+    return total
+
+
+def _t5_library(model, optimizer, batch):
+    def mean_and_count(micro):
+        return model(**micro).loss, int((micro["labels"] != -100).sum())
+
+    with checkpoint_layers(model.encoder.block, 1), checkpoint_layers(model.decoder.block, 1):
+        found = accumulate_gradients(
+            list(split(batch, 2)),
+            mean_and_count,
+            reduction="mean",
+            count_items=lambda m: int((m["labels"] >= 0).sum()),
+        )
+    _end(optimizer)
+    return found.loss
+
+
+def _t5_switch(model, optimizer, batch):
+    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
+        model.gradient_checkpointing_enable()
+    )
+    return _t5(model, optimizer, batch, size=3, every=None)
+
+
+RIGHT["6.4"] = {
+    "both": _t5,
+    "one row": partial(_t5, size=1, every=None),
+    "the library": _t5_library,
+    "the switch": _t5_switch,
+}
+WRONG["6.4"] = {
+    "as it was": (partial(_t5, size=16, every=None), "all 16 rows"),
+    "checkpoints alone": (partial(_t5, size=16), "checkpoint"),
+    "pieces alone": (partial(_t5, every=None), "4 rows"),
+    "encoder alone": (partial(_t5, size=8, only="encoder"), "decoder"),
+    "shifted": (partial(_t5, count=lambda labels: int((labels[:, 1:] != -100).sum())), "position 0|shift"),
+    "padding": (partial(_t5, count=lambda labels: labels.numel()), "padding|same weight"),
+    "by K": (partial(_t5, k=True), "same weight|mean of means"),
+    "steps": (partial(_t5, steps=True), "4 updates"),
+}
 
 
 def _recipe(micro=1, **choices):
@@ -28,4 +271,72 @@ WRONG["6.5"] = {
     "small batch": (_recipe(lora_rank=16, accumulation=2), "global batch"),
     "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
     "a fraction": (lambda: (_recipe(lora_rank=16)()[0], 1.5), "whole number"),
+}
+
+NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
+
+
+def _next(
+    phase,
+    parts,
+    rows,
+    card,
+    *,
+    passes=None,
+    one_row=True,
+    logits=False,
+    base=False,
+    order=NAMES,
+    enough=True,
+    eight=(),
+):
+    passes = phase != "optimizer_step" if passes is None else passes
+    step = phase == "optimizer_step"
+    total = sum(parts.values())
+    states = parts["optimizer"] + step * parts["temporaries"]
+    lora = states + parts["gradients"]
+    takes = {
+        "micro-batches": passes * (rows > 1 or not one_row) * (parts["activations"] + parts["temporaries"]),
+        "checkpointing": passes * (parts["activations"] + logits * parts["temporaries"]),
+        "8-bit states": states + sum(parts[name] for name in eight),
+        "LoRA": lora + base * parts["parameters"],
+        "QLoRA": lora + parts["parameters"],
+    }
+    if not enough:
+        return max(order, key=lambda name: takes[name])
+    return next((name for name in order if total - takes[name] <= card), "none")
+
+
+def _ifs(phase, parts, rows, card):
+    left = sum(parts.values()) - card
+    step = phase == "optimizer_step"
+    if not step and rows > 1 and parts["activations"] + parts["temporaries"] >= left:
+        return "Micro-batches"
+    if not step and parts["activations"] >= left:
+        return "checkpointing"
+    own = parts["optimizer"] + (parts["temporaries"] if step else 0)
+    for name, more in (
+        ("8-bit states", ()),
+        ("LoRA", ("gradients",)),
+        ("QLoRA", ("gradients", "parameters")),
+    ):
+        if own + sum(parts[part] for part in more) >= left:
+            return name
+    return "none"
+
+
+RIGHT["6.6"] = {
+    "a table": _next,
+    "ifs": _ifs,
+    "keywords": lambda phase, parts, rows, card: _next(phase, dict(parts), rows, card),
+}
+WRONG["6.6"] = {
+    "the phase": (partial(_next, passes=True), "optimizer's step"),
+    "one row": (partial(_next, one_row=False), "one row"),
+    "logits": (partial(_next, logits=True), "temporaries"),
+    "the base": (partial(_next, base=True), "LoRA"),
+    "the largest": (partial(_next, enough=False), "enough|most"),
+    "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
+    "gradients in 8 bits": (partial(_next, eight=("gradients",)), "gradients"),
+    "always": (lambda phase, parts, rows, card: "checkpointing", "whatever"),
 }

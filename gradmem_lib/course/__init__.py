@@ -9,6 +9,7 @@ _HOMES = {
     "guesses": "Guess",
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
+    "exercises.lesson_06_models": "classifier_setting t5_setting",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
     "exercises.trainer": "quiet_arguments trainer_factors trainer_logs trainer_setting",
 }

@@ -136,7 +136,7 @@ def _explain_7b(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="6.5", title="a 7B on a card of 24 GB", difficulty=3, minutes=10,
+        id="6.5", title="a 7B on a card of 24 GB", difficulty=3, minutes=8,
         trains="finding what stands in the way, and the one change that moves it",
         reference=recipe_7b,
         observe=_observe_7b,

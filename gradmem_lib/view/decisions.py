@@ -1,0 +1,87 @@
+"""From the parts of a peak to the technique that comes next, in one picture, drawn from the rules of ``diagnose``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..measure.diagnosis import TECHNIQUES, diagnose
+from ..units import format_bytes, parse_bytes
+from .style import COLORS, HATCHES, INK, MUTED, hatch_ink, new_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
+GROUPS = {  # by a phase of theirs
+    "backward": ("peak in forward or backward", PARTS),
+    "optimizer_step": ("in the optimizer's step", PARTS[1:]),
+}
+PART = {"layers": ", of the layers", "outside": ""}
+LAST = 9.3  # from the prices to the column of bytes
+
+
+def show_decisions(run=None, card: int | str | None = None) -> Figure:
+    """Each technique's row: the parts of a peak that it can shrink, in each phase, and its price.
+
+    ``run``, as for ``diagnose``: beside it the lowest peak that each can reach, marked where that is within ``card`` bytes.
+    """
+    found = None if run is None else diagnose(run)
+    now = found and ("optimizer_step" if found.peak.phase == "optimizer_step" else "backward")
+    room = -1 if card is None else parse_bytes(card)
+    places = {("backward", part): float(n) for n, part in enumerate(PARTS)}
+    places |= {("optimizer_step", part): len(PARTS) + 0.6 + n for n, part in enumerate(PARTS[1:])}
+    right = max(places.values()) + 0.9
+    with style():
+        height = 1.5 + 0.34 * len(TECHNIQUES)
+        figure = new_figure(11.6, height, alt=_words())
+        ax = figure.add_axes((0.29, 0.02, 0.69, (height - 1.3) / height))
+        ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
+        ax.axis("off")
+        for phase, (title, parts) in GROUPS.items():
+            ink = INK if now in (None, phase) else MUTED
+            ax.text(places[phase, parts[0]] - 0.4, -2.75, title, fontweight="bold", color=ink)
+            for part in parts:
+                size = f"\n{format_bytes(found.peak.by_category[part])}" if found and now == phase else ""
+                ax.text(places[phase, part], -0.62, part + size, rotation=38, fontsize=8, color=ink)
+        for row, technique in enumerate(TECHNIQUES):
+            if row % 2 == 0:
+                ax.axhspan(row - 0.5, row + 0.5, xmin=-0.42, color="#eef1f5", zorder=0, clip_on=False)
+            ax.text(-0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center")
+            for (phase, part), x in places.items():
+                if phase in technique.takes.get(part, ()):
+                    look = {
+                        "color": COLORS[part],
+                        "hatch": HATCHES[part],
+                        "alpha": 1 if now in (None, phase) else 0.25,
+                    }
+                    ax.barh(
+                        row, 0.8, 0.72, left=x - 0.4, linewidth=0, edgecolor=hatch_ink(COLORS[part]), **look
+                    )
+            ax.text(right, row, technique.price, va="center", color=MUTED)
+            if found:
+                lowest = found.lowest[technique.name]
+                says = (
+                    {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
+                    if lowest <= room
+                    else {"s": format_bytes(lowest)}
+                )
+                ax.text(right + LAST, row, va="center", ha="right", **says)
+        ax.text(right, -0.75, "its price", fontsize=8.5, fontweight="bold")
+        if found:
+            ax.text(right + LAST, -0.75, "at best", fontsize=8.5, fontweight="bold", ha="right")
+    return figure
+
+
+def _words() -> str:
+    """The picture for who does not see it."""
+    rows = []
+    for technique in TECHNIQUES:
+        taken = {
+            phase: [p for p in parts if phase in technique.takes.get(p, ())]
+            for phase, (_, parts) in GROUPS.items()
+        }
+        where = "; ".join(
+            f"{GROUPS[phase][0]}: {', '.join(parts)}" for phase, parts in taken.items() if parts
+        )
+        rows.append(f"{technique.name} ({where}), at the price of {technique.price}")
+    return f"Which technique can shrink which part of a peak, and its price. {'. '.join(rows)}."
