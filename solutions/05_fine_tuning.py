@@ -72,9 +72,8 @@ except BudgetExceeded as error:
 #
 # ## 3 · Where the bytes are
 #
-# Measure the naive run without a budget. `runs.train` loads SmolLM2 afresh, trains it through `make_trainer`, and
-# returns the model with the last step's peak and seconds. `bar` compares this peak with what `predict` says without
-# running anything, and draws it:
+# Measure the naive run without a budget. `runs.train` loads SmolLM2 and trains it through `make_trainer`. `bar` compares
+# the last step's peak with what `predict` says without running anything, and draws it:
 
 # %%
 chart = Waterfall(budget=BUDGET, title="SmolLM2-135M, 8 × 128 tokens an update")
@@ -185,7 +184,7 @@ def on_one_card(arguments, gpus, fits):
 on_one_card = check("5.1", on_one_card)
 
 # %% [markdown]
-# Now the second bar, with as many updates as the naive one:
+# The second bar, with as many updates:
 
 # %%
 pieces = runs.train(Recipe(**cut), training, **longer)
@@ -385,10 +384,9 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 # **It fits**, with every weight trained. (Checkpoints would lower this peak by less than one MiB.) An optimizer's memory
 # is its states *and* what its step does.
 #
-# A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Two of its defaults do not suit
-# fine-tuning. Its learning rate of 0.01 is relative to the typical size of a tensor's weights (T5 was fine-tuned with
-# 0.001). And its `eps` is 1/128 in bf16, larger than almost every gradient, so that nothing is normalized. A recipe
-# sets `1e-16`.
+# A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. The learning
+# rate is relative to the typical size of a tensor's weights (T5 was fine-tuned with 0.001, not 0.01). And `eps` is 1/128
+# in bf16, larger than almost every gradient: nothing is normalized. A recipe sets `1e-16`.
 #
 # **A step in backward** goes lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees the
 # gradient at once. `Trainer` can do this: give it transformers' `LayerWiseDummyOptimizer`, whose `step()` does nothing.
@@ -488,8 +486,8 @@ for rows in (1, 4, 8):
     print(f"{rows:>4}", *(f"{peak.total / 2**20:>10,.0f} MiB" for peak in needs))
 
 # %% [markdown]
-# Four rows at a time fit, if the loss is in chunks. Then no layer runs twice, and there are two passes instead of eight.
-# This recipe now makes all its updates, **under the budget**:
+# Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice. This recipe
+# now makes all its updates, **under the budget**:
 
 # %%
 recipe |= {"accumulation": 2}
@@ -624,10 +622,8 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # - **Look where the peak is**, in which phase and of which category. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough.
-# - **Accumulation** keeps the gradients. **Checkpointing** costs a forward. Both are worth nothing where activations are
-#   not the peak.
+# - **Accumulation and checkpointing** are worth nothing where activations are not the peak.
 # - **`bf16=True` is autocast.** What halves the memory is the dtype in which the model was *loaded*.
-# - **The global batch, the schedule and the logged loss** must not change with the micro-batch.
 # - **Spend what is left**, and **measure a switch** before you rely on it.
 #
 # Next is lesson 06: your error message, your model, your card.
