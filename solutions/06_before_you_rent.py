@@ -40,9 +40,8 @@ from gradmem_lib.course import claims, classifier_setting, lesson_06, models, te
 # %% [markdown]
 # ## 1 · Your error message
 #
-# The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB. `out_of_memory` asks a
-# copy of PyTorch's allocator for everything that the step needs, in order, until the card is full. Then it says what
-# PyTorch would say:
+# The run is SmolLM2-135M with AdamW in float32, on 4 rows of 256 tokens, and the card has 4 GiB. `out_of_memory` replays
+# all requests of the step by the rules of PyTorch's allocator, until the card is full. Then it says what PyTorch would say:
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -78,8 +77,8 @@ guess_a.reveal(
 )
 
 # %% [markdown]
-# The formula adds the refused request to what is allocated. The step needs more: **an error shows the first request too
-# many, not the last.** So do not enlarge the card by what the error asks for.
+# The formula adds the refused request to what is allocated. The step needs more, because **an error shows the first request
+# too many, not the last.** So a card that is larger by the refused request would not be enough.
 
 # %% [markdown]
 # ### Exercise 6.1 · between the lines of an error
@@ -119,7 +118,7 @@ six = ("asked", "total", "free", "process", "allocated", "unallocated")
 print(read_error(*(getattr(error, name) for name in six)))
 
 # %% [markdown]
-# Enough bytes are there, but in pieces. On a card, `torch.cuda.memory_snapshot()` lists all segments with their blocks.
+# Enough bytes are there, in pieces. On a card, `torch.cuda.memory_snapshot()` lists all segments with their blocks.
 # `error.segments` is such a list, from the replay. Here are its largest idle blocks:
 
 # %%
@@ -137,12 +136,12 @@ for size, segment in idle[:-4:-1]:
     print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
 
 # %% [markdown]
-# A tensor needs one block, and no block is as large as the request. This is **fragmentation**. With
-# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that small remains do not pile up. It would serve
-# this request, and not this run, because the tensors of the whole step are more than the card has. As a rule:
+# A tensor needs one block, and no idle block is as large as the request. This is **fragmentation**. With
+# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here this would serve
+# the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
 #
-# - *unallocated is large* beside what was asked for: set that variable, and give rows equal lengths;
-# - *unallocated is small*: the tensors are too many. All that follows is about this case.
+# - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
+# - If it is small, there are too many tensors. The rest of the lesson is about this case.
 #
 # The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget that
 # is as tight. (It takes 2.3 GiB of your memory.)
@@ -166,9 +165,9 @@ except BudgetExceeded as exceeded:
     print(exceeded)
 
 # %% [markdown]
-# The first step passed, because AdamW had no states yet. The second failed where the loss begins its backward. The last
-# lines come from `diagnose`, which you can ask about any run. It takes a technique's whole part away, at every moment, and
-# says what would be left **at best**. If even that is too much, the technique cannot be enough.
+# The first step passed, because AdamW had no states yet. The second step failed. The last lines come from `diagnose`, which
+# you can ask about any run. For each technique it takes away all bytes that the technique could ever save, and says what
+# would be left **at best**. If even that is too much, the technique cannot be enough.
 #
 # The usual first answer is a smaller batch. Which part of the bytes does it move?
 
@@ -222,12 +221,12 @@ for phase in ("forward", "backward", "optimizer_step"):
 for rows in (4, 3, 2, 1):
     peak = predict(smol.config, batch_size=rows, seq_len=256, target="cuda").peak
     expected = with_rows(moments, 4, rows)
-    print(f"{rows} rows: expected {expected / 2**20:,.0f} MiB,", end=" ")
+    print(f"{rows} × 256: expected {expected / 2**20:,.0f} MiB,", end=" ")
     print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
 
 # %% [markdown]
-# Three rows fit. But with half the rows more than half of the bytes are left, and from two rows to one almost nothing
-# changes: the peak has moved to where no batch is left, only gradients and states.
+# The expectation is right to the MiB. Three rows fit. But half the rows need 70 % of the bytes, and the last step, from two
+# rows to one, saves less: the peak is then where all gradients are, and no part of it depends on the batch.
 #
 # ## 2 · Predict
 #
@@ -559,7 +558,7 @@ guess_d.reveal(measured=round(peak / 2**30, 1), what="predicted")
 claims.show("C12", "C54")
 
 # %% [markdown]
-# In full fine-tuning accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
+# In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
 # GiB before the first token. What fits has few gradients (LoRA), or none that wait. The last line trains every weight: it
 # steps in backward with torch's Adafactor, on all 8 rows.
 #
@@ -589,7 +588,8 @@ claims.show("C23", "C25", "C51", "C53", "C55")
 # ## 5 · What others measured
 #
 # Can such predictions be trusted? Others have published what their runs needed on real cards. The next picture has their
-# figures, and beside each what this library computes for the same run.
+# figures, and beside each what this library computes for the same run. Where their software does something else than a
+# `Recipe`, `benchmarks/published.py` names it and computes it.
 
 # %%
 from gradmem_lib.course import published
@@ -688,6 +688,9 @@ for name, option in options.items():
         print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
 
 # %% [markdown]
+# "none" says that no single technique is enough. Then take the one that saves most, and ask again: that is how the ladder of
+# section 4 was made.
+#
 # ## 7 · What you can now do
 #
 # - **Read the error**: allocated is tensors, unallocated is pieces, the rest of the process is the context. It shows the
