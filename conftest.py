@@ -34,6 +34,7 @@ SECONDS = {
     "test_families.py": 35,
     "test_view.py": 30,
     "test_printed_code.py": 30,
+    "test_runs.py": 30,
     "test_accumulation.py": 30,
     "test_notebooks.py": 30,
     "test_answers_bank.py": 30,

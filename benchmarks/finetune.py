@@ -15,7 +15,6 @@ import gc
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -110,17 +109,8 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, m
 
 def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, steps: int) -> dict:
     """One way from a fresh model to its held-out loss."""
+    from gradmem_lib.course.runs import Clock
     from gradmem_lib.training.trainer import MemoryCallback
-
-    class Clock(transformers.TrainerCallback):
-        def __init__(self):
-            self.seconds: list[float] = []
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            self.began = time.perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            self.seconds.append(time.perf_counter() - self.began)
 
     model, clock, own = fresh(), Clock(), MemoryCallback(live=False)
     with tempfile.TemporaryDirectory() as folder:
