@@ -90,7 +90,7 @@ WRONG["4.1"] = {
     "everything": (_function(_everything), "keep"),
     "twice again": (_function(backward=partial(_again, times=2)), "more often than needed"),
     "the incoming": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, g))), "not that of x"),
-    "swapped": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))), "run and x|gradient"),
+    "swapped": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))), "in their order"),
     "no detach": (_function(backward=partial(_again, change=lambda x: x)), "detach|earlier layers"),
 }  # fmt: skip
 
@@ -170,6 +170,9 @@ WRONG["4.3"] = {
     "other kind": (partial(_frozen, first=lambda x: x, reentrant=False), "other kind"),
     "other kind, required": (partial(_frozen, reentrant=False), "other kind"),
     "trap": (partial(_frozen, first=lambda x: x), "no layer gets a gradient"),
+    "early": (lambda e, layers, ids: _frozen(e, layers[:1], ids), "layer 2 and layer 3 and layer 4 never run"),
+    "backwards": (lambda e, layers, ids: _frozen(e, layers[::-1], ids), "another order"),
+    "no grad": (lambda *a: torch.no_grad()(_frozen)(*a), r"torch.no_grad\(\)"),
     "plain": (partial(_frozen, each=lambda i, layer, x: layer(x)), "nothing is checkpointed"),
     "last plain": (partial(_frozen, each=lambda i, layer, x: layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)), "layer 4 runs once"),
     "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "one of its own"),
@@ -221,6 +224,8 @@ WRONG["4.4"] = {
     "overlap": (partial(_segments, length=lambda k: k + 1), "run|layers|segments"),
     "reentrant": (partial(_segments, reentrant=True), "use_reentrant=False"),
     "required": (partial(_segments, reentrant=True, before=lambda x: x if x.requires_grad else x.requires_grad_()), "use_reentrant=False"),
+    "not handed on": (lambda layers, x, k: [checkpoint(layers[i : i + k], x, use_reentrant=False) for i in range(0, len(layers), k)][-1], "what the one before returned"),
+    "unused": (lambda layers, x, k: (_segments(layers, x, k), x)[1], "not what the last checkpoint returned"),
     "detached": (partial(_segments, before=lambda x: x.detach().requires_grad_()), "detach"),
     "layer by layer": (lambda layers, x, k: _segments(layers, x, 1), r"your segments have \[1, 1"),
     "all at once": (lambda layers, x, k: checkpoint(layers, x, use_reentrant=False), r"your segments have \[8\]"),
@@ -238,7 +243,11 @@ WRONG["4.5"] = {
     "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
     "mean": (lambda m, a, x: (len(m) - 1) * x + sum(m) / len(m) * a, "mean length"),
     "not the largest": (lambda m, a, x: (len(m) - 1) * x + max(m) * a, "meet all"),
-    "minimum": (lambda m, a, x: min(i * x + n * a for i, n in enumerate(m)), "got"),
+    "minimum": (lambda m, a, x: min(i * x + n * a for i, n in enumerate(m)), "needs least"),
+    "the first longest": (
+        lambda m, a, x: m.index(max(m)) * x + max(m) * a,
+        "^(?!.*(no effect|not the boundaries))",
+    ),
 }
 
 

@@ -209,6 +209,13 @@ def _by_name(p, grad, state, lr, beta):
     _momentum(p, grad, _SHARED, lr, beta)
 
 
+def _not_at_first(p, grad, state, lr, beta):
+    if not state:
+        state["m"] = (1 - beta) * grad
+        return
+    _momentum(p, grad, state, lr, beta)
+
+
 RIGHT["2.1"] = {
     "new tensors": _momentum,
     "lists": lambda p, g, s, lr, b: p.sub_(lr * s.setdefault("m", [torch.zeros_like(p)])[0].mul_(b).add_(g * (1 - b))),
@@ -220,6 +227,10 @@ WRONG["2.1"] = {
     "nesterov": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: b * m + (1 - b) * g), "Nesterov"),
     "old": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: old), "step before"),
     "global": (_by_name, "which each of them has for itself"),
+    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "two in turn do not"),
+    "starts at the gradient": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0), "first gradient"),
+    "not at first": (_not_at_first, "first step leaves p where it was"),
+    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*uphill"),
     "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not along the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
 }  # fmt: skip
@@ -242,6 +253,18 @@ WRONG["2.2"] = {
     "inside": (lambda *a: _v(*a, divide=lambda v, eps, g, t: (v + eps).sqrt()), "inside the root"),
     "no eps": (lambda *a: _v(*a, divide=lambda v, eps, g, t: v.sqrt()), "eps"),
     "sum": (lambda *a: _v(*a, share=1.0), "adds the whole square"),
+    "eps beside": (
+        lambda *a: _v(*a, divide=lambda v, eps, g, t: 1 / (v.rsqrt() + eps)),
+        "what eps is added to",
+    ),
+    "eps of its own": (
+        lambda *a: _v(*a, divide=lambda v, eps, g, t: v.sqrt() + 1e-8),
+        "not the one that was given",
+    ),
+    "one for all": (
+        lambda *a: _v(*a, divide=lambda v, eps, g, t: v.mean().sqrt() + eps),
+        "divided by the same",
+    ),
     "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "this very gradient"),
     "corrected": (
         lambda *a: _v(*a, divide=lambda v, eps, g, t: (v / (1 - a[4] ** t)).sqrt() + eps),
@@ -284,6 +307,25 @@ WRONG["2.3"] = {
     "no eps": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2).sqrt()), "eps is left out"),
     "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "uphill"),
     "t from 1": (lambda *a: _adam(*a, t0=1), "t begins at 2"),
+    "uncorrected, no root": (
+        _changed(lambda m, v, c1, c2, eps: m / (v + eps)),
+        "two things.*bias correction.*root is missing",
+    ),
+    "power": (
+        lambda p, g, s, lr, b1, b2, eps: _adam(
+            p,
+            g,
+            s,
+            lr,
+            b1,
+            b2,
+            eps,
+            change=lambda m, v, c1, c2, eps: (
+                m / (1 - b1 * s["t"]) / ((v / (1 - b2 * s["t"])).abs().sqrt() + eps)
+            ),
+        ),
+        "first step is right",
+    ),
     "t is 0": (
         lambda p, g, s, lr, b1, b2, eps: p.sub_(lr / (1 - b1 ** s.get("t", 0)) * g),
         "division by zero|zero",
@@ -299,6 +341,7 @@ WRONG["2.4"] = {
     "none": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p * (1 - lr * wd)), "decay has no effect"),
     "afterwards": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - lr * wd)), "after the step"),
     "grows": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 + lr * wd)), "larger"),
+    "afterwards, no lr": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - wd)), "two things.*learning rate.*after the step"),
     "twice lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - lr * lr * wd)), "learning rate twice"),
     "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "into the gradient"),
 }  # fmt: skip

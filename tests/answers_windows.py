@@ -29,8 +29,9 @@ WRONG["3.1"] = {
     "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division comes out even"),
     "fraction": (partial(_plan, up=lambda n: n), "fraction"),
     "steps alone": (lambda t, m, s, g: math.ceil(t / (m * s * g)), "list|sequence"),
-    "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "plan_window"),
+    "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "reverse order"),
     "asked": (lambda t, m, s, g: (_plan(t, m, s, g)[0], t), "those asked for"),
+    "down, asked": (lambda t, m, s, g: (t // (m * s * g), t), "rounds down"),
 }
 
 RIGHT["3.2"] = {
@@ -43,6 +44,8 @@ WRONG["3.2"] = {
     "no shift": (lambda labels: int((labels != -100).sum()), "position 0"),
     "last": (lambda labels: int((labels[:, :-1] != -100).sum()), "last label"),
     "wrong dimension": (lambda labels: int((labels[1:] != -100).sum()), "sequences of 5, 3 and 8"),
+    "flat": (lambda labels: int((labels.flatten()[1:] != -100).sum()), "for the whole batch"),
+    "last, positive": (lambda labels: int((labels[:, :-1] > 0).sum()), "last label"),
     "one sequence": (lambda labels: int((labels[0, 1:] != -100).sum()), "got"),
     "a row": (lambda labels: (labels[:, 1:] != -100).sum(1).tolist(), "count for each row"),
     "positive": (lambda labels: int((labels[:, 1:] > 0).sum()), "token 0"),
@@ -146,6 +149,15 @@ def _step(optimizer, held, f):
     return loss
 
 
+def _by_another(model, optimizer, micro_batches, window, f):
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    return _epoch(model, other, micro_batches, window, f)
+
+
+def _as_they_come(model, optimizer, micro_batches, window, f):
+    yield from _epoch(model, optimizer, micro_batches, window, f)
+
+
 RIGHT["3.4"] = {
     "counted": _counted,
     "tuple": partial(_epoch, says=tuple),
@@ -155,6 +167,9 @@ WRONG["3.4"] = {
     "full windows": (partial(_epoch, fill=lambda held, window: len(held) == window), "drops the last window"),
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
+    "another optimizer": (_by_another, "not by the optimizer that was given"),
+    "yields": (_as_they_come, "`yield`.*runs nothing"),
+    "one, then three": (lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)], "first update is made of 1 micro-batch,"),
     "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),
     "by K": (partial(_epoch, one=WRONG["3.3"]["by K"][0]), "same weight"),
     "window less one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, w - 1, f), "window"),
@@ -226,6 +241,7 @@ WRONG["3.6"] = {
     "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
     "zero before": (partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)), "zeroed before"),
+    "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of sizes"),
     "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinite norm"),
 }
 
@@ -249,6 +265,11 @@ WRONG["3.7"] = {
     "16": (partial(_64, size=16), "16 rows|16 sequences"),
     "no zero": (partial(_64, one=_window, zero=False), r"zero_grad\(\) is missing"),
     "twice": (partial(_64, steps=2), "2 updates"),
+    "a part": (lambda m, o, b, f: _64(m, o, {name: t[:8] for name, t in b.items()}, f), "8 of the 64 rows"),
+    "by K, None": (
+        partial(_64, one=lambda mbs, f: WRONG["3.3"]["by K"][0](mbs, f) and None),
+        "dividing by K",
+    ),
     "uphill": (partial(_64, one=WRONG["3.3"]["uphill"][0]), "wrong sign"),
     "by K": (partial(_64, one=WRONG["3.3"]["by K"][0]), "dividing by K"),
     "one sum": (partial(_64, one=_one_sum), "keeps every micro-batch's graph"),

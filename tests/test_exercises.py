@@ -90,6 +90,12 @@ def test_an_exercise_that_moved_is_found_by_its_old_id():
     assert "5.8" not in {exercise.id for exercise in all_exercises(5)}
 
 
+def test_the_recipe_that_a_first_check_takes_for_right_is_right():
+    from gradmem_lib.course.exercises.lesson_06 import recipe_7b, what_is_wrong
+
+    assert what_is_wrong(*recipe_7b()) == ""
+
+
 def test_ids_forgive_spaces_and_lessons_forgive_zeros():
     assert get(" 0.1 ").id == "0.1"
     assert all_exercises(0) == all_exercises("00") == all_exercises("0") != []

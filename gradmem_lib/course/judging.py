@@ -268,6 +268,9 @@ def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
     asked = f"expected {'the class' if isinstance(reference, type) else 'a function'} {name}{_signature(reference)}"
     if not callable(candidate):
         return f"{asked}, and got {describe(candidate)}: hand over {name} itself, without calling it"
+    if inspect.isgeneratorfunction(candidate) or inspect.iscoroutinefunction(candidate):
+        word = "yield" if inspect.isgeneratorfunction(candidate) else "async"
+        return f"there is `{word}` in {name}, so that calling it runs nothing yet: collect the results, and return them"
     if not _accepts_the_same(candidate, reference):
         return f"{asked}, and yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
     return ""

@@ -30,12 +30,27 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
+def entries(value: Any) -> dict[Path, Any]:
+    """``leaves``, and each entry of a short tuple by itself: two numbers that an answer returns may be wrong for two reasons."""
+    found = {}
+    for path, leaf in leaves(value):
+        leaf = plain(leaf)
+        if isinstance(leaf, tuple) and len(leaf) <= 3:
+            found |= {(*path, f"item {i}"): entry for i, entry in enumerate(leaf)}
+        else:
+            found[path] = leaf
+    return found
+
+
 def compared(got: Any, expected: Any, tolerance: float) -> dict[Path, bool]:
     """For each number, tensor or text of ``expected``, whether ``got`` has the same there."""
-    mine = dict(leaves(got))
+    return _same(dict(leaves(got)), dict(leaves(expected)), tolerance)
+
+
+def _same(mine: dict[Path, Any], theirs: dict[Path, Any], tolerance: float) -> dict[Path, bool]:
     return {
         path: path in mine and difference(mine[path], value, tolerance) is None
-        for path, value in leaves(expected)
+        for path, value in theirs.items()
     }
 
 
@@ -47,20 +62,22 @@ def most_alike(
     So an answer with two mistakes hears the first one. ``known`` are (sentence, what the mistake does); empty if none fits.
     ``all_of_it``: ``got`` must be wrong wherever that mistake is, and do the same nearly everywhere.
     """
-    right = compared(got, expected, tolerance)
+    mine, wanted = entries(got), entries(expected)
+    right = _same(mine, wanted, tolerance)
     wrong = [path for path, same in right.items() if not same]
-    mine, best, most = dict(leaves(got)), "", 0
+    best, most = "", 0
     for says, value in known:
-        theirs = dict(leaves(value))
-        theirs_wrong = [path for path, same in compared(value, expected, tolerance).items() if not same]
+        theirs = entries(value)
+        theirs_wrong = [path for path, same in _same(theirs, wanted, tolerance).items() if not same]
         hits = [
             path
             for path in wrong
             if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
         ]
         share = len(hits) / max(len(wrong), len(theirs_wrong))
-        alike = hits and hits[0] == wrong[0] and share > 0.5
-        if all_of_it and (share < 0.8 or any(right[path] for path in theirs_wrong)):
+        alike = hits and hits[0] == wrong[0] and share >= 0.5
+        against = sum(right[path] for path in theirs_wrong)
+        if against > len(hits) / 3 or (all_of_it and (share < 0.8 or against)):
             continue
         if alike and len(hits) > most:
             best, most = says, len(hits)
@@ -136,6 +153,8 @@ def _other_kind(got: Any, expected: Any) -> str:
         return "a list with a number for each is asked for, and this is one number."
     elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
         return f"{len(expected)} entries are asked for, and there are {len(got)}."
+    elif isinstance(expected, tuple) and isinstance(got, tuple) and got == expected[::-1] != expected:
+        return "these are the right entries in the reverse order."
     return ""
 
 
@@ -149,8 +168,8 @@ def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> 
         if None in was or None in wanted or wanted[0] == wanted[1]:
             continue
         if was[0] == was[1]:
-            far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases[:2]]
-            if [_number(mine, case) for case in far] == [_number(mine, case) for case in cases.cases[:2]]:
+            far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases]
+            if [_number(mine, case) for case in far] == [_number(mine, case) for case in cases.cases]:
                 return f"`{name}` has no effect on your answer."
         elif isinstance(base[place], Real) and 0 not in (*was, *wanted):
             grows, should = was[1] / was[0], wanted[1] / wanted[0]

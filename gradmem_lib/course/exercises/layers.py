@@ -31,11 +31,13 @@ def first_input(requires_grad: bool = True, rows: int = ROWS) -> torch.Tensor:
 
 
 class Order(list):
-    """The layers in the order in which they run, by index; ``no_graph``: those whose first run recorded none."""
+    """The layers in the order in which they run, by index; ``no_graph``: those whose first run recorded none; ``wants``:
+    whether the first layer's input required a gradient."""
 
     def __init__(self):
         super().__init__()
         self.no_graph: set[int] = set()
+        self.wants = False
 
     def note(self, i: int) -> None:
         if i not in self and not torch.is_grad_enabled():
@@ -65,6 +67,7 @@ def count_calls(layers):
 
         def forward(*args, i=i, original=layer.forward, **kwargs):
             order.note(i)
+            order.wants |= i == 0 and args[0].requires_grad
             return original(*args, **kwargs)
 
         layer.forward = forward  # no hook: some measure a layer by its forward alone

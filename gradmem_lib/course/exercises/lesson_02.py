@@ -107,10 +107,10 @@ def _frugal(p, grad, state, lr, beta1, beta2, eps, weight_decay, *, wrong):
     c1, c2 = 1 - beta1**t, 1 - beta2**t
     p.mul_(1 - lr * weight_decay)
     m.mul_(beta1).add_(grad, alpha=1 - beta1)
-    v.mul_(beta2).add_(grad.mul_(grad) if wrong == "in the gradient" else grad * grad, alpha=1 - beta2)
-    root = v.sqrt_() if wrong == "in v" else v.sqrt()
+    v.mul_(beta2).add_(grad.mul_(grad) if "in the gradient" in wrong else grad * grad, alpha=1 - beta2)
+    root = v.sqrt_() if "in v" in wrong else v.sqrt()
     divisor = root.div_(sqrt(c2)).add_(eps)
-    if wrong == "in m":
+    if "in m" in wrong:
         p.sub_(m.mul_(lr / c1).div_(divisor))
     else:
         p.addcdiv_(m, divisor, value=-lr / c1)
@@ -166,28 +166,34 @@ def _explain_frugal(got, expected):
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
-_AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
-_EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by far too much."
-_NOT_SQUARED = "v averages the gradient itself: it must average its square, or signs cancel and the root of a negative is nan."
-_ROOT = "the root is missing: v has the size of a squared gradient, and sqrt(v) that of a gradient."
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
 _COPIES = "`/`, `*` and `+` make a new tensor beside those they read, and a name keeps it alive; div_, mul_ and add_ do not."
 
 
-_MOMENTUM = rules.watched({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6})
-_SECOND_MOMENT = rules.watched({"lr": 0.1, "beta": 0.9, "eps": 1e-8}, {"lr": 0.02, "beta": 0.99, "eps": 0.1})
-_ADAM = rules.watched(
+_MOMENTUM = rules.Watched({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6})
+_SECOND_MOMENT = rules.Watched(
+    {"lr": 0.1, "beta": 0.9, "eps": 1e-8},
+    {"lr": 0.02, "beta": 0.99, "eps": 1e-8},
+    {"lr": 0.02, "beta": 0.99, "eps": 0.1},
+)
+_ADAM = rules.Watched(
     {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8},
     {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1},
 )
-_ADAMW = rules.watched(
+_ADAMW = rules.Watched(
     {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.5},
+    {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
     {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1},
 )
 
 
 def _wrong(rule, wrong: str, says: str) -> Mistake:
-    return Mistake(wrong, partial(rule, wrong=wrong), says)
+    return Mistake(wrong, partial(rule, wrong={wrong}), says)
+
+
+def _known(rule, says: dict[str, str], *names: str) -> tuple[Mistake, ...]:
+    return tuple(_wrong(rule, name, says[name]) for name in names)
 
 
 EXERCISES = (
@@ -198,13 +204,7 @@ EXERCISES = (
         observe=_MOMENTUM,
         changes=("p", "state", "grad"),
         explain=rules.read_off(_MOMENTUM, rules.momentum, rules.MOMENTUM),
-        mistakes=(
-            _wrong(rules.momentum, "sum", "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it."),
-            _wrong(rules.momentum, "swapped", "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient."),
-            _wrong(rules.momentum, "re-created", _AGAIN),
-            _wrong(rules.momentum, "by the gradient", "m is kept and not used: the step goes along m, not along the gradient."),
-            _wrong(rules.momentum, "uphill", "this walks uphill: subtract lr * m."),
-        ),
+        mistakes=_known(rules.momentum, rules.MOMENTUM, "sum", "swapped", "re-created", "by the gradient", "uphill"),
     ),
     Exercise(
         id="2.2", title="the second moment", difficulty=1, minutes=4,
@@ -213,14 +213,7 @@ EXERCISES = (
         observe=_SECOND_MOMENT,
         changes=("p", "state", "grad"),
         explain=rules.read_off(_SECOND_MOMENT, rules.second_moment, rules.SECOND_MOMENT),
-        mistakes=(
-            _wrong(rules.second_moment, "not squared", _NOT_SQUARED),
-            _wrong(rules.second_moment, "no root", _ROOT),
-            _wrong(rules.second_moment, "eps inside", _EPS_INSIDE),
-            _wrong(rules.second_moment, "old v", "this divides by the v of the step before: take the new gradient in first."),
-            _wrong(rules.second_moment, "sum", "this adds the whole square: v is an average, which takes 1 - beta of it."),
-            _wrong(rules.second_moment, "re-created", _AGAIN),
-        ),
+        mistakes=_known(rules.second_moment, rules.SECOND_MOMENT, "not squared", "no root", "eps inside", "old v", "sum", "re-created"),
     ),
     Exercise(
         id="2.3", title="Adam", difficulty=2, minutes=6,
@@ -230,12 +223,8 @@ EXERCISES = (
         changes=("p", "state", "grad"),
         explain=rules.read_off(_ADAM, rules.adam, rules.ADAM),
         mistakes=(
-            _wrong(rules.adam, "no correction", "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up."),
-            _wrong(rules.adam, "v not corrected", "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more."),
+            *_known(rules.adam, rules.ADAM, "no correction", "v not corrected", "t stays 1", "eps inside", "re-created"),
             _wrong(rules.adam, "t from 0", _T),
-            _wrong(rules.adam, "t stays 1", "t is 1 in every step: keep it in `state` and count on."),
-            _wrong(rules.adam, "eps inside", _EPS_INSIDE),
-            _wrong(rules.adam, "re-created", "m and v start from zero in every step: make them once, when `state` is empty."),
         ),
     ),
     Exercise(
@@ -245,13 +234,9 @@ EXERCISES = (
         observe=_ADAMW,
         changes=("p", "state", "grad"),
         explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5)),
-        mistakes=(
-            _wrong(rules.adam, "decay in the gradient", "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself."),
-            _wrong(rules.adam, "decay without lr", "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay."),
-            _wrong(rules.adam, "decay grows", "the sign is wrong: this makes p larger."),
-            _wrong(rules.adam, "decay afterwards", "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam."),
-            _wrong(rules.adam, "no decay", "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay)."),
-            _wrong(rules.adam, "no correction", "this is AdamW without bias correction."),
+        mistakes=_known(
+            rules.adam, rules.ADAMW,
+            "decay in the gradient", "decay without lr", "decay grows", "decay afterwards", "no decay", "no correction",
         ),
     ),
     Exercise(
@@ -281,8 +266,7 @@ EXERCISES = (
             _wrong(_frugal, "in v", "v.sqrt_() puts the root into v itself: no temporary is left, and no second moment either."),
             _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no average any more."),
             _wrong(_frugal, "in the gradient", "this squares the gradient in place: it saves bytes that belong to someone else, and the next step sees the square."),
-            _wrong(rules.adam, "decay in the gradient", "the decay goes into the gradient: AdamW shrinks p itself."),
-            _wrong(rules.adam, "no correction", "this is AdamW without bias correction."),
+            *_known(rules.adam, rules.ADAMW, "decay in the gradient", "no correction"),
         ),
     ),
 )  # fmt: skip

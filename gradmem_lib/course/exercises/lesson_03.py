@@ -12,7 +12,7 @@ from ...techniques.losses import count_targets
 from ..compare import difference, plain
 from ..exercise import Exercise, Mistake
 from .settings import Bigrams, bigram_loss, flat, gradients_of, rows
-from .weights import Graphs, parts_of, weights_of, why, why_loss
+from .weights import ANOTHER_STEP, NO_STEP, Graphs, parts_of, weights_of, why, why_loss
 
 
 def accumulate(micro_batches, loss_and_count) -> float:
@@ -185,6 +185,9 @@ def _explain_train(got, expected):
             list(seen[f"{name}: each micro-batch's weight"].values()) for seen in (got, expected)
         )
         counts = [count_targets(rows(*each)) for each in lengths]
+        if not updates:
+            moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
+            return ANOTHER_STEP if moved else NO_STEP
         if says := _why_updates(updates, right, counts, window):
             return says
     losses, right = next((got[name]["losses"], expected[name]["losses"]) for name in _EPOCHS)
@@ -194,8 +197,6 @@ def _explain_train(got, expected):
 
 
 def _why_updates(updates, right, counts, window) -> str | None:
-    if not updates:
-        return "optimizer.step() is missing: the weights never move."
     if len(updates) == len(counts) > len(right):
         return "this steps after every micro-batch: that trains with small batches and accumulates nothing."
     held = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
@@ -208,9 +209,10 @@ def _why_updates(updates, right, counts, window) -> str | None:
         held
         and len(held[0]) > 0
         and held[0] == set(range(len(held[0]))) != wanted[0]
-        and len(updates) < len(right) + 1
+        and len(updates) <= len(right) + 1
     ):
-        return f"the first update is made of {len(held[0])} micro-batches, and the window is {window}."
+        many = "micro-batch" if len(held[0]) == 1 else "micro-batches"
+        return f"the first update is made of {len(held[0])} {many}, and the window is {window}."
     for mine, theirs, u in zip(held, wanted, updates, strict=False):
         if mine > theirs and min(mine) < min(theirs):
             return "without zero_grad between windows, every update repeats the gradients of all those before it."

@@ -16,7 +16,7 @@ from ..exercise import Exercise, Mistake, Seen, measure
 from ..recognising import times
 from .lesson_03 import GRAPHS_KEPT, accumulate, accumulates, mean_of_means, step_and_zero, unequal
 from .settings import CARD, Bigrams, batch_setting, bigram_loss, flat, gradients_of
-from .weights import Graphs, parts_of, weights_of, why
+from .weights import ANOTHER_STEP, NO_STEP, Graphs, parts_of, weights_of, why
 
 
 def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) -> float:
@@ -83,12 +83,10 @@ def _observe_clip(candidate):
 def _explain_clip(got, expected):
     whole = expected[_UNCLIPPED]["gradient at the step"]
     mine, right = got[_CLIPPED], expected[_CLIPPED]
-    if mine["updates"] != 1:
-        return (
-            NO_STEP
-            if not mine["updates"]
-            else f"{mine['updates']} updates are made: the exercise asks for one."
-        )
+    if not mine["updates"]:
+        return ANOTHER_STEP if difference(mine["weights"], flat(Bigrams().parameters())) else NO_STEP
+    if mine["updates"] > 1:
+        return f"{mine['updates']} updates are made: the exercise asks for one."
     says = _why_clipped(mine["gradient at the step"], whole, 0.1)
     size = got[_UNCLIPPED]["gradient at the step"].norm().item()
     if not says and math.isclose(size, 100.0, rel_tol=1e-4):
@@ -109,7 +107,6 @@ def _explain_clip(got, expected):
     return None
 
 
-NO_STEP = "optimizer.step() is missing: the weights never move."
 NEVER_ZEROED = "the first update is right and a second one repeats its gradient: zero_grad() is missing."
 
 
@@ -126,9 +123,10 @@ def _why_clipped(gradient, whole, max_norm) -> str | None:
         )
     if parallel and math.isclose(factors[0], 1.0, rel_tol=1e-6):
         return "the update used the gradient as it was: clip .grad itself, after the last backward and before the step."
-    largest = whole.abs().max().item()
-    if parallel and math.isclose(size, max_norm * right / largest, rel_tol=1e-3):
-        return "this clips by the largest number, an infinite norm: the norm here is the root of the sum of squares."
+    others = {"the largest number, an infinite norm": math.inf, "the sum of sizes, a norm of type 1": 1}
+    for other, power in others.items():
+        if parallel and math.isclose(size, max_norm * right / whole.norm(power).item(), rel_tol=1e-3):
+            return f"this clips by {other}: the norm here is the root of the sum of squares."
     return None
 
 
@@ -205,6 +203,7 @@ def _observe_64(candidate):
         return candidate(model, optimizer, batch, loss_and_count)
 
     measured = measure(run, budget=CARD, model=model, optimizer=optimizer)
+    first = sum(rows)
     found = {
         "64 sequences": {"gradient": moments(), "loss": measured.value, "updates": len(updates)},
         "the card": replace(measured, value=None),
@@ -217,7 +216,7 @@ def _observe_64(candidate):
         handle.remove()
         larger = sizes[-1] > 1.5 * sizes[0] > 0
     found["a second update"] = {"its gradient is half as large again (1 is yes)": int(larger)}
-    return Seen(found, rows=max(rows, default=0))
+    return Seen(found, rows=max(rows, default=0), all_rows=first)
 
 
 FITS = 12  # rows at a time, about: 10 do, and 16 do not
@@ -231,6 +230,8 @@ def _explain_64(got, expected):
         return (
             f"{mine['updates']} updates are made with this batch: the exercise asks for one, on all 64 rows."
         )
+    if (seen := got.notes["all_rows"]) < 64:
+        return f"{seen} of the 64 rows go through the model: the update is to be made of all of them."
     if difference(mine["gradient"], right["gradient"], 1e-4):
         return _why_64(mine["gradient"], right["gradient"])
     if difference(mine["loss"], right["loss"], 1e-4):

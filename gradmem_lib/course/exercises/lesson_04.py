@@ -215,6 +215,7 @@ EXERCISES = (
         reference=Checkpoint,
         observe=_observe_checkpoint,
         explain=_explain_checkpoint,
+        raises=((r"gradient different than None at position", "backward returns a gradient for each argument of forward, in their order: None for run, then x.grad."),),
         mistakes=(
             Mistake("keeps the graph", _keeps_the_graph(),
                     "the gradients are right, and nothing is saved: forward builds and keeps the graph of run(x); keep x alone, and run again in backward."),

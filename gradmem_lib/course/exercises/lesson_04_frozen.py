@@ -64,17 +64,28 @@ def _observe_frozen(candidate):
         | {"gradient of the head": gradients_of(head)},
         "the embedding": {"gets a gradient (1 is yes)": int(embedding.weight.grad is not None)},
         "forward calls": {f"of layer {i}": n for i, n in enumerate(order.times(layers), 1)},
+        # Tells ways in which nothing is learned apart.
+        "the first layer's input": {"requires a gradient": order.wants or bool(gradients_of(layers).any())},
         "layers that record no graph in forward": {"how many": len(order.no_graph)},
         "segments": {"layers that run again together": order.segments(layers) if len(order) > 4 else []},
     }
+
+
+_NO_NODE = "no layer gets a gradient: a reentrant checkpoint whose input needs none has no node in the graph. Let the embedding's output require one."
 
 
 def _explain_frozen(got, expected):
     gradients, right = (next(iter(seen.values())) for seen in (got, expected))
     if any(difference(gradients[name], right[name]) for name in right):
         learns = [name for name in right if gradients[name].any()]
+        if missing := [name.removeprefix("of ") for name, n in got["forward calls"].items() if not n]:
+            return f"{' and '.join(missing)} never {'runs' if len(missing) == 1 else 'run'}: x goes through all layers, one after the other."
+        if got["segments"]["layers that run again together"] == [4] and learns == list(right):
+            return "the layers run in another order: the first one first."
         if learns == ["gradient of the head"]:
-            return "no layer gets a gradient: a reentrant checkpoint whose input needs none has no node in the graph. Let the embedding's output require one."
+            if got["the first layer's input"]["requires a gradient"]:
+                return "no layer gets a gradient, though the first one's input requires one: are the checkpoints under torch.no_grad()?"
+            return _NO_NODE
         return None
     calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
     once = [name for name, n in calls.items() if n == 1]
@@ -100,7 +111,7 @@ EXERCISES = (
         explain=_explain_frozen,
         mistakes=(
             Mistake("the trap", lambda embedding, layers, ids: one_by_one(_reentrant, layers, embedding(ids)),
-                    "no layer gets a gradient: a reentrant checkpoint whose input needs none has no node in the graph. Let the embedding's output require one."),
+                    _NO_NODE),
             Mistake("thaws", _thaws,
                     "this trains the embedding, which is frozen: let its output require a gradient, not its weight."),
             Mistake("first one plain", _first_one_plain,

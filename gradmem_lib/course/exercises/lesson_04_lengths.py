@@ -15,7 +15,7 @@ def kept_at_peak(lengths, a, x):
     return max(i * x + length * a for i, length in enumerate(lengths))
 
 
-_PARTS = [2, 1, 4, 7]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
+_PARTS = [3, 2, 5, 8]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
 _EARLIER = "each segment leaves one boundary, its input, until its backward comes"
 
 
@@ -29,6 +29,7 @@ def _explain_peak(got, expected):
         - 1: "a layer of the segment that runs again is missing: all of its m layers are there, with a each.",
         1: "a is counted once: the segment that runs again keeps a for each of its layers, in full.",
         sum(_PARTS): "all layers are counted in full at once: only one segment is, when it runs again.",
+        min(_PARTS): "the segment that needs least is looked at: the peak is where most is needed.",
         _PARTS[0]: "only the first length is used, as if all segments were equal: each has its own.",
         sum(_PARTS)
         / len(_PARTS): "the mean length is used, as if all segments were equal: each has its own.",

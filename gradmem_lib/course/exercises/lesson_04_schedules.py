@@ -111,10 +111,10 @@ def _why_segments(mine, right, n, k) -> str | None:
     if missing := [i for i in layers if i not in order]:
         return f"{len(missing)} of {n} layers are left out and never run: a segment is the slice layers[start : start + k], the last one too."
     learns = mine["gradients"].view(n, -1).any(1).tolist()
+    if not any(learns):
+        return "no layer learns: the output is not what the last checkpoint returned, or it is detached."
     if not all(learns) and learns[-1]:
-        return (
-            "the gradient stops on its way: x is detached between segments, and earlier layers learn nothing."
-        )
+        return "the gradient stops on its way, and earlier layers learn nothing: each segment gets what the one before returned, not detached."
     if once := [i for i in layers if order.count(i) == 1]:
         return f"{len(once)} of {n} layers run plain, without a checkpoint: every segment is put into one, the last one too."
     if max(order.times(layers)) > 2:

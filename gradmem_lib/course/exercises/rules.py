@@ -1,51 +1,62 @@
-"""How a rule of lesson 02 is watched, and what one does that has a single thing wrong: to read a mistake off the numbers."""
+"""How a rule of lesson 02 is watched, and what one does that has a thing wrong, or two: to read mistakes off the numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import combinations
 
 import torch
 
 from ..compare import difference
-from ..recognising import most_alike
+from ..recognising import fact, most_alike
 
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 LOST = "p is where it was: `p = p - …` makes a new tensor and lets the parameter go; change it in place, as p.sub_(…) does."
 
 
-def watched(*cases: dict, steps: int = 5):
+class Watched:
     """An ``observe``: where a parameter is after some steps, alone and with another beside it, and its gradient."""
 
-    def walk(rule, case: dict, beside: bool):
+    def __init__(self, *cases: dict, steps: int = 5):
+        self.cases, self.steps = cases, steps
+
+    def walk(self, rule, case: dict, beside: bool) -> Iterator[tuple[int, dict]]:
         p, second, state, of_second = START.clone(), START.flip(0), {}, {}
-        for step in range(1, steps + 1):
+        for step in range(1, self.steps + 1):
             before = torch.tensor([0.3, -1.0, 2.0, 0.004], dtype=torch.float64) * (1.5 - step % 3)
             grad = before.clone()
             with torch.no_grad():
                 rule(p, grad, state, *case.values())
                 if beside:
                     rule(second, before.roll(1), of_second, *case.values())
-            if step in (1, 2, steps):
+            if step in (1, 2, self.steps):
                 second_too = {BESIDE: second.clone()} if beside else {}
                 yield step, {"p": p.clone(), "grad": grad, "grad before": before, **second_too}
 
-    def observe(rule) -> dict:
+    def __call__(self, rule) -> dict:
         seen = {}
-        for case in cases:
-            settings = ", ".join(f"{name}={value}" for name, value in case.items())
-            seen |= {f"step {step} with {settings}": found for step, found in walk(rule, case, False)}
-            seen[f"{BESIDE} with {settings}"] = dict(walk(rule, case, True))[steps]
+        for case in self.cases:
+            settings = _settings(case)
+            seen |= {f"step {step} with {settings}": found for step, found in self.walk(rule, case, False)}
+            seen[f"{BESIDE} with {settings}"] = dict(self.walk(rule, case, True))[self.steps]
         return seen
 
-    return observe
+    def begins(self, rule, got: dict) -> bool:
+        """Whether ``rule`` does in the first step of the last case what was seen in ``got``."""
+        found = next(self.walk(rule, self.cases[-1], False))[1]
+        return not difference(found["p"], got[f"step 1 with {_settings(self.cases[-1])}"]["p"])
+
+
+def _settings(case: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in case.items())
 
 
 def read_off(
-    observe: Callable, rule: Callable, says: dict[str, str], other: Callable | None = None
+    observe: Watched, rule: Callable, says: dict[str, str], other: Callable | None = None
 ) -> Callable:
-    """An ``explain`` of what ``observe`` saw: what holds for every rule, else what ``rule`` does with one of ``says`` wrong.
+    """An ``explain`` of what ``observe`` saw: what holds for every rule, else what ``rule`` does with one or two of ``says`` wrong.
 
     ``other(got, expected)`` is asked about the first step, where none of these fits.
     """
@@ -59,31 +70,78 @@ def read_off(
             return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
         if all(torch.equal(seen["p"], START) for seen in got.values()):
             return LOST
-        right = {case: difference(got[case], expected[case]) is None for case in got}
-        alone = [right[case] for case in got if not case.startswith(BESIDE)]
-        if all(alone):
-            return "one parameter alone goes right, two in turn do not: remember in `state`, which each of them has for itself."
-        known = [(sentence, observe(partial(rule, wrong=wrong))) for wrong, sentence in says.items()]
-        if named := most_alike(got, expected, known, 1e-5):
+        wrong = [case for case in got if difference(got[case], expected[case])]
+        if not wrong:
+            return None
+        known = [(sentence, observe(partial(rule, wrong={name}))) for name, sentence in says.items()]
+        if named := most_alike(got, expected, known, 1e-5) or _two(observe, rule, says, got):
             return named
-        if told := other and other(next(iter(got.values())), next(iter(expected.values()))):
+        first, right = next(iter(got.values())), next(iter(expected.values()))
+        if told := other and other(first, right):
             return told
-        if all(alone[: len(alone) // 2]):
-            return "right with the first settings and wrong with others: a number is fixed that should come from the arguments."
-        if alone[0]:
-            return "the first step is right and later ones are not: look at what `state` remembers, and how the average goes on."
-        return "the very first step is wrong already: look at the formula, before what `state` remembers."
+        if wrong[0] == next(iter(got)) and (told := _one_size(first, right) or _nearly(got, expected)):
+            return told
+        return _where(wrong[0], list(got), first)
 
     return explain
 
 
+def _two(observe: Watched, rule: Callable, says: dict[str, str], got: dict) -> str:
+    """The sentences of two mistakes that together do what ``got`` does; the first step alone sorts most pairs out."""
+    for one, other in combinations(says, 2):
+        both = partial(rule, wrong={one, other})
+        if observe.begins(both, got) and not difference(got, observe(both)):
+            return f"two things at once: {says[one]} And {says[other]}"
+    return ""
+
+
+def _one_size(first: dict, right: dict) -> str:
+    """The sentence for a step that is the gradient times one number, where each number of p has a size of its own."""
+    steps = [(START - seen["p"]) / seen["grad before"] for seen in (first, right)]
+    same, wanted = (torch.allclose(step, step[0].expand(4), rtol=1e-6) for step in steps)
+    return (
+        "every number of p is divided by the same: v has one number for each of them, not one for all."
+        if same and not wanted
+        else ""
+    )
+
+
+def _nearly(got: dict, expected: dict) -> str:
+    """What can be said of how far p went, such as that two digits of it are right."""
+    moves = (
+        {case: v["p"] - START for case, v in seen.items() if BESIDE not in v} for seen in (got, expected)
+    )
+    return fact(*moves, 1e-5)
+
+
+def _where(case: str, cases: list[str], first: dict) -> str:
+    """What the first case that goes wrong tells, of all that were tried."""
+    settings = case.partition(" with ")[2]
+    if case.startswith(BESIDE):
+        return "one parameter alone goes right, two in turn do not: remember in `state`, which each of them has for itself."
+    if settings != cases[0].partition(" with ")[2]:
+        if "eps" in settings and settings == cases[-1].partition(" with ")[2]:
+            return "right while eps is tiny, and wrong where it is 0.1: look at what eps is added to, and that it is the one that was given."
+        return "right with the first settings and wrong with others: a number is fixed that should come from the arguments."
+    if case != cases[0]:
+        return "the first step is right and later ones are not: look at what `state` remembers, and how the average goes on."
+    if torch.equal(first["p"], START):
+        return "the first step leaves p where it was: the step that makes the state moves p like any other."
+    return "the very first step is wrong already: look at the formula, before what `state` remembers."
+
+
+def _one_of(table: dict, wrong: set, right):
+    """What the first of ``table`` has that is wrong, else what is right."""
+    return next((table[name] for name in table if name in wrong), right)
+
+
 def momentum(p, grad, state, lr, beta, *, wrong):
-    if not state or wrong == "re-created":
-        state.update(m=torch.zeros_like(p), t=state.get("t", 0))
+    if not state or "re-created" in wrong:
+        state.update(m=grad.clone() if "begins" in wrong else torch.zeros_like(p), t=state.get("t", 0))
     m, old = state["m"], state["m"].clone()
     state["t"] += 1
-    share = beta if wrong == "swapped" else 1 - beta
-    m.mul_(1 - beta if wrong == "swapped" else beta).add_(grad, alpha=1.0 if wrong == "sum" else share)
+    share = beta if "swapped" in wrong else 1 - beta
+    m.mul_(1 - beta if "swapped" in wrong else beta).add_(grad, alpha=1.0 if "sum" in wrong else share)
     along = {
         "by the gradient": grad,
         "corrected": m / (1 - beta ** state["t"]),
@@ -91,10 +149,19 @@ def momentum(p, grad, state, lr, beta, *, wrong):
         "old m": old,
         "uphill": -m,
     }
-    p.sub_((1.0 if wrong == "no lr" else lr) * along.get(wrong, m))
+    p.sub_((1.0 if "no lr" in wrong else lr) * _one_of(along, wrong, m))
 
+
+AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
+EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by far too much."
 
 MOMENTUM = {
+    "sum": "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it.",
+    "swapped": "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient.",
+    "re-created": AGAIN,
+    "begins": "m starts as the whole first gradient: start from zeros, and take 1 - beta of the first one as of any other.",
+    "by the gradient": "m is kept and not used: the step goes along m, not along the gradient.",
+    "uphill": "this walks uphill: subtract lr * m.",
     "corrected": "this corrects m for its start at zero, as Adam will: here m is used as it is.",
     "ahead": "this looks one step ahead (Nesterov): here the step goes along m itself.",
     "old m": "this steps along the m of the step before: take the new gradient in first.",
@@ -103,14 +170,14 @@ MOMENTUM = {
 
 
 def second_moment(p, grad, state, lr, beta, eps, *, wrong):
-    if not state or wrong == "re-created":
-        state.update(v=torch.zeros_like(p), t=state.get("t", 0))
+    if not state or "re-created" in wrong:
+        state.update(v=grad * grad if "begins" in wrong else torch.zeros_like(p), t=state.get("t", 0))
     v, old = state["v"], state["v"].clone()
     state["t"] += 1
-    square = grad if wrong == "not squared" else grad * grad
-    square = grad.abs() if wrong == "absolute" else square
-    share = {"sum": 1.0, "all": 1.0, "swapped": beta}.get(wrong, 1 - beta)
-    v.mul_({"swapped": 1 - beta, "all": 1.0}.get(wrong, beta)).add_(square, alpha=share)
+    square = grad if "not squared" in wrong else grad * grad
+    square = grad.abs() if "absolute" in wrong else square
+    share = _one_of({"sum": 1.0, "all": 1.0, "swapped": beta}, wrong, 1 - beta)
+    v.mul_(_one_of({"swapped": 1 - beta, "all": 1.0}, wrong, beta)).add_(square, alpha=share)
     divisor = {
         "eps inside": (v + eps).sqrt(),
         "no root": v + eps,
@@ -122,14 +189,21 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
         "multiplied": 1 / (v.sqrt() + eps),
         "no division": torch.ones_like(v),
     }
-    step = (1.0 if wrong == "no lr" else lr) * grad / divisor.get(wrong, v.sqrt() + eps)
-    p.sub_(-step if wrong == "uphill" else step)
+    step = (1.0 if "no lr" in wrong else lr) * grad / _one_of(divisor, wrong, v.sqrt() + eps)
+    p.sub_(-step if "uphill" in wrong else step)
 
 
 SECOND_MOMENT = {
+    "not squared": "v averages the gradient itself: it must average its square, or signs cancel and the root of a negative is nan.",
+    "no root": "the root is missing: v has the size of a squared gradient, and sqrt(v) that of a gradient.",
+    "eps inside": EPS_INSIDE,
+    "old v": "this divides by the v of the step before: take the new gradient in first.",
+    "sum": "this adds the whole square: v is an average, which takes 1 - beta of it.",
+    "re-created": AGAIN,
+    "begins": "v starts as the whole first square: start from zeros, and take 1 - beta of the first one as of any other.",
     "corrected": "this corrects v for its start at zero, as Adam will: here v is used as it is.",
     "swapped": "the weights are swapped: v keeps beta of itself and takes 1 - beta of the square.",
-    "no eps": "eps is left out: add it to the root of v.",
+    "no eps": "eps is left out, or is not the one that was given: add it to the root of v.",
     "v unused": "this divides by the size of this very gradient, not by the average: then every step is as long as lr.",
     "all": "v adds up all squares and forgets none (Adagrad): an average keeps beta of itself and takes 1 - beta of the square.",
     "absolute": "v averages the gradient's size: it averages its square, and the root comes afterwards.",
@@ -141,7 +215,7 @@ SECOND_MOMENT = {
 
 
 def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
-    """Adam, or AdamW, with one thing wrong."""
+    """Adam, or AdamW, with what is ``wrong`` in it."""
     begin = p.clone()
     decays = {
         "decay without lr": 1 - weight_decay,
@@ -149,48 +223,52 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
         "a decay of 0.01": 1 - lr * 0.01,
         "lr squared": 1 - lr * lr * weight_decay,
     }
-    if wrong == "decay in the gradient":
+    factor = _one_of(decays, wrong, 1 - lr * weight_decay)
+    if "decay in the gradient" in wrong:
         grad = grad + weight_decay * p
-    elif wrong == "decay constant":
+    elif "decay constant" in wrong:
         p.sub_(lr * weight_decay)
-    elif wrong not in ("decay afterwards", "no decay", "decay in the step"):
-        p.mul_(decays.get(wrong, 1 - lr * weight_decay))
+    elif not {"decay afterwards", "no decay", "decay in the step"} & wrong:
+        p.mul_(factor)
     if not state:
         state["t"] = 0
-    if "m" not in state or wrong == "re-created":
+    if "m" not in state or "re-created" in wrong:
         state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
-    t = 1 if wrong == "t stays 1" else state["t"] + {"t from 0": 0, "t from 2": 2}.get(wrong, 1)
+        if "begins" in wrong:
+            state.update(m=grad.clone(), v=grad * grad)
+    t = 1 if "t stays 1" in wrong else state["t"] + _one_of({"t from 0": 0, "t from 2": 2}, wrong, 1)
     state["t"] += 1
     m, v = state["m"], state["v"]
-    first, second = (beta2, beta1) if wrong == "betas" else (beta1, beta2)
-    m.mul_(first).add_(grad, alpha=1.0 if wrong == "sums" else 1 - first)
+    first, second = (beta2, beta1) if "betas" in wrong else (beta1, beta2)
+    m.mul_(first).add_(grad, alpha=1.0 if "sums" in wrong else 1 - first)
     v.mul_(second).add_(
-        grad if wrong == "not squared" else grad * grad, alpha=1.0 if wrong == "sums" else 1 - second
+        grad if "not squared" in wrong else grad * grad, alpha=1.0 if "sums" in wrong else 1 - second
     )
     c1, c2 = 1 - first**t, 1 - second**t
-    if wrong == "multiplied":
+    if "multiplied" in wrong:
         c1, c2 = 1 / c1, 1 / c2
     corrections = {"both by beta1": (c1, c1), "both by beta2": (c2, c2), "without 1 -": (1 - c1, 1 - c2)}
-    c1, c2 = corrections.get(wrong, (c1, c2))
-    if wrong == "stored":
+    c1, c2 = _one_of(corrections, wrong, (c1, c2))
+    if "stored" in wrong:
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
-    m_hat = m if wrong in ("no correction", "m not corrected") else m / c1
-    v_hat = v if wrong in ("no correction", "v not corrected") else v / c2
-    divisor = {
+    m_hat = m if {"no correction", "m not corrected"} & wrong else m / c1
+    v_hat = v if {"no correction", "v not corrected"} & wrong else v / c2
+    divisors = {
         "eps inside": (v_hat + eps).sqrt(),
         "no root": v_hat + eps,
         "no eps": v_hat.sqrt(),
         "eps corrected": (v.sqrt() + eps) / c2**0.5,
         "v corrected late": v.sqrt() / c2 + eps,
         "v unused": torch.ones_like(v),
-    }.get(wrong, v_hat.sqrt() + eps)
-    step = (1.0 if wrong == "no lr" else lr) * (grad if wrong == "along the gradient" else m_hat) / divisor
-    if wrong == "decay in the step":
+    }
+    divisor = _one_of(divisors, wrong, v_hat.sqrt() + eps)
+    step = (1.0 if "no lr" in wrong else lr) * (grad if "along the gradient" in wrong else m_hat) / divisor
+    if "decay in the step" in wrong:
         step = lr * (m_hat + weight_decay * begin) / divisor
-    p.sub_(-step if wrong == "uphill" else step)
-    if wrong in ("decay afterwards", "decay twice"):
-        p.mul_(1 - lr * weight_decay)
+    p.sub_(-step if "uphill" in wrong else step)
+    if {"decay afterwards", "decay twice"} & wrong:
+        p.mul_(factor)
 
 
 def factor_of(lr: float, weight_decay: float) -> Callable:
@@ -212,12 +290,16 @@ ADAM = {
     "betas": "the betas are swapped: beta1 is for m, beta2 for v.",
     "stored": "the corrected m and v are stored: they are new tensors for this step alone; m and v stay as they are in `state`.",
     "m not corrected": "v is corrected and m is not.",
-    "no correction": "this is Adam without bias correction.",
-    "v not corrected": "m is corrected and v is not.",
+    "no correction": "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up.",
+    "v not corrected": "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more.",
+    "begins": "m and v start as the first gradient and its square: they start at zero, and the correction is for that.",
+    "eps inside": EPS_INSIDE,
+    "re-created": "m and v start from zero in every step: make them once, when `state` is empty.",
+    "t stays 1": "t is 1 in every step: keep it in `state` and count on.",
     "no root": "the root is missing: v_hat has the size of a squared gradient.",
     "not squared": "v averages the gradient itself: it must average its square.",
     "sums": "the whole gradient and its square are added: an average takes 1 - beta of them.",
-    "no eps": "eps is left out: it is added to the root of v_hat.",
+    "no eps": "eps is left out, or is not the one that was given: it is added to the root of v_hat.",
     "eps corrected": "eps is added before the correction, which then divides it too: correct v first, then the root, then eps.",
     "v corrected late": "the root is taken before the correction: divide v by 1 - beta2**t first, then take the root.",
     "a decay of 0.01": "this decays p by 0.01 as well: there is no weight decay in this exercise, or another one.",
@@ -230,15 +312,14 @@ ADAM = {
     "uphill": "this walks uphill: subtract.",
 }
 ADAMW = ADAM | {
+    "no correction": "this is AdamW without bias correction.",
     "decay constant": "a constant is subtracted, not a share of p: shrink p by the factor 1 - lr * weight_decay.",
     "decay twice": "p is decayed twice, before the step and after it.",
     "decay in the step": "the decay is inside the step, and is divided by the root of v there: AdamW shrinks p itself.",
-    "decay in the gradient": "the decay goes into the gradient: AdamW shrinks p itself.",
+    "decay in the gradient": "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself.",
     "decay without lr": "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay.",
-    "decay afterwards": "the decay comes after the step: first the decay, then Adam.",
-    "no decay": "the decay has no effect on p: shrink it in place.",
+    "decay grows": "the sign is wrong: this makes p larger.",
+    "decay afterwards": "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam.",
+    "no decay": "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay).",
     "lr squared": "the decay has the learning rate twice: the factor is 1 - lr * weight_decay.",
-    "eps inside": "eps is inside the root: it belongs outside, sqrt(…) + eps.",
-    "re-created": "m and v start from zero in every step: make them once, when `state` is empty.",
-    "t stays 1": "t is 1 in every step: keep it in `state` and count on.",
 }

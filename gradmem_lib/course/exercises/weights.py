@@ -11,6 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..recognising import times
 
+NO_STEP = "optimizer.step() is missing: the weights never move."
+ANOTHER_STEP = "the weights move, and not by the optimizer that was given: call step() on that one."
 NOTHING = "no gradient is left in .grad: backward is not called, or everything is zeroed after it."
 
 
