@@ -40,6 +40,7 @@ SECONDS = {
     "test_answers_bank.py": 30,
     "test_benchmark_finetune.py": 25,
     "test_benchmarks.py": 25,
+    "test_lesson_06.py": 30,
     "test_failure.py": 20,
     "test_programs.py": 20,
     "test_tracker_limits.py": 20,

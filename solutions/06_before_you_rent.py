@@ -124,20 +124,13 @@ print(read_error(*(getattr(error, name) for name in six)))
 # %%
 blocks = [(b, s) for s in error.segments for b in s["blocks"]]
 idle = sorted((b["size"], s["total_size"]) for b, s in blocks if b["state"] == "inactive")
-print(
-    len(error.segments),
-    "segments,",
-    len(idle),
-    "idle blocks,",
-    sum(n for n, _ in idle),
-    "bytes",
-)
+print(len(error.segments), "segments;", len(idle), "idle blocks, the largest of them:")
 for size, segment in idle[:-4:-1]:
     print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
 
 # %% [markdown]
 # A tensor needs one block, and no idle block is as large as the request. This is **fragmentation**. With
-# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here this would serve
+# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here it could serve
 # the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
@@ -460,7 +453,7 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 # ●●● · 8 minutes · trains: the whole way on a model that no lesson has shown
 #
 # `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that end
-# with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 42 MiB. Write
+# with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 41.7 MiB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
 # `t5_setting()` of `gradmem_lib.course` makes all three.
 #
