@@ -11,7 +11,7 @@ _HOMES = {
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_06_models": "classifier_setting t5_setting",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
-    "exercises.trainer": "quiet_arguments trainer_factors trainer_logs trainer_setting",
+    "exercises.trainer": "quiet_arguments trainer_factors",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
