@@ -85,8 +85,8 @@ guess_a.reveal(
 #
 # ●○○ · 4 minutes · trains: telling tensors, idle blocks, the context and other processes apart
 #
-# Write `read_error(asked, total, free, process, allocated, idle)`, with the six numbers of an error in bytes. It returns a
-# dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`, what all other processes hold; and
+# Write `read_error(asked, total, free, process, allocated, idle)`, with the six numbers of an error in bytes (`idle` is
+# what is unallocated). It returns a dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`, what all other processes hold; and
 # `"in_pieces"`, whether the request would fit if free and idle bytes were in one piece.
 #
 # <details><summary>Hint 1: the process</summary>
@@ -219,7 +219,7 @@ for rows in (4, 3, 2, 1):
 
 # %% [markdown]
 # The expectation is right to the MiB. Three rows fit. But half the rows need 70 % of the bytes, and the last step, from two
-# rows to one, saves less: the peak is then where all gradients are, and no part of it depends on the batch.
+# rows to one, saves less: the peak is then where all gradients are there, and no part of it depends on the batch.
 #
 # ## 2 · Predict
 #
@@ -246,7 +246,6 @@ with MemoryTracker(smol, adam, live=False) as tracker:
 
 # %%
 guess_b.reveal(formula=formula.total, measured=tracker.peak.total)
-print("layers traced:", predicted.traced_layers, "of", smol.config.num_hidden_layers)
 print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} bytes off")
 
 # %% [markdown]
@@ -306,7 +305,7 @@ explore()
 # %% [markdown]
 # ## 3 · Your model, your loop
 #
-# Nothing in this course depends on `transformers`. Here is a classifier of images, written by hand. Its `forward` cuts the
+# The techniques do not depend on `transformers`. Here is a classifier of images, written by hand. Its `forward` cuts the
 # images into patches and calls its blocks in a plain loop, `for block in self.blocks: x = block(x)`. All that the library
 # needs to know is where the list is.
 
@@ -497,8 +496,8 @@ train_t5 = check("6.4", train_t5)
 # %% [markdown]
 # ## 4 · A 7B, and the cards
 #
-# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. "Needs" is the peak with the driver's context and a rough share for the
-# allocator. A star stands under each size of card that is enough.
+# Now Llama-2-7B, with rows of 2,048 tokens and 8 of them an update, technique by technique. "Needs" is the peak with the
+# driver's context and a rough share for the allocator. A star stands under each size of card that is enough.
 
 # %%
 ladder = {
@@ -621,8 +620,8 @@ show_decisions(run, card="3.5 GiB")
 #
 # 1. **In which phase is the peak?** Only that half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
-# 3. **Which row is the cheapest that is enough?** Then predict it: "at best" is a bound, and two techniques that work on the
-#    same part do not add up.
+# 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound, and two techniques
+#    that work on the same part do not add up.
 #
 # Of the batch's part, what comes first? Micro-batches cost little time where a row keeps the card busy, and checkpoints
 # cost a forward always. With short rows it is the other way round, and with one row there is nothing left to cut. Two of
@@ -637,8 +636,8 @@ claims.show("C57", "C58")
 # ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
 #
 # Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
-# `rows` rows. Return the first of these that can be enough, at best, or `"none"`: `"micro-batches"`, `"checkpointing"`,
-# `"8-bit states"`, `"LoRA"`, `"QLoRA"`. The chart says what each can take away. Of temporaries, count all for micro-batches
+# `rows` rows. These stand in the order of their price: `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
+# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart says what each can take away. Of temporaries, count all for micro-batches
 # in forward and backward, and none for checkpointing.
 #
 # <details><summary>Hint 1: enough</summary>
@@ -677,7 +676,8 @@ for name, option in options.items():
     peak = option.prediction.peak
     if not option.fits:
         rows = 8 // option.recipe.accumulation
-        word = next_technique(peak.phase, peak.by_category, rows, 22 * 2**30)
+        room = 22 * 2**30  # for tensors, on a card of 24 GB
+        word = next_technique(peak.phase, peak.by_category, rows, room)
         print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
 
 # %% [markdown]
@@ -695,7 +695,7 @@ for name, option in options.items():
 #   rely on it.
 # - **Spend what is left.** A recipe that leaves half the card empty gives time away.
 #
-# That is part one of the course. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has every
+# That is the course so far. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has every
 # claim that these lessons put to the test, with its figures. If you find a wrong one, its test will tell you where.
 
 # %% [markdown]
@@ -706,9 +706,10 @@ for name, option in options.items():
 #
 # ●●● · 8 minutes · optional · trains: finding what stands in the way, and the one change that moves it
 #
-# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch; every layer has to learn
-# something. `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what
-# stands in the way, and change one thing at a time. There is more than one way.
+# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the
+# rows of a micro-batch; every layer has to learn something. `lesson_06.on_card(recipe, micro_batch)` says what `plan`
+# would say: print its `why_not()`, which names what stands in the way, and change one thing at a time. There is more than
+# one way.
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #
