@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from .names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS
+from .names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS, SELECTIVE
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -168,7 +168,7 @@ def _add_predict(commands) -> None:
     add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
     add("--in-backward", action="store_true", help="step each parameter in backward and free its gradient")
     add("--attention", default="fused", metavar="A", help=" or ".join(ATTENTION))
-    schedules = ", ".join(CHECKPOINTING) + ", layers in a segment (4), or segments (4,3,2)"
+    schedules = ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
     add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")

@@ -29,4 +29,9 @@ ATTENTION = {
 }
 
 CHECKPOINTING = ("per-layer", "sqrt", "best")
+SELECTIVE = {
+    "attention": "of each layer, attention runs again",
+    "mlp": "of each layer, the MLP runs again",
+    "elementwise": "of each layer, all but matrix products and fused attention runs again",
+}
 IGNORED = -100  # a label that does not count

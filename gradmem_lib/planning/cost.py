@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .. import compat
+from ..names import SELECTIVE
 from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
@@ -167,6 +168,10 @@ def run_again(work: Work, recipe: Recipe) -> float:
     """The part of the layers whose forward runs twice."""
     if recipe.every_n_layers and work.layers:
         return -(-work.layers // recipe.every_n_layers) / work.layers
+    if recipe.checkpointing in SELECTIVE:
+        raise ValueError(
+            f"checkpointing={recipe.checkpointing!r} is predicted and trained, and not weighed by plan: its time is not known"
+        )
     return 1.0 if recipe.checkpointing is not None else 0.0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..display import pictures
 from ..measure.timeline import MemorySnapshot, Timeline
-from ..names import CATEGORIES, PHASES
+from ..names import CATEGORIES, PHASES, SELECTIVE
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from . import allocator, fakes
@@ -208,7 +208,7 @@ def _source(given) -> Source:
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     """(layers in the repeated unit, the recipe for fewer of them); ``None`` where segments are not all of one length."""
     schedule = recipe.checkpointing
-    if schedule in (None, "per-layer"):
+    if schedule in (None, "per-layer", *SELECTIVE):
         return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
         first, *others = segments_for("sqrt", n)

@@ -51,7 +51,7 @@ def checkpoint_layers(
     a layer is compiled, or where ``"best"`` meets weights that FSDP has spread over processes.
     """
     found = find_layers(layers_or_model)
-    _refuse([layer for layers, _ in found.values() for layer in layers])
+    refuse_checkpointed([layer for layers, _ in found.values() for layer in layers])
     lengths = isinstance(every, (list, tuple))
     if lengths and len(found) > 1:
         raise ValueError(
@@ -148,7 +148,11 @@ class _Segments:
             return plain_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], "gradient_checkpointing", False):
             raise RuntimeError(_TWICE)
-        x, rest = _split(*self._without_cache(args, kwargs))
+        args, kwargs, left_out = without_cache(args, kwargs)
+        if left_out and not self.warned:
+            self.warned = True
+            warnings.warn(_CACHE, stacklevel=2)
+        x, rest = _split(args, kwargs)
         if self.measured is not None:
             return self._measure(i, x, rest, waiting)
         if self.segments is None and not self.apart:
@@ -212,22 +216,6 @@ class _Segments:
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
 
-    def _without_cache(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with None for a key-value cache."""
-        kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
-        if any(cache.get_seq_length() > 0 for cache in caches):
-            raise RuntimeError(
-                "the layers were given a key-value cache that has entries, and running them again would add to it again: train "
-                "without past_key_values, or remove the checkpoints"
-            )
-        if caches and not self.warned:
-            self.warned = True
-            warnings.warn(_CACHE, stacklevel=2)
-        args = tuple(None if isinstance(value, kind) else value for value in args)
-        kwargs = {name: None if isinstance(value, kind) else value for name, value in kwargs.items()}
-        return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
-
     def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model that calls these layers begins its forward."""
         self.apart = any(
@@ -282,8 +270,12 @@ def checkpoints_of(model: nn.Module) -> list[_Segments]:
     return list(dict.fromkeys(turn.segments for turn in turns if isinstance(turn, _Turn)))
 
 
-class _Turn:
-    """What stands in for a layer's ``__call__``. In a copy of the layer it becomes the layer's own again."""
+class Again:
+    """What stands in for the ``__call__`` of a module that runs again in backward."""
+
+
+class _Turn(Again):
+    """For a layer. In a copy of the layer it becomes the layer's own again."""
 
     def __init__(self, segments: _Segments, call: Callable, index: int):
         self.segments, self.call, self.index = segments, call, index
@@ -306,6 +298,20 @@ class _BeforeModel:
 
     def __reduce__(self):
         return type(self), ()
+
+
+def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
+    """The arguments with None for a key-value cache, and whether there was one. ``RuntimeError`` for one that has entries."""
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
+    if any(cache.get_seq_length() > 0 for cache in caches):
+        raise RuntimeError(
+            "the layers were given a key-value cache that has entries, and running them again would add to it again: train "
+            "without past_key_values, or remove the checkpoints"
+        )
+    args = tuple(None if isinstance(value, kind) else value for value in args)
+    kwargs = {name: None if isinstance(value, kind) else value for name, value in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {}), bool(caches)
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
@@ -352,10 +358,11 @@ _TWICE = (
 _CACHE = "training with checkpoints leaves the key-value cache out: set model.config.use_cache = False"
 
 
-def _refuse(layers: list[nn.Module]) -> None:
+def refuse_checkpointed(layers: list[nn.Module]) -> None:
+    """``RuntimeError`` where a layer, or a part of one, is checkpointed or compiled already."""
     for part in [part for layer in layers for part in layer.modules()]:
         # In a copy, what stands in is the part's own call.
-        if isinstance(stand_in(part), _Turn) or getattr(part, "gradient_checkpointing", False):
+        if isinstance(stand_in(part), Again) or getattr(part, "gradient_checkpointing", False):
             raise RuntimeError(_TWICE)
     if any(map(is_compiled, layers)):
         raise RuntimeError(

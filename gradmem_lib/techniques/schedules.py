@@ -213,15 +213,17 @@ def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[l
     return _nest(list, segments) if calls <= again else None
 
 
-def checked_schedule(every: Any, what: str = "every") -> str | int | tuple:
-    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another."""
-    if _is_count(every) or (isinstance(every, str) and every in CHECKPOINTING):
+def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) -> str | int | tuple:
+    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
+    ``more``: names that are taken besides."""
+    names = *CHECKPOINTING, *more
+    if _is_count(every) or (isinstance(every, str) and every in names):
         return every
     if isinstance(every, (list, tuple)) and every:
         total_layers(every)
         return _nest(tuple, every)
     raise ValueError(
-        f"{what}={every!r}: give {', '.join(map(repr, CHECKPOINTING))}, the number of layers in a segment (a whole number of "
+        f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment (a whole number of "
         "at least 1), or a list of segment lengths such as [4, 3, 2]"
     )
 

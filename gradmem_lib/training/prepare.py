@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from .. import compat
 from ..compat import is_persistent, own_tensors
+from ..names import SELECTIVE
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.lora import LoRALinear, add_lora, freeze_base
 from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
+from ..techniques.selective import checkpoint_parts
 from .losses import check_chunked_loss
 from .recipe import Recipe
 
@@ -110,7 +112,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None:
-    """Per layer as transformers does it, where the model knows how; segments through ``checkpoint_layers``."""
+    """Per layer as transformers does it, where the model knows how; segments and parts of layers by this library."""
+    if recipe.checkpointing in SELECTIVE:
+        undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
+        return
     every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
     if every is None and recipe.checkpointing is None:
         return

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OPTIMIZERS, PRECISIONS
+from ..names import ATTENTION, OPTIMIZERS, PRECISIONS, SELECTIVE
 from ..techniques.schedules import checked_schedule
 
 
@@ -28,7 +28,7 @@ class Recipe:
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, a segment's number of layers, or a list of them
-            (``checkpointing.checkpoint_layers`` says what each means).
+            (``checkpointing.checkpoint_layers`` says what each means); or a key of ``SELECTIVE`` for a part of each layer.
         every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
         accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
@@ -66,7 +66,7 @@ class Recipe:
         targets = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets)
         object.__setattr__(self, "lora_targets", targets)
         if self.checkpointing is not None:
-            schedule = checked_schedule(self.checkpointing, "checkpointing")
+            schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
         self._check_together()
 

@@ -1,0 +1,93 @@
+"""Selective checkpointing: of each layer a part runs again in backward, and what the rest computed is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..compat import plain_call, replace_call
+from ..names import SELECTIVE
+from .checkpointing import Again, refuse_checkpointed, without_cache
+from .layers import find_layers
+
+PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # how the names of their classes end
+PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
+
+
+def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts:
+    """Run a part of each layer again in backward while it trains, until ``.remove()`` or the end of a ``with`` block.
+
+    Args:
+        layers_or_model: as for ``checkpoint_layers``.
+        part: a key of ``SELECTIVE``: ``"attention"`` and ``"mlp"`` put that module of each layer into a checkpoint, and
+            ``"elementwise"`` the whole layer into one that keeps the results of matrix products and of fused attention.
+
+    Copies of the model (``copy.deepcopy``) have checkpoints of their own. Raises ``ValueError`` for another part, or where a
+    layer has no module of that kind, and ``RuntimeError`` where layers are checkpointed or compiled already.
+    """
+    if part not in SELECTIVE:
+        raise ValueError(f"part={part!r} is not known: choose one of {', '.join(map(repr, SELECTIVE))}")
+    layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
+    refuse_checkpointed(layers)
+    whole = part == "elementwise"
+    modules = layers if whole else [module for layer in layers for module in find_parts(layer, part)]
+    return CheckpointedParts([replace_call(module, Part(module, whole)) for module in modules])
+
+
+class CheckpointedParts(ExitStack):
+    """Parts of layers that run again; made by ``checkpoint_parts``."""
+
+    def __init__(self, undo: list[Callable[[], None]]):
+        super().__init__()
+        for each in undo:
+            self.callback(each)
+
+    def remove(self) -> None:
+        """Give the parts their own forward back. Calling it again does nothing."""
+        self.close()
+
+
+class Part(Again):
+    """What stands in for a module's ``__call__``."""
+
+    def __init__(self, module: nn.Module, keeps_products: bool):
+        self.module, self.keeps_products = module, keeps_products
+
+    def __call__(self, *args, **kwargs):
+        run = plain_call(self.module)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return run(*args, **kwargs)
+        args, kwargs, _ = without_cache(args, kwargs)
+        how = (
+            {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+            if self.keeps_products
+            else {}
+        )
+        return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **how)
+
+
+def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """Keep what is costly to compute."""
+    name = op._schema.name
+    kept = name in PRODUCTS or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
+    """The modules of ``layer`` that are its attention (two in a decoder that looks at an encoder), or its MLP."""
+    found: dict[str, nn.Module] = {}
+    for name, module in layer.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__.endswith(PARTS[part]) and not inside:
+            found[name] = module
+    if not found:
+        raise ValueError(
+            f"a {type(layer).__name__} has no {part} of its own: no module in it has a class named "
+            f"{' or '.join(f'...{end}' for end in PARTS[part])}. Checkpoint whole layers, or 'elementwise'"
+        )
+    return list(found.values())
