@@ -12,7 +12,7 @@ SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this 
 
 # Seconds on one core, roughly, of the files that take ten or more. The rest are quick.
 SECONDS = {
-    "05_fine_tuning.ipynb": 450,
+    "05_fine_tuning.ipynb": 230,
     "04_gradient_checkpointing.ipynb": 120,
     "03_gradient_accumulation.ipynb": 110,
     "test_browser.py": 105,
