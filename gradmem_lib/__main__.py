@@ -175,7 +175,6 @@ def _add_predict(commands) -> None:
     add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
     add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")
     add("--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)")
-    add("--frozen-base", action="store_true", help="train the head alone")
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
     add("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
     add("--json", action="store_true", help="print JSON")

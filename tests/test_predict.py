@@ -49,7 +49,6 @@ MORE = {
     "attention": Recipe(checkpointing="attention", attention="eager"),
     "mlp": Recipe(checkpointing="mlp", precision="autocast-bf16"),
     "elementwise": Recipe(checkpointing="elementwise", precision="bf16"),
-    "frozen-base": Recipe(frozen_base=True),
     "lora-targets": Recipe(lora_rank=2, lora_targets=["q_proj", "v_proj"], precision="bf16"),
     "chunked": Recipe(chunked_loss=True, precision="bf16"),
     "chunked-autocast-lora": Recipe(chunked_loss=True, precision="autocast-bf16", lora_rank=2),
@@ -216,8 +215,6 @@ def test_questions_that_make_no_sense(ask, says):
 
 def test_questions_about_the_wrong_model(tmp_path):
     ask = {"batch_size": 2, "seq_len": 8, "target": "cpu"}
-    with pytest.raises(ValueError, match="tied"):
-        predict(config("gpt2"), **ask, recipe=Recipe(frozen_base=True))
     with pytest.raises(ValueError, match="leave chunked_loss out"):
         predict(config("bert"), **ask, recipe=Recipe(chunked_loss=True))
     with pytest.raises(ValueError, match="batch="):

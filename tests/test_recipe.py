@@ -37,7 +37,6 @@ from gradmem_lib.training.step import step
         ({"lora_rank": 0}, "at least 1"),
         ({"lora_rank": 2.5}, "whole number"),
         ({"lora_targets": ["q_proj"]}, "lora_rank"),
-        ({"lora_rank": 4, "frozen_base": True}, "leave frozen_base out"),
         ({"momentum": 0.9}, "sgd"),
         ({"momentum": 1.5, "optimizer": "sgd"}, "below 1"),
         ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),

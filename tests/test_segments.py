@@ -158,12 +158,11 @@ def test_a_peak_in_real_bytes_is_exact_and_does_not_overflow():
     assert extra_forwards(best_segments(512, 4, 1)) <= 512
 
 
-def test_sizes_may_be_numpy_numbers_and_fractions():
+def test_sizes_may_be_numpy_numbers():
     import numpy as np
 
     assert best_segments(9, np.int64(4), 1) == best_segments(9, 4.0, 1.0) == best_segments(9, 4, 1)
     assert best_segments(9, np.full(9, 4), [1] * 9) == best_segments(9, 4, 1)
-    assert best_segments(9, 0.4, 0.1) == best_segments(9, 4, 1)
 
 
 def test_uniform_segments_have_a_short_last_one():
@@ -181,6 +180,7 @@ def test_uniform_segments_have_a_short_last_one():
         lambda: best_segments(0, 1, 1),
         lambda: best_segments(4, [1, 1], 1),
         lambda: best_segments(4, -1, 1),
+        lambda: best_segments(9, 0.4, 0.1),
         lambda: best_segments(4, math.nan, 1),
         lambda: best_segments(4, 1, 1, -0.5),
         lambda: best_segments(4, 1, 1, math.inf),

@@ -1,13 +1,14 @@
 """What a recording is fed from: every operation that PyTorch dispatches, every module, optimizer and parameter that it serves."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache, wraps
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import UntypedStorage, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -114,8 +115,12 @@ class Meter:
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            undo.enter_context(replaced(nn.Module, "__call__", self._told_of_calls))
-            undo.enter_context(replaced(torch.UntypedStorage, "resize_", self._told_of_sizes))
+            told_of = {
+                (nn.Module, "__call__"): self._told_of_calls,
+                (UntypedStorage, "resize_"): self._told_of_sizes,
+            }
+            for (home, name), told in told_of.items():
+                undo.enter_context(patch.object(home, name, told(getattr(home, name))))
             undo.enter_context(compiled_calls(compiled_error))
             undo.enter_context(self.mode(self.observe))
             self._undo = undo.pop_all()
@@ -161,7 +166,7 @@ class Meter:
         if self.after_sample is not None:
             self.after_sample(asked, func)
 
-    def _add(self, storage: torch.UntypedStorage, func: Any, args: tuple) -> int:
+    def _add(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """Count ``storage`` if it is new, or has a new size; the bytes that it adds."""
         recording = self.recording
         entry = recording.live.get(storage_key(storage))
@@ -347,17 +352,3 @@ def compiled_error(name: str) -> RuntimeError:
 def _is_alias(func: Any) -> bool:
     """Whether ``func`` returns (a view of) one of its arguments rather than new memory."""
     return any(r.alias_info is not None for r in returns(func))
-
-
-@contextmanager
-def replaced(home: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, ``home.name`` is ``around(what it was)``."""
-    own = vars(home).get(name)
-    setattr(home, name, around(getattr(home, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(home, name)  # a base class has it
-        else:
-            setattr(home, name, own)

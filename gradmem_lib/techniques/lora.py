@@ -87,19 +87,3 @@ def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
     for name in chosen:
         replace(model, name, LoRALinear(linear[name], rank))
     return len(chosen)
-
-
-def freeze_base(model: nn.Module) -> None:
-    """Freeze a transformers model's body; what is left of its parameters is the head."""
-    base = getattr(model, "base_model", None)
-    if base is None or base is model:
-        raise ValueError(
-            f"frozen_base trains the head alone, and {type(model).__name__} has none beside its body: freeze what you want "
-            "yourself (parameter.requires_grad_(False)) and give the module to predict"
-        )
-    base.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "frozen_base leaves nothing to train: this model's output layer is tied to its embedding, which is part of the "
-            "body. Use LoRA (lora_rank=16), or a model that is not tied"
-        )

@@ -11,10 +11,9 @@ these is the peak. Later segments find more boundaries kept, so the best schedul
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
+from numbers import Real
 from operator import add
 from typing import Any, TypeGuard
 
@@ -22,7 +21,9 @@ from ..names import CHECKPOINTING
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
-Sizes = float | Sequence[float]  # one number for all layers, or one for each
+Sizes = (
+    int | Sequence[int]
+)  # bytes, or whole multiples of any unit: one number for all layers, or one for each
 
 
 def uniform_segments(n: int, k: int) -> list[int]:
@@ -49,8 +50,8 @@ def schedule_peak(
     *,
     keep_last: bool = True,
     temporaries: Sizes = 0,
-    tail: float = 0,
-) -> float:
+    tail: int = 0,
+) -> int:
     """The most bytes that a schedule needs at once for activations, the first layer's input included.
 
     Args:
@@ -66,12 +67,12 @@ def schedule_peak(
     return _peak(segments, _sizes(total_layers(segments), internal, boundary, temporaries, tail, keep_last))
 
 
-def _peak(segments: Schedule, sizes: list[list]) -> float:
+def _peak(segments: Schedule, sizes: list[list]) -> int:
     internal, boundary, temporaries, (tail,) = sizes
 
-    def walk(segments: Schedule, start: int, held: float) -> tuple[float, float]:
+    def walk(segments: Schedule, start: int, held: int) -> tuple[int, int]:
         """The peak of layers from ``start`` on above ``held`` bytes of boundaries, and the boundaries with theirs."""
-        highest: float = 0
+        highest = 0
         for item in segments:
             if isinstance(item, int):
                 inside = held
@@ -96,7 +97,7 @@ def best_segments(
     *,
     keep_last: bool = True,
     temporaries: Sizes = 0,
-    tail: float = 0,
+    tail: int = 0,
 ) -> Schedule:
     """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most ``max_extra_forward`` · n extra forwards.
 
@@ -109,14 +110,15 @@ def best_segments(
     """
     if not _is_count(n):
         raise ValueError(f"best_segments(n={n!r}): n must be a whole number of layers, at least 1")
-    (allowed,) = _numbers("max_extra_forward", max_extra_forward, 1)
-    again = math.floor(allowed * n + 1e-9)  # 0.7 * 10 is a little less than 7
+    if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
+        raise ValueError(f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0")
+    again = math.floor(max_extra_forward * n + 1e-9)  # 0.7 * 10 is a little less than 7
     if not keep_last and again < n:
         raise ValueError(
             f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} allows {again} of them: "
             "keep the last segment, or allow 1.0"
         )
-    sizes = _in_whole_units(_sizes(n, internal, boundary, temporaries, tail, keep_last))
+    sizes = _sizes(n, internal, boundary, temporaries, tail, keep_last)
     nested = again > n and keep_last and all(len(set(values)) == 1 for values in sizes)
     below = _nested_below if nested else _plain_below
     low, high = 0, _peak([n], sizes)
@@ -264,7 +266,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _sizes(
-    n: int, internal: Sizes, boundary: Sizes, temporaries: Sizes, tail: float, keep_last: bool
+    n: int, internal: Sizes, boundary: Sizes, temporaries: Sizes, tail: int, keep_last: bool
 ) -> list[list]:
     given = {"internal": internal, "boundary": boundary, "temporaries": temporaries}
     sizes = [_numbers(name, values, n) for name, values in given.items()]
@@ -275,21 +277,14 @@ def _sizes(
 
 
 def _numbers(name: str, value: Sizes, n: int) -> list:
-    """``value`` as a list of ``n`` numbers of at least 0."""
+    """``value`` as a list of ``n`` whole numbers of at least 0."""
     numbers = [value] * n if isinstance(value, (Real, str)) else list(value)
     if len(numbers) != n:
         raise ValueError(
             f"{name} has {len(numbers)} numbers for {n} layers: give one number, or one for each layer"
         )
-    if not all(isinstance(v, Real) and not isinstance(v, bool) and 0 <= v < math.inf for v in numbers):
-        raise ValueError(f"{name} must be a number of at least 0, or a list of them, and was {value!r}")
-    return [int(v) if isinstance(v, Integral) else float(v) for v in numbers]
-
-
-def _in_whole_units(sizes: list[list]) -> list[list[int]]:
-    """Sizes in the largest unit of which all are multiples: sums are exact, and equal peaks compare equal."""
-    exact = [[Fraction(str(v)) for v in values] for values in sizes]  # str: 0.1 is a tenth
-    flat = [v for values in exact for v in values]
-    part = math.lcm(*(v.denominator for v in flat))
-    unit = Fraction(math.gcd(*(int(v * part) for v in flat)) or 1, part)
-    return [[int(v / unit) for v in values] for values in exact]
+    if not all(
+        isinstance(v, Real) and not isinstance(v, bool) and 0 <= v < math.inf and v == math.floor(v) for v in numbers
+    ):
+        raise ValueError(f"{name} must be a whole number of bytes, or a list of them, and was {value!r}")
+    return [math.floor(v) for v in numbers]

@@ -12,7 +12,7 @@ from .. import compat
 from ..compat import is_persistent, own_tensors
 from ..names import SELECTIVE
 from ..techniques.checkpointing import checkpoint_layers
-from ..techniques.lora import LoRALinear, add_lora, freeze_base
+from ..techniques.lora import LoRALinear, add_lora
 from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
@@ -59,8 +59,8 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Pre
 
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
-    """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base,
-    frozen base. ``ValueError`` where nothing would be trained, and for LoRA on a model that has it."""
+    """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base.
+    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it."""
     if recipe.lora_rank is not None and any(isinstance(module, LoRALinear) for module in model.modules()):
         raise ValueError("this model has LoRA already: load it anew, or merge_adapters(model) first")
     model.train()
@@ -76,8 +76,6 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
         add_lora(model, recipe.lora_rank, recipe.lora_targets)
     if recipe.quantized_base:
         quantize_base(model)
-    if recipe.frozen_base:
-        freeze_base(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("there is nothing to train: every parameter is frozen, set requires_grad on some")
 

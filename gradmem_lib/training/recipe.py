@@ -34,7 +34,6 @@ class Recipe:
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
             of the linear layers that get one; empty means every linear layer but the output's.
         quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``).
-        frozen_base: train the head alone.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never exist as a whole.
     """
 
@@ -49,7 +48,6 @@ class Recipe:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     quantized_base: bool = False
-    frozen_base: bool = False
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +58,7 @@ class Recipe:
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), example)
-        for switch in ("in_backward", "quantized_base", "frozen_base", "chunked_loss"):
+        for switch in ("in_backward", "quantized_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False")
         targets = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets)
@@ -110,8 +108,6 @@ class Recipe:
                 "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and are written out in the dtype of "
                 "what they multiply: give lora_rank too, such as 16, and precision='bf16' or 'float32'"
             )
-        if self.frozen_base and self.lora_rank is not None:
-            raise ValueError("LoRA freezes the base already: leave frozen_base out")
         if self.every_n_layers is not None and self.checkpointing is not None:
             raise ValueError(
                 f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "

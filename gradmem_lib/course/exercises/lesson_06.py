@@ -66,8 +66,6 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
 
     if micro_batch * recipe.accumulation != BATCH_7B:
         return "another batch"
-    if recipe.frozen_base:
-        return "the head alone"
     if recipe.lora_rank and (layers := _layers_with_adapters(recipe)) < _sizes()[0].num_hidden_layers:
         return "some layers" if layers else "the head alone"
     _, work, card = _sizes()
