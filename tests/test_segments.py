@@ -115,11 +115,11 @@ def test_peak_and_extra_forwards_agree_with_their_slow_twins_on_every_schedule()
 
 
 whole = st.integers(0, 40)
-tenths = st.integers(0, 400).map(lambda n: n / 8)
+wide = st.integers(0, 400)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.data(), st.sampled_from([whole, tenths]), st.integers(1, 9), st.floats(0, 1))
+@given(st.data(), st.sampled_from([whole, wide]), st.integers(1, 9), st.floats(0, 1))
 def test_the_best_schedule_of_unequal_layers_is_the_best_of_all(data, number, n, fraction):
     sizes = st.lists(number, min_size=n, max_size=n)
     a, x, t = data.draw(sizes), data.draw(sizes), data.draw(sizes)
