@@ -16,6 +16,7 @@ SECONDS = {
     "04_gradient_checkpointing.ipynb": 120,
     "03_gradient_accumulation.ipynb": 110,
     "test_browser.py": 105,
+    "07_mixed_precision.ipynb": 80,
     "test_predict_traces.py": 85,
     "test_exercises.py": 75,
     "test_browser_lessons.py": 70,
@@ -55,6 +56,7 @@ SECONDS = {
     "test_plan_search.py": 12,
     "00_start_here.ipynb": 12,
     "test_tracker_cases.py": 10,
+    "test_precision.py": 15,
 }
 
 

@@ -9,6 +9,7 @@ import re
 import answers_cards
 import answers_layers
 import answers_numbers
+import answers_precision
 import answers_runs
 import answers_windows
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from gradmem_lib.course.check import all_exercises, get
 from gradmem_lib.course.judging import PASSED, WRONG, judge
 
-BANKS = (answers_numbers, answers_windows, answers_layers, answers_runs, answers_cards)
+BANKS = (answers_numbers, answers_windows, answers_layers, answers_runs, answers_cards, answers_precision)
 RIGHT = {id: answers for bank in BANKS for id, answers in bank.RIGHT.items()}
 FALSE = {id: answers for bank in BANKS for id, answers in bank.WRONG.items()}
 SLOW = {"1.6", "3.7", "3.8", "4.7", "5.2", "5.4", "5.5", "5.6", "5.9", "6.3", "6.4", "6.5"}

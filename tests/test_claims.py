@@ -213,7 +213,11 @@ def test_figures_of_lesson_01():
 
 def test_fp16_leaves_weights_gradients_and_states_in_float32_and_may_need_more():
     found = claims.find("C11").figures
-    assert [d for name, d in found.items() if "Trainer step" in name] == ["float32"] * 3
+    trained = {name: d for name, d in found.items() if name.endswith("on the CPU")}
+    assert len(trained) == 15 and {name: d for name, d in trained.items() if d != "float32"} == {
+        "products with bf16=True on the CPU": "bfloat16",
+        "weights after an evaluation with bf16_full_eval=True on the CPU": "bfloat16",
+    }
     assert "FP16 gradients" in found["the loss scaler, given weights in float16"]
     full, half = (
         int(n)

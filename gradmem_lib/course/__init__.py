@@ -12,6 +12,7 @@ _HOMES = {
     "exercises.lesson_06_models": "classifier_setting t5_setting",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
     "exercises.trainer": "quiet_arguments trainer_factors",
+    "claims.lesson_07": "trainer_dtypes",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

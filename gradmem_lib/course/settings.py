@@ -6,6 +6,7 @@
 ``GRADMEM_SIZE=ci``
     Lesson 05 trains for one update of at most two micro-batches instead of sixteen whole ones. Read by ``runs``; no peak in MiB
     depends on it.
+    Lesson 07 trains for one short update instead of eight. Read by its own cell.
 ``GRADMEM_CACHE``
     The folder for unpacked models; without it, the user's cache folder.
 ``GRADMEM_PROGRESS``

@@ -20,8 +20,8 @@ from ...prediction.predict import Prediction
 from ...techniques import accounting
 from ...techniques.shapes import SHAPES
 from .. import models
-from . import Finding, answers, bert_large
-from .finding import Figure, about, fits, in_unit, yes
+from . import Finding, answers
+from .finding import Figure, fits, in_unit, yes
 from .lesson_01 import gb
 from .lesson_06 import activations, predicted, recipe
 
@@ -91,59 +91,11 @@ def _error(run: Callable) -> str:
     return ""
 
 
-def _dtypes(**arguments) -> dict[str, str]:
-    """The dtypes that one step of the ``Trainer`` on a float32 model leaves."""
-    seen: set[torch.dtype] = set()
-
-    def watch(model):
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
-
-    trainer = _trainer(watch, **arguments)
-    states = {t.dtype for state in trainer.optimizer.state.values() for t in state.values()}
-    kinds = {"weights": {p.dtype for p in trainer.model.parameters()}, "gradients": seen, "states": states}
-    return {name: ", ".join(sorted(str(d).removeprefix("torch.") for d in d_)) for name, d_ in kinds.items()}
-
-
 @cache
 def _seven(precision: str) -> Prediction:
     """C12's own example. Two micro-batches stand for 32: the second one has all that the later ones have."""
     way = recipe(precision=precision, checkpointing="per-layer", accumulation=2)
     return predicted("Llama-2-7B", 2, 2048, way)
-
-
-@answers("C11")
-def fp16_halves() -> Finding:
-    full, half = (_seven(precision).peak.total for precision in ("float32", "autocast-fp16"))
-    figures: dict[str, int | float | str] = {
-        "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16": f"{full:,} / {half:,}"
-    }
-    at = {run.name: bert_large.replayed(run)["today"].live for run in bert_large.RUNS}
-    ratio = {name: at[f"{name}, fp16"] / at[name] for name in ("batch 4", "1 x 4, checkpointing")}
-    for name in ratio:
-        figures[f"BERT-large, {name}: peak in float32 / with fp16"] = (
-            f"{at[name]:,} / {at[f'{name}, fp16']:,}"
-        )
-    # float16 has no kernels for all of it on the CPU; bf16=True takes the same path through the Trainer.
-    figures |= {f"{name} after a Trainer step with bf16=True": d for name, d in _dtypes(bf16=True).items()}
-    scaler, weight = torch.amp.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler.scale(weight.float().sum()).backward()
-    refused = _error(lambda: scaler.unscale_(torch.optim.SGD([weight], lr=0.1)))
-    figures["the loss scaler, given weights in float16"] = refused
-    return Finding(
-        own=(about("7B checkpointed, fp16 / float32", 0.5, half / full, "times"),),
-        beyond=(
-            about("BERT-large, batch 4", 0.5, ratio["batch 4"], "times"),
-            about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
-        ),
-        fails="It is autocast: only activations shrink, and in its own example, which checkpoints, the memory grows.",
-        holds="Its own example needs half.",
-        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the weights joins them. BERT-large, checkpointed "
-        f"and on one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The published table has it too: 6,775 MB without "
-        "fp16, 7,275 with it.",
-        figures=figures,
-        needs="a card to be seen running; the bytes are predicted",
-    )
 
 
 def _loaded_dtype() -> str:

@@ -1,0 +1,523 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 07 · Mixed precision
+#
+# *50 minutes. You need: lesson 01, and lessons 02 and 03 by name.*
+#
+# "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
+# gradients, updates and sums, and build the repairs. After it you can
+#
+# - say what bf16 and float16 each lose, and which operation autocast computes in which;
+# - write float32 sums, a master copy, rounding by chance and a loss scaler;
+# - say from which batch on autocast saves memory, and what each flag of `Trainer` does.
+#
+# Everything was measured on a CPU, and nothing on a card.
+
+# %%
+import os
+
+import torch
+
+from gradmem_lib import (
+    GradScaler,
+    Recipe,
+    check,
+    operation_dtypes,
+    predict,
+    predict_first,
+    prepare,
+    step,
+)
+from gradmem_lib.course import claims, models, texts, trainer_dtypes
+
+# %% [markdown]
+# ## 1 · Two formats of 16 bits
+#
+# A number has a sign, an *exponent*, which sets the range, and a *fraction*, which sets the precision.
+#
+# | dtype | exponent bits | fraction bits | largest | smallest above 0 |
+# |---|---|---|---|---|
+# | float32 | 8 | 23 | 3.4e38 | 1.4e-45 |
+# | bf16 | 8 | 7 | 3.4e38 | 9.2e-41 |
+# | float16 | 5 | 10 | 65,504 | 6.0e-8 |
+#
+# bf16 is float32 with 16 fraction bits cut off. float16 gave up range instead. So float16 should lose *small gradients*,
+# and bf16 should lose *small changes*.
+#
+# ### Exercise 7.1 · what a dtype loses
+#
+# ●○○ · 3 minutes · trains: telling numbers too small from numbers too large for a dtype
+#
+# Write `lost(gradients, dtype, scale)`: multiply by `scale`, then store in `dtype`. Which share of the nonzero numbers
+# is then 0 or not finite?
+#
+# <details><summary>Hint 1: store</summary>
+#
+# `(gradients * scale).to(dtype)`. What is not finite: `~stored.isfinite()`.
+#
+# <details><summary>Hint 2: the share</summary>
+#
+# Numbers that were zero already lose nothing. They belong neither above nor below the fraction's line.
+#
+# </details></details>
+
+
+# %%
+def lost(gradients, dtype, scale):
+    """The share, from 0 to 1. gradients: a float32 tensor."""
+    ### BEGIN SOLUTION
+    stored = (gradients * scale).to(dtype)
+    nonzero = gradients != 0
+    gone = (stored == 0) | ~stored.isfinite()
+    return (gone & nonzero).sum().item() / nonzero.sum().item()
+    ### END SOLUTION
+
+
+lost = check("7.1", lost)
+
+# %% [markdown]
+# Try it on SmolLM2's own gradients, on one in twenty of them. (The course's tests set `GRADMEM_SIZE=ci`, for fewer and shorter rows and two
+# updates.)
+
+# %%
+SIZE = os.environ.get("GRADMEM_SIZE", "full")
+ROWS, SEQ, STEPS = {"full": (2, 64, 8), "ci": (2, 16, 2)}[SIZE]
+model, tokenizer = models.smollm2()
+training, held_out = texts.datasets(tokenizer, seq_len=SEQ, rows=16, held_out=4)
+
+
+def batch(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+batches = [
+    batch([training[i + n] for i in range(ROWS)]) for n in range(0, STEPS * ROWS, ROWS)
+]
+
+# %%
+question = "How many per cent of SmolLM2's gradients become 0 in float16?"
+guess_a = predict_first("7.a", question, unit="percent")
+
+# %% tags=["nbval-ignore-output"]
+model.train()(**batches[0]).loss.backward()
+gradients = torch.cat([p.grad.flatten()[::20] for p in model.parameters()])
+for scale in (1, 2**12, 2**16, 2**24):
+    shares = [100 * lost(gradients, d, scale) for d in (torch.float16, torch.bfloat16)]
+    print(f"scale {scale:>10,}   float16 loses {shares[0]:.4f} %   bf16 {shares[1]:.4f} %")
+guess_a.reveal(measured=round(100 * lost(gradients, torch.float16, 1), 1))
+
+# %% [markdown]
+# float16 drops the smallest gradients, unless they are multiplied by a large number first. If that number is too large,
+# others overflow. bf16 needs no scale.
+#
+# ## 2 · What autocast computes in what
+#
+# Under `torch.autocast` weights stay float32, and each operation gets its inputs in the dtype of a list. The next cell
+# runs one small Llama block with its loss, and notes the dtype of every operation that was really carried out:
+
+# %%
+del model, gradients
+block = models.tiny_llama(layers=1, hidden=64, heads=4, intermediate=172, vocab=512)
+ids = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def forward():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return block(input_ids=ids, labels=ids).loss
+
+
+for (name, given, made), times in sorted(operation_dtypes(forward).items()):
+    print(f"{name[:28]:<30}{given} -> {made:<10}{times:>3} times")
+
+# %% [markdown]
+# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what only follows its input, such
+#   as `silu`.
+# - **In float32** are the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
+# - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of what goes into them.
+#
+# This is the CPU's list. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list also
+# names `softmax` and `layer_norm` for float32.
+#
+# ## 3 · bf16 loses updates
+#
+# Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
+# Lesson 02 saw AdamW's v stall on this. What about the weights?
+
+# %%
+question = "One AdamW step at 1e-5 on SmolLM2 in bf16: how many per cent of weights move?"
+guess_b = predict_first("7.b", question, unit="percent")
+
+# %% tags=["nbval-ignore-output"]
+model = models.smollm2(dtype=torch.bfloat16)[0].train()
+model(**batches[0]).loss.backward()
+for rate in (1e-4, 1e-6, 1e-5):
+    moved = 0
+    for p in model.parameters():
+        copy = torch.nn.Parameter(p.detach().clone())
+        copy.grad = p.grad
+        torch.optim.AdamW([copy], lr=rate, weight_decay=0.0).step()
+        moved += (copy != p).sum().item()
+    share = 100 * moved / model.num_parameters()
+    print(f"learning rate {rate}: {share:.1f} % of the weights moved")
+guess_b.reveal(measured=round(share, 1))
+
+# %% [markdown]
+# AdamW's first step is about one learning rate for every weight. Most weights were rounded back to where they were.
+# Sums suffer in the same way. Add 1.0 a thousand times:
+
+# %%
+del model, p, copy
+total = torch.zeros((), dtype=torch.bfloat16)
+for _ in range(1000):
+    total += 1.0
+print("a thousand times 1.0 in bf16:", total.item())
+
+# %% [markdown]
+# From 256 to 512 a gap is 2, so 256 + 1 is rounded back to 256. Accumulating micro-batches is such a sum, since gradients
+# of bf16 weights are bf16. You now repair the sum, then the update in two ways.
+#
+# ### Exercise 7.2 · float32 sums of bf16 gradients
+#
+# ●●○ · 5 minutes · trains: hooks on parameters, and which sums need more than 8 bits
+#
+# Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, and see to it
+# that every backward adds its gradient there. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which
+# holds the weights, the sums and a few gradients at a time.
+#
+# <details><summary>Hint 1: when</summary>
+#
+# `p.register_post_accumulate_grad_hook(f)` calls `f(p)` when `p.grad` is complete.
+#
+# <details><summary>Hint 2: which sum</summary>
+#
+# A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
+# today's.
+#
+# </details></details>
+
+
+# %%
+def float32_sums(parameters):
+    ### BEGIN SOLUTION
+    sums = [torch.zeros(p.shape) for p in parameters]
+
+    def add(p, total):
+        total.add_(p.grad)
+        p.grad = None
+
+    for p, total in zip(parameters, sums, strict=True):
+        p.register_post_accumulate_grad_hook(lambda p, total=total: add(p, total))
+    return sums
+    ### END SOLUTION
+
+
+float32_sums = check("7.2", float32_sums)
+
+# %% [markdown]
+# ### Exercise 7.4 · a float32 master copy
+#
+# ●○○ · 4 minutes · trains: which of two copies is updated, and which one is rounded
+#
+# The model computes with bf16 weights. Beside each of them lives its exact value, a float32 **master**. Write
+# `master_step(weights, masters, lr)`, one step of plain gradient descent, where a weight without a gradient stays.
+# Budget: **2.5 MB**, which allows float32 copies of one tensor at a time.
+#
+# <details><summary>Hint 1: the order</summary>
+#
+# The master takes the update in float32. Then `weight.copy_(master)` rounds it. All of it under `torch.no_grad()`.
+#
+# <details><summary>Hint 2: digits are missing</summary>
+#
+# `lr * weight.grad` is a bf16 number. `weight.grad.float()` comes first.
+#
+# </details></details>
+
+
+# %%
+def master_step(weights, masters, lr):
+    """Change weights and masters (lists of tensors) in place."""
+    ### BEGIN SOLUTION
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                master -= lr * weight.grad.float()
+                weight.copy_(master)
+    ### END SOLUTION
+
+
+master_step = check("7.4", master_step)
+
+# %% [markdown]
+# A master costs 4 bytes a parameter. The other way out costs none: round *up or down by chance*, so that the mean is
+# right. If an update is a tenth of a gap, it moves one weight in ten by a whole gap.
+#
+# ### Exercise 7.3 · rounding by chance
+#
+# ●●○ · 5 minutes · trains: a rounding whose mean is right
+#
+# Write `round_by_chance(x, generator)`: a float32 tensor as bf16, each element one of its two neighbours. The nearer
+# one has the greater chance, so that the mean of many roundings is `x`. All chance comes from `generator`.
+#
+# <details><summary>Hint 1: bits</summary>
+#
+# A bf16 number is the upper 16 bits of a float32 number. `x.view(torch.int32)` shows the bits as an integer.
+#
+# <details><summary>Hint 2: the carry</summary>
+#
+# Add a random integer from 0 to 2¹⁶ − 1: it carries into the upper half as often as the lower half is large. Then clear
+# the lower half, `& -(1 << 16)`, and view it as `torch.float32`.
+#
+# <details><summary>Hint 3: the random integers</summary>
+#
+# `torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)`
+#
+# </details></details></details>
+
+
+# %%
+def round_by_chance(x, generator):
+    ### BEGIN SOLUTION
+    low = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
+    upper = (x.view(torch.int32) + low) & -(1 << 16)
+    return upper.view(torch.float32).bfloat16()
+    ### END SOLUTION
+
+
+round_by_chance = check("7.3", round_by_chance)
+
+# %% [markdown]
+# Now 10,000 weights of 1.0 take a hundred updates of 0.001, about an eighth of a gap each. They should arrive at 1.1:
+
+# %%
+generator = torch.Generator().manual_seed(0)
+nearest = chance = torch.ones(10_000, dtype=torch.bfloat16)
+for _ in range(100):
+    nearest = (nearest.float() + 0.001).bfloat16()
+    chance = round_by_chance(chance.float() + 0.001, generator)
+print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():.2f}")
+
+# %% [markdown]
+# Recipes have both: `precision="float32-master"`, and `optimizer="adamw-stochastic"` with `precision="bf16"`, which
+# rounds AdamW's two moments by chance as well, so v no longer stalls.
+#
+# ## 4 · float16 needs a scaled loss
+#
+# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches.
+#
+# ### Exercise 7.5 · a scaler by hand
+#
+# ●●● · 6 minutes · trains: when a step is skipped, and how the scale finds its size
+#
+# The gradients come from a loss that was multiplied by `scale`. Write `scaled_step(optimizer, scale, good, patience)`:
+# divide all gradients by `scale`, in place. If all are finite, step. Else skip the step and halve the scale. `good`
+# counts good steps in a row. When it reaches `patience`, double the scale and begin again at 0.
+#
+# <details><summary>Hint 1: all gradients</summary>
+#
+# `optimizer.param_groups` is a list of dicts. `group["params"]` has the parameters, of which some have no gradient.
+#
+# <details><summary>Hint 2: NaN</summary>
+#
+# It is not finite either: `gradient.isfinite().all()`.
+#
+# </details></details>
+
+
+# %%
+def scaled_step(optimizer, scale, good, patience):
+    """Return the next scale, and the next good."""
+    ### BEGIN SOLUTION
+    groups = optimizer.param_groups
+    gradients = [p.grad for g in groups for p in g["params"] if p.grad is not None]
+    for gradient in gradients:
+        gradient.div_(scale)
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+    ### END SOLUTION
+
+
+scaled_step = check("7.5", scaled_step)
+
+# %% [markdown]
+# PyTorch has this as an object, and so has the course. Watch PyTorch's begin with too large a scale:
+
+# %%
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+for number in range(1, 5):
+    before, weight = scaler.get_scale(), block.lm_head.weight.detach().clone()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = block(input_ids=ids, labels=ids).loss
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    skipped = torch.equal(weight, block.lm_head.weight)
+    print(
+        f"step {number}: scale {before:>9,.0f}   skipped {skipped!s:<6} then {scaler.get_scale():,.0f}"
+    )
+
+# %% [markdown]
+# A skipped first step is normal. A schedule that counts it has moved by one step without an update.
+#
+# ## 5 · Six recipes on SmolLM2
+#
+# This takes some minutes: most CPUs are slow in 16 bits. Every recipe starts from the same weights, sees the same rows in the same order, and has the learning rate 1e-5. The
+# bytes are predicted for this batch. "Held out" is the loss on rows that no recipe trains on.
+
+# %%
+recipes = {
+    "float32": Recipe(),
+    "autocast bf16": Recipe(precision="autocast-bf16"),
+    "autocast float16": Recipe(precision="autocast-fp16"),
+    "all bf16": Recipe(precision="bf16"),
+    "bf16, master": Recipe(precision="float32-master"),
+    "bf16, by chance": Recipe(precision="bf16", optimizer="adamw-stochastic"),
+}
+
+# %%
+config = models.smollm2()[0].config
+for name, recipe in recipes.items():
+    ask = {"batch_size": ROWS, "seq_len": SEQ, "target": "cpu"}
+    at = predict(config, recipe=recipe, **ask).peak
+    states = at.by_category["optimizer"]
+    print(f"{name:<18}peak {at.total:>14,}   states {states:>14,}   in {at.phase}")
+
+# %% tags=["nbval-ignore-output"]
+test = batch(list(held_out))
+for name, recipe in recipes.items():
+    torch.manual_seed(0)  # for the rounding by chance
+    start = models.smollm2(dtype=recipe.weight_dtype)[0]
+    model, optimizer, _ = prepare(start, recipe, lr=1e-5)
+    scaler = GradScaler() if "float16" in name else None
+    losses = [step(model, optimizer, b, recipe, scaler=scaler).item() for b in batches]
+    with torch.no_grad():
+        after = model(**test, use_cache=False).loss.item()
+    print(f"{name:<18}held out {after:.3f}   losses {' '.join(f'{x:.2f}' for x in losses)}")
+
+# %% [markdown]
+# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does. In the master's step the
+# float32 gradient of the embedding comes on top. Rounding by chance costs no more than all of bf16.
+#
+# Then the losses. Autocast should follow float32 closely. Of the three that train bf16 weights, which held-out loss is
+# nearest to float32's? Eight updates are few, and the updates that all of bf16 loses add up over thousands. (This
+# notebook is stored with runs of two short updates. Yours made eight.)
+#
+# ## 6 · What it saves, and from which batch on
+#
+# Autocast's residents are those of float32. It makes activations smaller and adds copies of weights.
+
+# %%
+question = "One row of 128 tokens: how many MiB does autocast take off float32's peak?"
+guess_c = predict_first("7.c", question, unit="MiB")
+
+
+# %%
+def peak(rows, precision):
+    ask = {"batch_size": rows, "seq_len": 128, "target": "cpu"}
+    return predict(config, recipe=Recipe(precision=precision), **ask).peak.total / 2**20
+
+
+print("rows    float32   autocast   all bf16   (MiB at the peak)")
+for rows in (1, 4, 8, 32):
+    full, cast, narrow = (peak(rows, p) for p in ("float32", "autocast-bf16", "bf16"))
+    print(f"{rows:>4}{full:>11,.0f}{cast:>11,.0f}{narrow:>11,.0f}")
+guess_c.reveal(measured=round(peak(1, "float32") - peak(1, "autocast-bf16")))
+
+# %% [markdown]
+# With one row the peak is at the end of backward, where residents are everything, and autocast changes nothing. At four
+# rows the bf16 copies of the weights weigh more than the activations that they spare. From eight rows on autocast wins,
+# and more with every row. All of bf16 halves the residents at any batch.
+#
+# How long do the copies live? Autocast *caches* each until the `with` block ends. In training the graph holds most of them
+# anyway. Without a graph, the cache alone does.
+#
+# ### Exercise 7.6 · autocast without its copies
+#
+# ●●○ · 4 minutes · trains: how long autocast keeps a bf16 copy of a weight
+#
+# `model` is an `nn.Sequential` of 16 float32 blocks. Write `features(model, x)`: its output under bf16 autocast, without
+# a graph, within **4.9 MB**. The weights alone are 4.3 MB, and stay float32.
+#
+# <details><summary>Hint 1: the graph</summary>
+#
+# `torch.no_grad()`.
+#
+# <details><summary>Hint 2: the copies</summary>
+#
+# `torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)`, or a `with` block for each layer.
+#
+# </details></details>
+
+
+# %%
+def features(model, x):
+    ### BEGIN SOLUTION
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return model(x)
+    ### END SOLUTION
+
+
+features = check("7.6", features)
+
+# %% [markdown]
+# The cache has a trap. What if a weight changes inside the block, as in a loop that stands in *one* `with`?
+
+# %%
+layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+    old = layer(x)
+    layer.weight.add_(1.0)
+    print("the new weight is seen inside:", not torch.equal(old, layer(x)))
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    print("and in a new block:", not torch.equal(old, layer(x)))
+
+# %% [markdown]
+# So open autocast for each forward, and keep the optimizer outside.
+#
+# ## 7 · The same through `Trainer`
+#
+# `trainer_dtypes` takes two steps of a plain `Trainer` on the CPU, evaluates, and returns dtypes and the second step's peak.
+
+# %%
+for loaded in (torch.float32, torch.bfloat16):
+    for flag in ({}, {"bf16": True}, {"fp16": True}, {"bf16_full_eval": True}):
+        dtypes, nbytes = trainer_dtypes(loaded, **flag)
+        print(f"loaded in {loaded}, {flag or 'no flag'}: peak {nbytes:,}")
+        print("    " + ", ".join(f"{part} {name}" for part, name in dtypes.items()))
+
+# %% [markdown]
+# - `bf16=True` changes the products alone. It hands the word to `accelerate` (`Accelerator(mixed_precision="bf16")`),
+#   which wraps the model's forward in autocast.
+# - `fp16=True` on the CPU is accepted, and trains in float32 without a scaler.
+# - `bf16_full_eval=True` casts the *weights*, in an evaluation outside of training, and leaves them bf16. Save before it.
+# - The dtype in which a model is **loaded** decides over weights, gradients and states.
+
+# %%
+claims.show("C11", "C02")
+
+# %% [markdown]
+# **Two names that you will meet on cards** (not measured here). With *TF32* a card multiplies float32 numbers with 10
+# fraction bits. It saves time and no bytes ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/cuda.html)). *FP8*
+# has 8 bits ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433)). Matrix products take FP8 inputs, while weights
+# and states stay wider, so it saves more time than bytes.
+#
+# ## 8 · What you can now do
+#
+# - **float16 loses small gradients, bf16 loses small changes.** The first needs a scaler. The second needs float32
+#   somewhere: in the weights, in a master, in the sums, or on average, by chance.
+# - **Autocast is a list of operations.** Weights, gradients and states stay float32, and the copies have their price.
+# - **The dtype that you load is the one that you train**, whatever the flag says.

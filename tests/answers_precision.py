@@ -1,0 +1,305 @@
+"""Answers to the exercises of lesson 07 as people write them; see answers_numbers.py."""
+
+import copy
+import math
+from functools import partial
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+RIGHT, WRONG = {}, {}
+
+
+def _lost(g, dtype, scale, *, among=None, gone=lambda x: (x == 0) | ~x.isfinite(), put=None):
+    x = put(g, dtype, scale) if put else (g * scale).to(dtype)
+    some = g != 0 if among is None else among(g)
+    return (gone(x) & some).sum().item() / some.sum().item()
+
+
+def _lost_loop(g, dtype, scale):
+    numbers = [n for n in g.flatten().tolist() if n]
+    kept = torch.tensor(numbers).mul(scale).to(dtype).tolist()
+    return sum(n == 0 or math.isinf(n) for n in kept) / len(numbers)
+
+
+RIGHT["7.1"] = {
+    "plain": _lost,
+    "loop": _lost_loop,
+    "selected": lambda g, dtype, scale: 1 - (lambda x: ((x != 0) & (x.abs() < math.inf)).float().mean())((g[g != 0] * scale).to(dtype)),
+    "double": lambda g, dtype, scale: _lost(g.double(), dtype, scale),
+}  # fmt: skip
+WRONG["7.1"] = {
+    "of all": (partial(_lost, among=lambda g: torch.ones_like(g, dtype=torch.bool)), "zero"),
+    "no overflow": (partial(_lost, gone=lambda x: x == 0), "overflow|inf"),
+    "only overflow": (partial(_lost, gone=lambda x: ~x.isfinite()), "become 0|underflow"),
+    "scaled late": (partial(_lost, put=lambda g, d, s: g.to(d) * s), "before"),
+    "no scale": (partial(_lost, put=lambda g, d, s: g.to(d)), "scale"),
+    "kept": (lambda g, d, s: 1 - _lost(g, d, s), "survive"),
+    "count": (lambda g, d, s: int(_lost(g, d, s) * (g != 0).sum()), "share|got|times"),
+    "always float16": (lambda g, d, s: _lost(g, torch.float16, s), "dtype|bf16"),
+}
+
+
+def _sums(parameters, *, dtype=torch.float32, free=True, how=lambda a, g: a.add_(g), hooked=None):
+    sums = [torch.zeros_like(p, dtype=dtype) for p in parameters]
+
+    def hook_for(held):
+        def hook(p):
+            how(held, p.grad)
+            if free:
+                p.grad = None
+
+        return hook
+
+    for p, held in zip(parameters, sums, strict=True):
+        p.register_post_accumulate_grad_hook(hook_for(held))
+    return sums
+
+
+def _sums_in_place(parameters):
+    sums = []
+    for p in parameters:
+        total = torch.zeros(p.shape)
+
+        def hook(p, total=total):
+            total += p.grad.float()
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(hook)
+        sums.append(total)
+    return sums
+
+
+def _sums_by_tensor_hook(parameters):
+    sums = [torch.zeros(p.shape) for p in parameters]
+    for p, total in zip(parameters, sums, strict=True):
+        p.register_hook(lambda g, total=total: (total.add_(g), None)[1])
+    return sums
+
+
+def _sums_shared(parameters):
+    sums = [torch.zeros(p.shape) for p in parameters]
+    for i, p in enumerate(parameters):
+
+        def hook(p):
+            sums[i] += p.grad  # noqa: B023
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(hook)
+    return sums
+
+
+RIGHT["7.2"] = {
+    "closures": _sums,
+    "in place": _sums_in_place,
+    "zeroed first": lambda parameters: _sums(parameters, how=lambda a, g: a.copy_(a + g)),
+}
+WRONG["7.2"] = {
+    "bf16": (partial(_sums, dtype=torch.bfloat16), "bf16"),
+    "kept": (partial(_sums, free=False), "p.grad"),
+    "tensor hook": (_sums_by_tensor_hook, "p.grad"),
+    "last hook": (_sums_shared, "last|same"),
+    "overwritten": (partial(_sums, how=lambda a, g: a.copy_(g)), "last backward|add"),
+    "mean": (partial(_sums, how=lambda a, g: a.lerp_(g.float(), 0.5)), "got|expected"),
+    "minus": (partial(_sums, how=lambda a, g: a.sub_(g)), "sign"),
+}
+
+
+def _by_bits(x, generator):
+    low = torch.randint(0, 65536, x.shape, generator=generator, dtype=torch.int32)
+    return ((x.view(torch.int32) + low) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def _by_neighbours(x, generator, *, chance=None, gap=None):
+    below = (x.view(torch.int32) & -65536).view(torch.float32)
+    above = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    share = (x - below) / (above - below)
+    chance = torch.rand(x.shape, generator=generator) if chance is None else chance(x, generator)
+    return torch.where(chance < (share if gap is None else gap(share)), above, below).bfloat16()
+
+
+def _by_nextafter(x, generator):
+    near = x.bfloat16()
+    other = torch.nextafter(near, torch.where(x > near.float(), math.inf, -math.inf).bfloat16())
+    share = ((x - near.float()) / (other.float() - near.float())).nan_to_num()
+    return torch.where(torch.rand(x.shape, generator=generator) < share, other, near)
+
+
+RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
+WRONG["7.3"] = {
+    "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
+    "coin": (partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)), "half"),
+    "other way": (partial(_by_neighbours, gap=lambda share: (1 - share) * (share > 0)), "nearer|other way|chance"),
+    "down": (lambda x, generator: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(), "cut|toward"),
+    "no generator": (lambda x, generator: _by_bits(x, None), "generator"),
+    "one for all": (partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)), "one random number|whole tensor"),
+    "float32": (lambda x, generator: _by_bits(x, generator).float(), "dtype|float32"),
+    "noise": (lambda x, generator: (x + (torch.rand(x.shape, generator=generator) - 0.5) / 128).bfloat16(), "gap|size"),
+    "up": (lambda x, generator: _by_bits(x, generator) + 1, "got|neighbour"),
+}  # fmt: skip
+
+
+def _master(weights, masters, lr, *, change=None, write=True):
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is None:
+                continue
+            (change or (lambda m, g: m.sub_(lr * g.float())))(master, weight.grad)
+            if write:
+                weight.copy_(master)
+
+
+def _master_optimizer(weights, masters, lr):
+    for weight, master in zip(weights, masters, strict=True):
+        if weight.grad is not None:
+            master.grad = weight.grad.float()
+            torch.optim.SGD([master], lr=lr).step()
+            master.grad = None
+            weight.data.copy_(master)
+
+
+def _master_at_once(weights, masters, lr):
+    gradients = [None if w.grad is None else w.grad.float() for w in weights]
+    with torch.no_grad():
+        for w, m, g in zip(weights, masters, gradients, strict=True):
+            if g is not None:
+                m -= lr * g
+                w.copy_(m)
+
+
+def _into_the_weights(weights, masters, lr):
+    with torch.no_grad():
+        for w, _ in zip(weights, masters, strict=True):
+            if w.grad is not None:
+                w -= lr * w.grad
+
+
+def _masters_from_weights(weights, masters, lr):
+    with torch.no_grad():
+        for w, m in zip(weights, masters, strict=True):
+            if w.grad is not None:
+                m.copy_(w).sub_(lr * w.grad.float())
+                w.copy_(m)
+
+
+RIGHT["7.4"] = {
+    "plain": _master,
+    "add alpha": lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.add_(g, alpha=-lr)),
+    "an optimizer each": _master_optimizer,
+}
+WRONG["7.4"] = {
+    "in the weights": (_into_the_weights, "weights themselves|bf16"),
+    "from the weights": (_masters_from_weights, "from the weight|forgotten"),
+    "masters alone": (partial(_master, write=False), "never written"),
+    "at once": (_master_at_once, "at a time|at once"),
+    "product in bf16": (lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.sub_(lr * g)), "bf16"),
+    "uphill": (lambda ws, ms, lr: _master(ws, ms, -lr), "sign|uphill"),
+    "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
+}  # fmt: skip
+
+
+def _gradients(optimizer):
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _scaled(optimizer, scale, good, patience, *, finite=lambda gs: all(bool(g.isfinite().all()) for g in gs), divide=True,
+            skip=True, streak=True, first=False):  # fmt: skip
+    gradients = _gradients(optimizer)
+    ok = finite(gradients[:1] if first else gradients)
+    if divide:
+        for g in gradients:
+            g /= scale
+    if ok or not skip:
+        optimizer.step()
+    if not ok:
+        return scale / 2, 0 if streak else good
+    good += 1
+    return (scale * 2, 0) if good == patience else (scale, good)
+
+
+def _scaled_by_norm(optimizer, scale, good, patience):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for g in _gradients(optimizer):
+        g.mul_(1 / scale)
+    norm = clip_grad_norm_(parameters, math.inf)
+    if not norm.isfinite():
+        return [scale * 0.5, 0]
+    optimizer.step()
+    good = (good + 1) % patience
+    return [scale if good else scale * 2, good]
+
+
+def _scaled_by_sum(optimizer, scale, good, patience):
+    return _scaled(
+        optimizer,
+        scale,
+        good,
+        patience,
+        finite=lambda gs: math.isfinite(sum(g.abs().sum().item() for g in gs)),
+    )
+
+
+RIGHT["7.5"] = {"plain": _scaled, "by norm": _scaled_by_norm, "by sum": _scaled_by_sum}
+WRONG["7.5"] = {
+    "steps anyway": (partial(_scaled, skip=False), "skip"),
+    "never divides": (partial(_scaled, divide=False), "divide"),
+    "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
+    "streak": (partial(_scaled, streak=False), "in a row"),
+    "inf alone": (partial(_scaled, finite=lambda gs: not any(bool(g.isinf().any()) for g in gs)), "NaN|nan"),
+    "never grows": (lambda o, s, g, p: (_scaled(o, s, g, 10**9), 0)[0], "doubl|got"),
+    "swapped": (lambda o, s, g, p: _scaled(o, s, g, p)[::-1], "got|expected"),
+    "stays": (lambda o, s, g, p: (s, _scaled(o, s, g, p)[1]), "entry 'scale'"),
+}
+
+
+def _features(model, x, *, cache=False, dtype=torch.bfloat16, grad=False):
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, cache_enabled=cache):
+        return model(x)
+
+
+def _features_by_layer(model, x):
+    with torch.no_grad():
+        for layer in model:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = layer(x)
+    return x
+
+
+def _features_cleared(model, x):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in model:
+            x = layer(x)
+            torch.clear_autocast_cache()
+    return x
+
+
+def _features_inference(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), torch.inference_mode():
+        return model(x)
+
+
+def _features_cast(model, x):
+    with torch.no_grad():
+        return model.bfloat16()(x.bfloat16())
+
+
+def _features_copied(model, x):
+    with torch.no_grad():
+        return copy.deepcopy(model).bfloat16()(x.bfloat16())
+
+
+RIGHT["7.6"] = {
+    "off": _features,
+    "by layer": _features_by_layer,
+    "cleared": _features_cleared,
+    "inference": _features_inference,
+}
+WRONG["7.6"] = {
+    "cached": (partial(_features, cache=True), "cache"),
+    "graph": (partial(_features, grad=True), "graph|no_grad"),
+    "float32": (lambda model, x: _features(model, x, dtype=torch.float32), "float32"),
+    "float16": (partial(_features, dtype=torch.float16), "float16"),
+    "cast": (_features_cast, "model|weights"),
+    "copied": (_features_copied, "copy|over|budget|weights"),
+    "float16 cached": (partial(_features, dtype=torch.float16, cache=True), "float16|cache"),
+}  # fmt: skip
