@@ -13,18 +13,18 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *45 to 60 minutes. You need: a PyTorch training loop you could write yourself, and lesson 00.*
+# *59 minutes, and 15 more for optional exercises. You need: lesson 00, and a PyTorch training loop that you could write
+# yourself.*
 #
-# "CUDA out of memory" is a sum that came out too large. Before any technique can help, you have to know the terms of
-# that sum. After this lesson you can
+# "CUDA out of memory" is a sum that came out too large. After this lesson you can
 #
 # - name the four residents of training memory, and give their bytes for any model;
 # - say *when* in a step the peak comes, and why it moves;
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
-# - tell four precision recipes apart by what they really cost.
+# - tell four precision recipes apart by what they really cost;
+# - let go of what a training loop holds for nothing.
 #
-# Every number here is counted on your machine, with or without a GPU. Where a box asks for a guess, commit to one
-# before you run the next cell. You will remember best the numbers that you guessed wrong.
+# Every number here is counted on your machine, with or without a GPU.
 
 # %%
 import torch
@@ -48,8 +48,7 @@ from gradmem_lib.course import claims, models, texts
 #
 # Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
 #
-# We start with a model so small that you can add up every byte: a Llama with 4 blocks. `foreach=False` makes AdamW
-# update one parameter after the other.
+# We start with a small model, a Llama with 4 blocks. `foreach=False` makes AdamW update one parameter after the other.
 
 # %%
 model = models.tiny_llama()
@@ -57,16 +56,16 @@ optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 ids = torch.randint(0, 8192, (2, 128), generator=torch.Generator().manual_seed(0))
 
 n = sum(p.numel() for p in model.parameters())
-print(f"{n:,} parameters, {model.dtype}, in {len(list(model.parameters()))} tensors")
+print(f"{n:,} parameters, {model.dtype}")
 
 # %%
 guess_a = predict_first(
     "1.a",
-    "Parameters, gradients and AdamW's states of this model together: how many bytes?",
+    "Parameters, gradients and AdamW's states together: how many bytes?",
 )
 
 # %% [markdown]
-# Here is the step that the whole course is about. It has four lines, and you will come to know each by its bytes.
+# Here is the step that the whole course is about:
 
 
 # %%
@@ -74,32 +73,33 @@ def step(model, optimizer, ids):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
 
 
-with MemoryTracker(
-    model, optimizer, title="the first two steps of a tiny Llama"
-) as tracker:
+with MemoryTracker(model, optimizer, title="a tiny Llama's first two steps") as tracker:
     step(model, optimizer, ids)
     step(model, optimizer, ids)
 
 # %% [markdown]
 # Look at the picture from left to right. The parameters are there from the start. Activations pile up in forward. In
 # backward they go, while gradients grow in their place. The optimizer's states appear *inside* the first `step()` and
-# never leave. So the second step starts from a higher floor than the first: **a run that survives its first step can
-# still fail in its second.**
+# never leave. So the second step starts from a higher floor: **a run that survives its first step can still fail in its
+# second.** The next cell takes the most bytes of each category over both steps.
+
 
 # %%
-lines = tracker.timeline.by_category
-residents = {name: max(lines[name]) for name in ("parameters", "gradients", "optimizer")}
-for name, nbytes in residents.items():
-    print(f"{name:<11}{nbytes:>12,} bytes = {nbytes / n:.4f} per parameter")
+def most(tracker):
+    return {name: max(line) for name, line in tracker.timeline.by_category.items()}
+
+
+names = ["parameters", "gradients", "optimizer"]
+residents = {name: most(tracker)[name] for name in names}
+print("most bytes of each:", residents)
 guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 
 # %% [markdown]
 # These are sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula
-# misses a few bytes, because AdamW also keeps a *step counter*, one float32 number for each parameter tensor. That is
-# little, but this course does not round away what it can count.
+# misses a few bytes, because AdamW also keeps a *step counter*, one float32 number for each parameter tensor.
 #
 # ### Exercise 1.1 · the bytes that stay
 #
@@ -144,11 +144,11 @@ def resident_bytes(model):
 resident_bytes = check("1.1", resident_bytes)
 
 # %%
-print(resident_bytes(model) == residents, resident_bytes(model))
+print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# Your function and the tracker agree to the byte, and neither knows of the other. With it you can settle two claims of
-# our source documents. (Every claim in this course has a number. `LEDGER.md` lists them all, with every figure found.)
+# Your function and the tracker agree to the byte. That settles two claims of our source documents. (Every claim in this
+# course has a number. `LEDGER.md` lists them all, with every figure found.)
 
 # %%
 claims.show("C02", "C03")
@@ -157,8 +157,7 @@ claims.show("C02", "C03")
 # ## 2 · The life of a step: where is the peak?
 #
 # Residents are the floor. A run fails at its *peak*, and the peak is one moment. Which one? Now take a real model:
-# SmolLM2-135M, pretrained, on real text (the Python language reference). The first load unpacks the weights and can
-# take a minute. After that it is quick.
+# SmolLM2-135M, pretrained, on real text. Its first load unpacks the weights and can take a minute.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -166,20 +165,17 @@ smol_optimizer = torch.optim.AdamW(smol.parameters(), lr=1e-5, foreach=False)
 smol_ids = texts.batch(tokenizer, batch_size=2, seq_len=128)
 
 print(f"{sum(p.numel() for p in smol.parameters()):,} parameters, {smol.dtype}")
-print(repr(tokenizer.decode(smol_ids[0, :24])))
 
 # %%
 guess_b = predict_first(
-    "1.b", "The peak of a training step of SmolLM2 in float32 with AdamW, 2 × 128 tokens?"
+    "1.b", "The peak of SmolLM2's step, float32, AdamW, 2 × 128 tokens?"
 )
 
 # %% [markdown]
 # Watch the plot while this runs. Where is the highest point, and what is it made of?
 
 # %%
-with MemoryTracker(
-    smol, smol_optimizer, title="SmolLM2-135M, two training steps"
-) as tracker:
+with MemoryTracker(smol, smol_optimizer, title="SmolLM2, two training steps") as tracker:
     for _ in range(2):
         step(smol, smol_optimizer, smol_ids)
 
@@ -187,57 +183,71 @@ with MemoryTracker(
 shape = accounting.SHAPES["SmolLM2-135M"]
 estimate = accounting.estimate(shape, batch_size=2, seq_len=128, precision="float32")
 guess_b.reveal(formula=estimate.total, measured=tracker.peak.total)
-for phase in ("forward", "backward", "optimizer_step"):
-    print(f"  most in {phase:<15}{tracker.peak_by_phase[phase]:>15,} bytes")
-print("the formula expects the peak at:", estimate.moment)
+print("most bytes in each phase:", tracker.peak_by_phase)
 print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 
 # %% [markdown]
-# Did you expect the peak where the activations are highest? So did we. With so few tokens they are the small part, and
-# backward and the optimizer's step are almost level. Three moments compete for the peak:
+# (`idle` is what lies between the phases.) Did you expect the peak where the activations are highest? With so few
+# tokens they are the small part, and backward and the optimizer's step are almost level. Three moments compete:
 #
-# 1. **the loss**: when backward begins, all activations are alive and the logits (the scores of all words) are at their
-#    widest;
-# 2. **the end of backward**: activations are gone, gradients are complete, and the last operation, the embedding's
-#    gradient, makes a table as large as the embedding itself;
+# 1. **the loss**: when backward begins, all activations are alive, and the loss works on the scores of all words;
+# 2. **the end of backward**: activations are gone, gradients are complete, and the last operation makes the embedding's
+#    gradient, as large as the embedding;
 # 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
 # A band of temporaries, 108 MiB high like the output layer's weight, lies under the whole of backward. It is the
-# gradient of the output layer. In SmolLM2 this layer *is* the embedding table, so its gradient waits for the
-# embedding's, and the two are added at the end.
+# gradient of the output layer. In SmolLM2 this layer *is* the embedding table (two names, one storage), so its gradient
+# waits for the embedding's, and the two are added at the end.
 #
-# Which moment wins depends on how many tokens you feed. The tiny Llama shows it:
+# Which moment wins depends on how many tokens you feed. For the tiny Llama, the next cell prints in which phase the peak
+# is, its bytes, and the most bytes of gradients and of activations:
 
 # %%
-print("    tokens   peak in                 bytes of which activations")
 for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
     tokens = torch.randint(0, 8192, (batch, seq_len))
     with MemoryTracker(model, optimizer, live=False) as small:
         step(model, optimizer, tokens)
-    peak, activations = small.peak, small.peak.by_category["activations"]
-    print(f"{batch:>4} × {seq_len:<6} {peak.phase:<15}{peak.total:>14,}{activations:>15,}")
+    held = small.peak.total, most(small)["gradients"], most(small)["activations"]
+    print(
+        f"{batch} × {seq_len:<5}{small.peak.phase:<15}",
+        *(f"{nbytes:>12,}" for nbytes in held),
+    )
+claims.show("C07")
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss. The peak *moved*. That matters for what
-# follows in this course: a technique that shrinks activations cannot lower a peak in the optimizer's step.
+# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow with every token, and
+# gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
 # %%
 with MemoryTracker(model, optimizer, title="8 × 256 tokens: the logits rule") as tracker:
     step(model, optimizer, torch.randint(0, 8192, (8, 256)))
-
-for holder in tracker.largest_at_peak(6):
-    print(
-        f"{holder.nbytes:>12,} bytes  {holder.category:<12} {holder.op:<38} {holder.module}"
-    )
+for holder in tracker.largest_at_peak(4):
+    print(*holder)
 
 # %% [markdown]
-# The three largest tensors have the same size, and none of them belongs to a Transformer block. Section 5 explains
-# them.
+# ## 3 · The logits spike
+#
+# The three largest tensors have the same size, and none of them belongs to a Transformer block. The last layer turns
+# each token into one number *per word of the vocabulary*: its **logits**. The loss is computed in float32, whatever the
+# precision of the model. When backward begins, three tensors of that shape are alive at once:
+#
+# - the **log-softmax** that forward saved;
+# - the **gradient with respect to it**;
+# - the **gradient of the logits**, which is computed from both.
+#
+# Here each has 8 × 256 × 8192 numbers of 4 bytes. How much is that for SmolLM2 and 8 × 1024 tokens?
+
+# %%
+spike = 3 * 4 * 8 * 1024 * smol.config.vocab_size  # 3 tensors of 4-byte numbers
+print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 
 # %% [markdown]
-# ## 3 · What autograd really saves
+# A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
+# *large* vocabulary runs out of memory.
+#
+# ## 4 · What autograd really saves
 #
 # A claim: *a network of five modules (Linear, ReLU, Linear, ReLU, Linear) stores five intermediate tensors for
 # backward.* You can ask autograd itself. Whenever it saves a tensor, it calls a hook, if you give it one.
@@ -245,7 +255,7 @@ for holder in tracker.largest_at_peak(6):
 # %%
 guess_c = predict_first(
     "1.c",
-    "The five modules: how many different activations (storages) are saved?",
+    "How many different activations (storages) are saved?",
     unit="storages",
 )
 
@@ -261,33 +271,24 @@ def pack(tensor):
 
 with saved_tensors_hooks(pack, lambda tensor: tensor):
     net(torch.randn(1, 2))
-weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
-names = {}
-for tensor in saved:
-    pointer = tensor.untyped_storage().data_ptr()
-    name = names.setdefault(pointer, f"storage {chr(65 + len(names))}")
-    print(tuple(tensor.shape), name, "a weight" if pointer in weights else "an activation")
 
 # %%
-activations = [t for t in saved if t.untyped_storage().data_ptr() not in weights]
-different = {t.untyped_storage().data_ptr() for t in activations}
-print(
-    len(saved),
-    "tensors saved,",
-    len(activations),
-    "of them activations, in",
-    len(different),
-    "storages",
-)
-guess_c.reveal(measured=len(different))
+weights = {p.data_ptr() for p in net.parameters()}
+storages = {}
+for tensor in saved:
+    pointer = tensor.untyped_storage().data_ptr()
+    if pointer not in weights:
+        storages.setdefault(pointer, f"an activation, storage {len(storages) + 1}")
+    print(tuple(tensor.shape), storages.get(pointer, "a weight"))
+guess_c.reveal(measured=len(storages))
 claims.show("C05", "C06")
 
 # %% [markdown]
 # Why so few? The backward of `Linear` needs its *input*, not its output. The backward of `ReLU` needs its *output*, and
-# that is the same tensor that the next `Linear` saves as its input: one storage (the block of memory behind a tensor),
-# two users. **Count storages, not tensors and not layers.**
+# the next `Linear` saves the same tensor as its input: one storage (the block of memory behind a tensor), two users.
+# **Count storages, not tensors and not layers.**
 #
-# And why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
+# Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
 #
 # ### Exercise 1.2 · the bytes that autograd saves
@@ -295,7 +296,7 @@ claims.show("C05", "C06")
 # ●●○ · 8 minutes · trains: saved-tensor hooks, and thinking in storages rather than tensors
 #
 # Write `saved_bytes(model, x)`: the bytes of all storages that `model(x)` saves for backward, each storage once, the
-# model's own parameters left out. You will use it on a real Transformer block right after.
+# model's own parameters left out.
 #
 # <details><summary>Hint 1: the frame</summary>
 #
@@ -333,11 +334,11 @@ def saved_bytes(model, x):
 saved_bytes = check("1.2", saved_bytes)
 
 # %% [markdown]
-# ## 4 · A Transformer block, tensor by tensor
+# ## 5 · A Transformer block, tensor by tensor
 #
-# Now take a block of the tiny Llama: 2 sequences of 128 tokens, hidden size h = 256, MLP width f = 688, float32, fused
-# attention. T = 2 × 128 is the number of tokens. Attention cuts h into 8 **heads** of 32 numbers. Go through the block
-# and ask at each operation: *what does its backward need?*
+# Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688, float32, fused
+# attention. Attention cuts h into 8 **heads** of 32 numbers. Go through the block and ask at each operation: *what does
+# its backward need?*
 #
 # | part | saved for backward | numbers |
 # |---|---|---|
@@ -350,74 +351,245 @@ saved_bytes = check("1.2", saved_bytes)
 #
 # rms is the root mean square of a token's numbers. The **log-sum-exp** is the logarithm of the softmax's denominator.
 # Each head has its own softmax for each token, hence T·heads. The attention's result is also the input of its output
-# layer, and the product is also the input of `down`: each counts once. Add up the column, times 4 bytes, and you have
-# your prediction.
+# layer, and the product is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is your
+# prediction. The cell after it measures a model with two blocks, less a model with one.
 
 # %%
-guess_d = predict_first(
-    "1.d", "One block, 2 × 128 tokens, float32, fused attention: how many bytes are saved?"
-)
+guess_d = predict_first("1.d", "How many bytes does this block save for backward?")
 
 
 # %%
-class Block(nn.Module):
-    """One block of a Llama as a module of one argument."""
+def one_block(seq_len, attention="sdpa"):
+    one, two = (models.tiny_llama(layers=layers, attention=attention) for layers in (1, 2))
+    ids = torch.randint(0, 8192, (2, seq_len))
+    return saved_bytes(two, ids) - saved_bytes(one, ids)
 
-    def __init__(self, llama, seq_len):
-        super().__init__()
-        self.layer = llama.model.layers[0]
-        position_ids = torch.arange(seq_len)[None]
-        self.rotary = llama.model.rotary_emb(torch.zeros(1), position_ids)
-
-    def forward(self, x):
-        return self.layer(x, position_embeddings=self.rotary)
-
-
-def rotary_bytes(block):
-    return sum(table.untyped_storage().nbytes() for table in block.rotary)
-
-
-# %%
-block = Block(model, seq_len=128)
-x = torch.randn(2, 128, 256, requires_grad=True)
-measured = saved_bytes(block, x) - rotary_bytes(
-    block
-)  # all blocks share one pair of rotary tables
 
 tiny = accounting.SHAPES["tiny Llama"]
-items = accounting.block_activations(tiny, 2, 128, precision="float32", attention="fused")
-guess_d.reveal(formula=sum(items.values()), measured=measured)
-for name, nbytes in items.items():
-    print(f"{nbytes:>10,}  {name}")
+items = accounting.block_activations(tiny, 2, 128, precision="float32")
+guess_d.reveal(formula=sum(items.values()), measured=one_block(128))
 
 # %% [markdown]
-# Your sum is right to the byte. And notice what is *not* in the list: the attention scores. Fused attention (PyTorch's
+# The sum is right to the byte. And notice what is *not* in the table: the attention scores. Fused attention (PyTorch's
 # `scaled_dot_product_attention`) never keeps that square of sequence × sequence. It computes the square again in
-# backward, tile by tile. Eager attention keeps it. How much is that?
+# backward, tile by tile. Eager attention keeps it:
 
 # %%
-print(f"{'':14}{'fused':>14}{'eager':>14}")
 for seq_len in (64, 128, 256, 512):
-    row = []
-    for attention in ("sdpa", "eager"):
-        llama = models.tiny_llama(layers=1, attention=attention)
-        block = Block(llama, seq_len)
-        x = torch.randn(2, seq_len, 256, requires_grad=True)
-        row.append(saved_bytes(block, x) - rotary_bytes(block))
+    fused, eager = one_block(seq_len), one_block(seq_len, "eager")
     print(
-        f"2 × {seq_len:<4} tokens {row[0]:>13,} {row[1]:>13,}   {row[1] / row[0]:.2f} times"
+        f"2 × {seq_len:<4} fused {fused:>12,} eager {eager:>12,}   {eager / fused:.2f} times"
     )
+claims.show("C37", "C38", "C52")
 
 # %% [markdown]
-# If you double the sequence, fused attention doubles. Eager attention more than doubles, because one of its terms grows
-# with the square.
+# If you double the sequence, fused attention doubles. Eager attention more than doubles, because the softmax of all
+# scores grows with the square. The claims find that the scores dominate. **Advice about attention memory has an age.**
+# With a fused kernel the largest tensors of a block are in the MLP.
 #
 # Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
-# input. Dropout keeps a mask with a number for each number of its input.
+# input. Dropout keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
+#
+# ### Exercise 1.7 · the table of a GPT-2 block
+#
+# ●●○ · 8 minutes · trains: saying of each operation what its backward needs, in a block that you have not seen
+#
+# The next cell prints a block of GPT-2. `Conv1D` is a linear layer from `nx` to `nf` numbers: `c_attn` makes q, k and v
+# in one go. `attn_dropout` does nothing with p = 0.
+#
+# Write `gpt2_block(batch, seq_len, hidden, heads)`: the bytes that such a block saves in float32 with fused attention.
+# Return a dict with ten entries, in the order of forward: `"ln_1"`, `"attn.c_attn"`, `"attn"` (the attention itself),
+# `"attn.c_proj"`, `"attn.resid_dropout"`, `"ln_2"`, `"mlp.c_fc"`, `"mlp.act"`, `"mlp.c_proj"`, `"mlp.dropout"`. A
+# storage counts where it is saved first, so one entry is 0.
+#
+# <details><summary>Hint 1: linear layers</summary>
+#
+# Each keeps its input. The input of `attn.c_proj` is the attention's result, which `attn` has saved already.
+#
+# <details><summary>Hint 2: the widths</summary>
+#
+# With x = tokens · hidden, everything around attention is x numbers. The MLP is four times as wide: `mlp.act` keeps its
+# input, 4 x, and its result is the input of `mlp.c_proj`.
+#
+# <details><summary>Hint 3: the small ones</summary>
+#
+# Each norm has 2 numbers for each token, and attention has one for each head of each token.
+#
+# </details></details></details>
+
+# %%
+gpt2 = models.tiny_gpt2(layers=1, activation="gelu_pytorch_tanh", dropout=0.1)
+block = gpt2.transformer.h[0]
+print(block)
+
+
+# %%
+def gpt2_block(batch, seq_len, hidden, heads):
+    ### BEGIN SOLUTION
+    tokens = batch * seq_len
+    x = tokens * hidden
+    rows = {"ln_1": x + 2 * tokens, "attn.c_attn": x, "attn": 4 * x + tokens * heads}
+    rows |= {"attn.c_proj": 0, "attn.resid_dropout": x, "ln_2": x + 2 * tokens}
+    rows |= {"mlp.c_fc": x, "mlp.act": 4 * x, "mlp.c_proj": 4 * x, "mlp.dropout": x}
+    return {name: 4 * numbers for name, numbers in rows.items()}
+    ### END SOLUTION
+
+
+gpt2_block = check("1.7", gpt2_block)
+
+# %%
+x = torch.randn(2, 128, 256, requires_grad=True)
+print(f"your table {sum(gpt2_block(2, 128, 256, 8).values()):,} bytes")
+print(f"the block  {saved_bytes(block, x):,} bytes")
+
+# %% [markdown]
+# Your table is the block's, to the byte. (By default, transformers' GPT-2 writes GELU out as 0.5 x (1 + tanh(…)), and
+# saves five tensors of the MLP's width where this block saves two.)
+#
+# ## 6 · Precision recipes
+#
+# "Mixed precision halves the memory" is true of something. Four recipes are in use, and they keep different things:
+#
+# | recipe | weights | gradients | Adam's moments | compute |
+# |---|---|---|---|---|
+# | **float32** | float32 | float32 | float32 | float32 |
+# | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
+# | **autocast-bf16** (`bf16=True` in the HF Trainer, over float32 weights) | float32 | float32 | float32 | bf16 |
+# | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
+#
+# The next cells measure the first three on the tiny Llama, each a line or two of PyTorch.
+
+# %%
+guess_e = predict_first("1.e", "autocast-bf16: how many bytes a parameter stay?")
+
+
+# %%
+def kept(dtype, autocast=False):
+    llama = models.tiny_llama(dtype=dtype)
+    adam = torch.optim.AdamW(llama.parameters(), foreach=False)
+    with MemoryTracker(llama, adam, live=False) as small:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = llama(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adam.step()
+    return most(small)
+
+
+# %%
+runs = {"float32": kept(torch.float32), "bf16": kept(torch.bfloat16)}
+runs["autocast-bf16"] = kept(torch.float32, autocast=True)
+print("bytes of", *names, "activations")
+for recipe, held in runs.items():
+    print(f"{recipe:<14}", *(f"{held[name]:>12,}" for name in [*names, "activations"]))
+guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
+
+# %% [markdown]
+# Pure bf16 halves the residents and barely changes the activations: most of them here are
+# the logits of section 3, and the loss works on those in float32. Autocast halves *nothing* of the residents, while its
+# activations *grow*. What the blocks save shrinks, but autocast keeps bf16 copies of all weights through forward
+# and backward. With a small batch the copies cost more than the blocks save.
+#
+# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
+
+# %%
+seven = accounting.SHAPES["Llama-2-7B"]
+print(f"{seven.name} in GB:", *names)
+for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
+    states = accounting.resident_bytes(seven, precision=recipe)
+    print(f"{recipe:<14}", *(f"{nbytes / 1e9:>6.1f}" for nbytes in states.values()))
+
+# %%
+claims.show("C01", "C33", "C32", "C36")
+
+# %% [markdown]
+# ## 7 · Three steps under a budget
+#
+# A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
+# `BudgetExceeded`, and says who holds what. The next cell has a training loop as you find it everywhere. The loop holds
+# something that it does not need.
+
+# %%
+from gradmem_lib import BudgetExceeded
+from gradmem_lib.course import train_budget, train_setting
+
+card = train_budget()
+
+
+def usual_loop(model, optimizer, batches):
+    losses = []
+    for ids in batches:
+        output = model(input_ids=ids, labels=ids)
+        losses.append(output.loss.item())
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# %%
+llama, adam, batches = train_setting()
+try:
+    with MemoryTracker(llama, adam, budget=card, title="the usual loop, out of memory"):
+        usual_loop(llama, adam, batches)
+except BudgetExceeded as error:
+    print(error)
+
+# %% [markdown]
+# ### Exercise 1.6 · three steps under a budget
+#
+# ●●● · 10 minutes · trains: finding what a training loop holds without needing it
+#
+# Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
+# budget above. Keep the model, the batches and the losses as they are, and only let go of what is no longer needed.
+#
+# <details><summary>Hint 1: who is alive?</summary>
+#
+# In the picture above, when does the peak come, and which names of the loop still point to something large then?
+#
+# <details><summary>Hint 2: the output object</summary>
+#
+# `output` holds the logits. It lives through backward, and into the *next* forward, until the name is bound again.
+#
+# <details><summary>Hint 3: the smallest change</summary>
+#
+# Keep only the loss: `loss = model(...).loss`. Everything else goes at once.
+#
+# </details></details></details>
+
+
+# %%
+def train(model, optimizer, batches):
+    ### BEGIN SOLUTION
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+    ### END SOLUTION
+
+
+train = check("1.6", train)
+
+# %% [markdown]
+# ## 8 · What you can now do
+#
+# - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
+# - **The peak is a moment.** With few tokens it is in the optimizer's step, with many at the loss.
+# - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
+#   and no scores, if attention is fused.
+# - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
+# - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
+#
+# Next is lesson 02, where you write Adam yourself and see where its bytes come from.
+#
+# ## More practice
 #
 # ### Exercise 1.3 · what eager attention saves on top
 #
-# ●●○ · 5 minutes · trains: the one term that grows with the square of the sequence
+# ●●○ · 5 minutes · optional · trains: the one term that grows with the square of the sequence
 #
 # Write `eager_surplus(batch, seq_len, heads)`: the bytes that one float32 block saves *more* with eager attention than
 # with fused attention. (There are as many key and value heads as query heads, and no dropout.)
@@ -444,53 +616,12 @@ def eager_surplus(batch, seq_len, heads):
 
 eager_surplus = check("1.3", eager_surplus)
 
-# %%
-print("measured above, 2 × 512 tokens:", f"{row[1] - row[0]:,}")
-print("your formula:                  ", f"{eager_surplus(2, 512, 8):,}")
-
 # %% [markdown]
-# Several claims in our source documents compute the memory of a large block and find that the scores dominate. You can
-# check their arithmetic, and the block itself:
-
-# %%
-claims.show("C37", "C38", "C52")
-
-# %% [markdown]
-# **Advice about attention memory has an age.** It was right for eager attention. With a fused kernel the largest
-# tensors of a block are in the MLP.
-#
-# What grows with what? Gradients do not depend on how much you feed. Activations do. The next table has both:
-
-# %%
-print(f"{'tokens':>10}{'gradients':>14}{'activations':>14}")
-for batch, seq_len in [(1, 64), (2, 64), (4, 64), (4, 128), (4, 256)]:
-    with MemoryTracker(model, optimizer, live=False) as small:
-        step(model, optimizer, torch.randint(0, 8192, (batch, seq_len)))
-    lines = small.timeline.by_category
-    gradients, activations = max(lines["gradients"]), max(lines["activations"])
-    print(f"{batch:>4} × {seq_len:<4}{gradients:>13,}{activations:>14,}")
-claims.show("C07")
-
-# %% [markdown]
-# ## 5 · The logits spike
-#
-# Here are the three tensors on top of the peak again. The last layer turns each token into one number *per word of the
-# vocabulary*, and the loss is computed in float32, whatever the precision of the model.
-
-# %%
-vocab, hidden = smol.config.vocab_size, smol.config.hidden_size
-print(f"SmolLM2: {vocab:,} words, hidden size {hidden}")
-print(f"a token's logits are as wide as {vocab / hidden:.0f} of its hidden states")
-
-# %% [markdown]
-# When backward begins, three tensors of that shape are alive at once: the **log-softmax** that forward saved, the
-# **gradient with respect to it**, and the **gradient of the logits** that is computed from both.
-#
 # ### Exercise 1.4 · the logits spike
 #
-# ●●○ · 5 minutes · trains: seeing the loss as the largest layer of a small model
+# ●●○ · 5 minutes · optional · trains: seeing the loss as the largest layer of a small model
 #
-# Write `logits_spike(batch, seq_len, vocab)`: the bytes of those three tensors.
+# Write `logits_spike(batch, seq_len, vocab)`: the bytes of the three tensors of section 3.
 #
 # <details><summary>Hint 1: the shape</summary>
 #
@@ -514,32 +645,10 @@ def logits_spike(batch, seq_len, vocab):
 
 logits_spike = check("1.4", logits_spike)
 
-# %%
-spike = logits_spike(8, 256, 8192)
-print(f"three tensors of the 8 × 256 step above: {spike:,} bytes")
-largest = sum(holder.nbytes for holder in tracker.largest_at_peak(3))
-print(f"the three largest holders at its peak:   {largest:,} bytes")
-print(f"share of that peak: {spike / tracker.peak.total:.0%}")
-print("SmolLM2 at 8 × 1024 tokens:", format_bytes(logits_spike(8, 1024, 49152)))
-
 # %% [markdown]
-# A model of half a gigabyte asks for gigabytes when it computes its loss. Look here first when a *small* model with a
-# *large* vocabulary runs out of memory. Lesson 05 makes the spike smaller with a chunked loss.
-#
-# ## 6 · Precision recipes
-#
-# "Mixed precision halves the memory" is true of something. Four recipes are in use, and they keep different things:
-#
-# | recipe | weights | gradients | Adam's moments | compute |
-# |---|---|---|---|---|
-# | **float32** | float32 | float32 | float32 | float32 |
-# | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
-# | **autocast-bf16** (`bf16=True` in the HF Trainer, over float32 weights) | float32 | float32 | float32 | bf16 |
-# | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
-#
 # ### Exercise 1.5 · bytes per parameter
 #
-# ●○○ · 5 minutes · trains: telling precision recipes apart by what they keep
+# ●○○ · 5 minutes · optional · trains: telling precision recipes apart by what they keep
 #
 # Write `bytes_per_parameter(recipe)` for the four names `"float32"`, `"bf16"`, `"autocast-bf16"` and
 # `"float32-master"`: weight, gradient, both of AdamW's moments, and the master copy where there is one.
@@ -569,175 +678,3 @@ def bytes_per_parameter(recipe):
 
 
 bytes_per_parameter = check("1.5", bytes_per_parameter)
-
-# %% [markdown]
-# Now measure it on the tiny Llama. (Three of the four recipes are a line or two of PyTorch.)
-
-
-# %%
-def residents_of(dtype, autocast):
-    llama = models.tiny_llama(dtype=dtype)
-    adam = torch.optim.AdamW(llama.parameters(), foreach=False)
-    with MemoryTracker(llama, adam, live=False) as small:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = llama(input_ids=ids, labels=ids).loss
-            loss.backward()
-            adam.step()
-            adam.zero_grad(set_to_none=True)
-    lines = small.timeline.by_category
-    return [
-        max(lines[name]) for name in ("parameters", "gradients", "optimizer", "activations")
-    ]
-
-
-# %%
-print("recipe          parameters   gradients   optimizer activations  per parameter")
-for recipe, dtype, autocast in [
-    ("float32", torch.float32, False),
-    ("bf16", torch.bfloat16, False),
-    ("autocast-bf16", torch.float32, True),
-]:
-    row = residents_of(dtype, autocast)
-    cells = "".join(f"{nbytes:>12,}" for nbytes in row)
-    print(f"{recipe:<14}{cells}{sum(row[:3]) / n:>14.3f}")
-
-# %% [markdown]
-# Two things may surprise you. Pure bf16 halves the residents and barely changes the activations: most of them here are
-# the logits of section 5, and the loss works on those in float32. And autocast halves *nothing* of the residents, while
-# its activations *grow*. What the blocks save shrinks, but autocast keeps bf16 copies of all weights through forward
-# and backward. With a small batch the copies cost more than the blocks save.
-#
-# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
-
-# %%
-seven = accounting.SHAPES["Llama-2-7B"]
-print(f"{seven.name}, {seven.parameters:,} parameters, 1 × 2048 tokens; GiB")
-print("recipe          parameters gradients optimizer     saved      peak")
-for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
-    kept = accounting.resident_bytes(seven, precision=recipe)
-    saved = accounting.model_activations(seven, 1, 2048, precision=recipe)
-    peak = accounting.estimate(seven, batch_size=1, seq_len=2048, precision=recipe).total
-    row = [*kept.values(), sum(saved.values()), peak]
-    print(f"{recipe:<16}" + "".join(f"{nbytes / 2**30:>10.1f}" for nbytes in row))
-
-# %%
-claims.show("C01", "C33", "C32", "C36")
-
-# %% [markdown]
-# ## 7 · Tied weights: two names, one storage
-#
-# SmolLM2's output layer *is* its embedding table. It has two names, and `state_dict()` lists both. It is one storage,
-# and the tracker counts storages.
-
-# %%
-table, head = smol.model.embed_tokens.weight, smol.lm_head.weight
-print(
-    "same storage:", table.untyped_storage().data_ptr() == head.untyped_storage().data_ptr()
-)
-print(f"counted by name:    {sum(t.nbytes for t in smol.state_dict().values()):>13,} bytes")
-print(f"counted by storage: {resident_bytes(smol)['parameters']:>13,} bytes")
-share = table.numel() / sum(p.numel() for p in smol.parameters())
-print(f"the table is {share:.0%} of the model")
-print(f"in training, tying saves as much again: {format_bytes(16 * table.numel())}")
-
-# %% [markdown]
-# Code that adds up by name counts the table twice. For a small model with a large vocabulary that is a large error.
-
-# %% [markdown]
-# ## 8 · Three steps under a budget
-#
-# A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
-# `BudgetExceeded`, and says who holds what. The next cell has a training loop as you find it everywhere. It holds
-# something that it does not need.
-
-# %%
-from gradmem_lib import BudgetExceeded
-from gradmem_lib.course import train_budget, train_setting
-
-card = train_budget()
-print(f"the card for this exercise: {card:,} bytes")
-
-
-def usual_loop(model, optimizer, batches):
-    losses = []
-    for ids in batches:
-        output = model(input_ids=ids, labels=ids)
-        losses.append(output.loss.item())
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return losses
-
-
-# %%
-llama, adam, batches = train_setting()
-try:
-    with MemoryTracker(
-        llama, adam, budget=card, title="the usual loop, on a card that is just too small"
-    ):
-        usual_loop(llama, adam, batches)
-except BudgetExceeded as error:
-    print(error)
-
-# %% [markdown]
-# ### Exercise 1.6 · three steps under a budget
-#
-# ●●● · 10 minutes · trains: finding what a training loop holds without needing it
-#
-# Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, with a peak
-# of at most the bytes printed above. Keep the model, the batches and the losses as they are, and only let go of what is
-# no longer needed.
-#
-# <details><summary>Hint 1: who is alive?</summary>
-#
-# In the picture above, when does the peak come, and which names of the loop still point to something large then?
-#
-# <details><summary>Hint 2: the output object</summary>
-#
-# `output` holds the logits. It lives through backward, and into the *next* forward, until the name is bound again.
-#
-# <details><summary>Hint 3: the smallest change</summary>
-#
-# Keep only the loss: `loss = model(...).loss`. Everything else goes at once.
-#
-# </details></details></details>
-
-
-# %%
-def train(model, optimizer, batches):
-    ### BEGIN SOLUTION
-    losses = []
-    for ids in batches:
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return losses
-    ### END SOLUTION
-
-
-train = check("1.6", train)
-
-# %%
-llama, adam, batches = train_setting()
-with MemoryTracker(
-    llama, adam, budget=card, title="the same steps, holding only what they need"
-) as tracker:
-    print("losses", [f"{loss:.2f}" for loss in train(llama, adam, batches)])
-print(f"peak {tracker.peak.total:,} of {card:,} bytes")
-
-# %% [markdown]
-# ## 9 · What you can now do
-#
-# - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
-# - **The peak is a moment.** With few tokens it is the optimizer's step, with many the loss. Ask
-#   `tracker.peak_by_phase`.
-# - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
-#   and no scores, if attention is fused.
-# - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
-# - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
-#
-# `python -m gradmem_lib progress` shows how far you have come. Next is lesson 02, where you write Adam yourself and see
-# where its bytes come from.

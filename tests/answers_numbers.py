@@ -193,6 +193,45 @@ WRONG["1.6"] = {
 }
 
 
+def _gpt2(b, s, hidden, heads, size=4, norm=2, **rows):
+    t, x = b * s, b * s * hidden
+    counts = {"ln_1": x + norm * t, "attn.c_attn": x, "attn": 4 * x + t * heads, "attn.c_proj": 0}
+    counts |= {"attn.resid_dropout": x, "ln_2": x + norm * t, "mlp.c_fc": x}
+    counts |= {"mlp.act": 4 * x, "mlp.c_proj": 4 * x, "mlp.dropout": x}
+    counts |= {name.replace("__", "."): count(t, x) for name, count in rows.items()}
+    return {name: size * count for name, count in counts.items()}
+
+
+def _asked_of_torch(b, s, hidden, heads):
+    norm = _saved(torch.nn.LayerNorm(hidden), torch.randn(b, s, hidden))
+    inner = torch.empty(b, s, 4 * hidden, device="meta").nbytes
+    found = {"attn": inner + torch.empty(b, heads, s).nbytes, "attn.c_proj": 0, "ln_1": norm, "ln_2": norm}
+    found |= dict.fromkeys(("mlp.act", "mlp.c_proj"), inner)
+    return found | dict.fromkeys(("attn.c_attn", "attn.resid_dropout", "mlp.c_fc", "mlp.dropout"), inner // 4)
+
+
+RIGHT["1.7"] = {
+    "formula": _gpt2,
+    "asked of torch": _asked_of_torch,
+    "numpy": lambda *sizes: {name: np.float64(n) for name, n in _gpt2(*sizes).items()},
+    "backwards": lambda *sizes: dict(reversed(_gpt2(*sizes).items())),
+}
+WRONG["1.7"] = {
+    "outputs": (lambda *a: _gpt2(*a, attn__c_attn=lambda t, x: 3 * x, mlp__c_fc=lambda t, x: 4 * x), r"attn\.c_attn.*3 \* hidden"),
+    "the result twice": (lambda *a: _gpt2(*a, attn__c_proj=lambda t, x: x), "counted already|twice"),
+    "a narrow GELU": (lambda *a: _gpt2(*a, mlp__act=lambda t, x: x), r"mlp\.act.*4 \* hidden"),
+    "no dropout": (lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: 0, mlp__dropout=lambda t, x: 0), "mask"),
+    "a bit of dropout": (lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: x / 4, mlp__dropout=lambda t, x: x / 4), "byte"),
+    "scores": (lambda b, s, h, n: _gpt2(b, s, h, n, attn=lambda t, x: 4 * x + n * t * s), r"scores|square"),
+    "no log-sum-exp": (lambda *a: _gpt2(*a, attn=lambda t, x: 4 * x), "log-sum-exp"),
+    "one sum": (lambda *a: sum(_gpt2(*a).values()), "a dict"),
+    "bf16": (lambda *a: _gpt2(*a, size=2), "2 times too small|half"),
+    "no mean": (lambda *a: _gpt2(*a, norm=1), r"ln_1.*mean"),
+    "one sequence": (lambda b, s, h, n: _gpt2(1, s, h, n), "batch"),
+    "empty": (lambda *a: {}, "ln_1|missing|entries"),
+}  # fmt: skip
+
+
 def _momentum(p, grad, state, lr, beta, *, take=None, move=None, key="m"):
     m = state.get(key, torch.zeros_like(p))
     state[key] = m * beta + grad * (1 - beta if take is None else take)

@@ -111,17 +111,9 @@ def test_the_exercises_checked_are_those_that_the_library_knows(path):
 # A learner's time.
 
 MOST_MINUTES, MOST_CELLS, PART_ONE = 60, 60, 5 * 60
-TOO_LONG = ("01",)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.xfail(strict=True)] if path.stem.startswith(TOO_LONG) else [])
-        for path in SOURCES
-    ],
-    ids=lambda path: path.name,
-)
+@every(SOURCES)
 def test_a_lesson_takes_the_minutes_that_it_states(path):
     found = minutes(path)
     assert found.total <= found.stated[0] <= MOST_MINUTES

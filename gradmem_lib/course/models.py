@@ -102,12 +102,15 @@ def tiny_gpt2(
     vocab: int = 8192,
     tied: bool = True,
     attention: str = "sdpa",
+    activation: str = "gelu_new",
+    dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> GPT2LMHeadModel:
-    """A GPT-2 of ``layers`` blocks with random weights and no dropout, in train mode and without a key-value cache.
+    """A GPT-2 of ``layers`` blocks with random weights, in train mode and without a key-value cache.
 
-    Takes token ids of shape (batch, sequence) below ``vocab``, with at most ``positions`` of them in a row. GPT-2 ties
+    Takes token ids of shape (batch, sequence) below ``vocab``, with at most ``positions`` of them in a row.
+    ``activation`` is transformers' name for it, and ``dropout`` comes after each half of a block. GPT-2 ties
     its embedding to its output layer; ``tied=False`` gives each its own storage. Raises ``ValueError`` when ``heads``
     does not divide ``hidden``.
     """
@@ -121,7 +124,8 @@ def tiny_gpt2(
         n_positions=positions,
         vocab_size=vocab,
         tie_word_embeddings=tied,
-        resid_pdrop=0.0,
+        activation_function=activation,
+        resid_pdrop=dropout,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=0,
