@@ -293,7 +293,7 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 # 1. GPT-2 XL, with 12 GiB. Llama-2-7B's weights, gradients and states alone are 50.
 # 2. With 4 rows between 128 and 256 tokens, with one row a little above 512.
 # 3. Activations, 17 GiB. Of them 4 GiB are the log-softmax of the logits, and the 8 GiB of temporaries are the logits'
-#    gradients: the spike of lesson 01, section 5.
+#    gradients: the spike of lesson 01, section 3.
 #
 # </details>
 
