@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compare import difference
 from ..exercise import Exercise, Mistake, measure
 from .settings import BACKWARD_CARD, backward_setting, flat, quietly
 from .trainer import quiet_arguments
@@ -128,7 +129,7 @@ def _explain(got, expected):
         return "no weight has moved: when the optimizers step, no gradient is there."
     if moved < right["parameters that have moved"]:
         return f"{moved} of {right['parameters that have moved']} parameters move: each one that is trained needs its own optimizer and hook."
-    if not mine["gradients that wait"]:
+    if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
         return "every parameter moves, and not as under torch's AdamW with its defaults and a rate that falls in a line from lr to 0."
     return None
 
