@@ -14,7 +14,7 @@ repository at the commits of that month; transformers' models do each of these t
 
 One thing the published figures decide. The table names a commit of 16 October 2023, when RMSNorm worked in bf16. On 24 October,
 three days before the table came, RMSNorm went to float32: each norm then keeps its input in float32, twice the bytes. With bf16,
-Llama's five bf16 and 4-bit rows come out 3 to 5 % low while all others are right; with float32 all are within half a per cent.
+Llama's bf16 rows come out 3 to 5 % low while all others are right; with float32 all rows are within half a per cent.
 """
 
 from __future__ import annotations

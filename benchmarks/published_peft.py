@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gradmem_lib.course import published
 from gradmem_lib.prediction.allocator import Allocator, workspace
 from gradmem_lib.prediction.predict import Prediction, predict
-from gradmem_lib.prediction.trace import traced
 from gradmem_lib.training.recipe import Recipe
 
 ROWS, LONGEST = 4, 768
@@ -102,7 +101,7 @@ def step_of(model: torch.nn.Module, tokens: int) -> Step:
 
     recipe = Recipe(precision=None, optimizer="adamw-foreach", attention="fused")
     found = predict(model, batch=batch, loss=loss, recipe=recipe, target="cuda")
-    return Step(found, traced(found._question, None, None).requests)
+    return Step(found, found.requests())
 
 
 def allocated_after(step: Step, trained: int) -> int:

@@ -68,8 +68,9 @@ def test_the_recorded_rows_are_those_of_the_benchmarks(load):
         wanted[method, "reserved, 99th percentile"] = row.reserved
     for (name, base, n), peak in load("published_litgpt").PEAKS.items():
         wanted[f"{name}, {base}, {n} row{'s' * (n > 1)}", "most allocated"] = round(peak * 1e9)
-    for (method, n), peak in load("published_answer").PEAKS.items():
-        wanted[f"{method}, {n} rows, not sharded", "most reserved"] = round(peak * GiB)
+    for (method, n, tokens, cards), peak in load("published_answer").PEAKS.items():
+        run = f"{method}, {n} x {tokens:,} tokens, {'FSDP' if cards > 1 else 'not sharded'}"
+        wanted[run, "most reserved"] = round(peak * GiB)
     for name, (peak, _) in load("published_torchtune").PEAKS.items():
         wanted[name, "peak"] = round(peak * GiB)
     ours = {(row.run, row.what): row.published for row in published.rows()}
@@ -98,12 +99,25 @@ def test_bytes_of_a_weight_in_four_bits(load, double, nbytes):
     assert sum(p.nbytes for p in layer.parameters()) == nbytes * 256 * 512
 
 
-def test_adapters_of_answer_ai(load):
+def test_adapters_of_answer_ai(load, monkeypatch):
     module = load("published_answer")
+    monkeypatch.setitem(module.LLAMA_7B, "num_hidden_layers", 2)
     model = module.model_of("QLoRA")
     adapters = [p for p in model.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in adapters) == 32 * 64 * (3 * (4096 + 4096) + 3 * (4096 + 11_008))
+    assert sum(p.numel() for p in adapters) == 2 * 64 * (3 * (4096 + 4096) + 3 * (4096 + 11_008))
     assert {p.dtype for p in adapters} == {torch.bfloat16}
+
+
+def test_a_unit_of_fsdp_as_it_is_wrapped(load):
+    """Halves go where the separate tensors were; what the whole ones took stays reserved."""
+    module = load("published_answer")
+    allocator, unit = Allocator(), [30 * MiB, 30 * MiB]
+    module.wrap(allocator, unit, cards=2)
+    assert allocator.reserved == (30 + 30 + 60) * MiB  # the broadcast's copy makes room for the flat tensor
+    used = [allocator._used[address][0] for address in allocator._used]
+    assert used == [30 * MiB]
+    module.wrap(allocator, unit, cards=1)
+    assert allocator.reserved == (30 + 30 + 60 + 60) * MiB
 
 
 def test_the_picture_has_every_figure_in_digits_and_in_words(monkeypatch):
