@@ -153,8 +153,8 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 #
 # ## 2 · Random numbers
 #
-# What if a layer that runs twice has *dropout*? The next two cells compare the gradients of trained weights: yours, and
-# those by PyTorch's checkpoint, against those without one.
+# What if a layer that runs twice has *dropout*? The next two cells compare the gradients of trained weights: with your
+# checkpoint and with PyTorch's, against those without one.
 
 
 # %%
