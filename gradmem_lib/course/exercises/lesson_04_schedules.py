@@ -167,11 +167,11 @@ def _observe_budget(candidate):
 
 
 def _explain_budget(got, expected):
-    if difference(got["64 layers"], expected["64 layers"]):
-        return None
     often = got["forward calls"]["of one layer, where they are more than 2"]
     if often:
         return f'some layers run forward {often} times, and twice is the limit for each: once more in backward (every="best" also runs them once to measure).'
+    if difference(got["64 layers"], expected["64 layers"]):
+        return None
     lengths = got["segments of a step that does not fit"]["lengths"]
     if not lengths:
         return "nothing is checkpointed: no layer runs again."
