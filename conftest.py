@@ -13,6 +13,7 @@ SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this 
 # Seconds on one core, roughly, of the files that take ten or more. The rest are quick.
 SECONDS = {
     "05_fine_tuning.ipynb": 230,
+    "06_before_you_rent.ipynb": 120,
     "04_gradient_checkpointing.ipynb": 120,
     "03_gradient_accumulation.ipynb": 110,
     "test_browser.py": 105,
@@ -20,7 +21,6 @@ SECONDS = {
     "test_predict_traces.py": 85,
     "test_exercises.py": 75,
     "test_browser_lessons.py": 70,
-    "06_before_you_rent.ipynb": 70,
     "01_memory_accounting.ipynb": 60,
     "test_finetune.py": 55,
     "test_models.py": 50,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradmem_lib import MemoryTracker, Recipe, find_card, known_model, predict
+from gradmem_lib.course import published
 from gradmem_lib.course.exercises import lesson_06_models as exercises
 from gradmem_lib.prediction.allocator import CONTEXT
 from gradmem_lib.units import GiB, MiB
@@ -67,3 +68,12 @@ def test_half_the_rows_need_what_it_says():
         for rows in (4, 2)
     )
     assert f"half the rows need {100 * two / four:.0f} % of the bytes" in TEXT
+
+
+def test_what_it_says_of_the_published_rows():
+    off = {(row.source.split(",")[0], row.run): row.predicted / row.published - 1 for row in published.rows()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    assert (
+        worst == ("torchtune", "LoRA") and f"torchtune's LoRA, is {100 * off[worst]:.1f} % too high" in TEXT
+    )
+    assert sum(abs(error) < 0.01 for error in off.values()) > len(off) / 2
