@@ -114,8 +114,8 @@ def read_error(asked, total, free, process, allocated, idle):
 read_error = check("6.1", read_error)
 
 # %%
-six = ("asked", "total", "free", "process", "allocated", "unallocated")
-print(read_error(*(getattr(error, name) for name in six)))
+used = error.process, error.allocated, error.unallocated
+print(read_error(error.asked, error.total, error.free, *used))
 
 # %% [markdown]
 # Enough bytes are there, in pieces. On a card, `torch.cuda.memory_snapshot()` lists all segments with their blocks.
@@ -224,8 +224,7 @@ for rows in (4, 3, 2, 1):
 # ## 2 · Predict
 #
 # You have seen `predict` since lesson 05. It runs the training step on *fake tensors*, which have a shape and a dtype and no
-# bytes. Where many layers are alike, it traces a few of them. How good is that, and how good are the formulas that
-# everybody quotes? Try one long row with eager attention:
+# bytes. Where many layers are alike, it traces a few of them. How good is that? Try one long row with eager attention:
 
 # %%
 guess_b = predict_first(
@@ -331,8 +330,8 @@ print(diagnose(tracker))
 
 # %% [markdown]
 # **Then predict.** The activations of the blocks are nearly all of it. Checkpoints are for that. `predict` takes your
-# module, your batch and your loss, and it sees the checkpoints that are on the module. (It reads no numbers, so the batch
-# may lie on `device="meta"`.) How much is one checkpoint a block worth?
+# module, your batch and your loss, and it sees the checkpoints that are on the module. How much is one checkpoint a block
+# worth?
 
 # %%
 question = "A checkpoint on each of the 8 blocks: how many per cent lower is the peak?"
@@ -435,7 +434,7 @@ neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
 
 
 def mean_and_count(micro):
-    return neox(**micro).loss, 2 * 127  # rows, and predicted tokens of each
+    return neox(**micro).loss, 2 * 127  # predicted tokens
 
 
 with checkpoint_layers(neox, 2), MemoryTracker(neox, neox_adam, live=False) as tracker:
@@ -567,11 +566,9 @@ print(found.best)
 print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
-# Half of the layers keep their activations and need not run twice. That is the largest step up that fits: unused memory
-# is time given away.
+# Half of the layers keep their activations and need not run twice. That is the largest step up that fits.
 #
-# More claims of this kind have been made. Before you look at a verdict, add up weights, gradients and states in your head.
-# That decides most of them.
+# Before you look at the next verdicts, add up weights, gradients and states in your head. That decides most of them.
 
 # %%
 claims.show("C23", "C25", "C51", "C53", "C55")
@@ -579,9 +576,9 @@ claims.show("C23", "C25", "C51", "C53", "C55")
 # %% [markdown]
 # ## 5 · What others measured
 #
-# Can such predictions be trusted? Others have published what their runs needed on real cards. The next picture has their
-# figures, and beside each what this library computes for the same run. Where their software does something else than a
-# `Recipe`, `benchmarks/published.py` names it and computes it.
+# Others have published what their runs needed on real cards. The next picture has their figures, and beside each what this
+# library computes for the same run. Where their software does something else than a `Recipe`, `benchmarks/published.py`
+# names it and computes it.
 
 # %%
 from gradmem_lib.course import published
@@ -600,13 +597,13 @@ print(bert_large.table())
 claims.show("C13", "C14", "C24")
 
 # %% [markdown]
-# The step's tensors alone are far off. Context and idle blocks are a good part of what the tool shows, and the software of
+# Context and idle blocks are a good part of what the tool shows, and the software of
 # that year kept things that today's does not. Ask of any published figure: which versions, and does it count tensors, the
 # allocator, or the whole process?
 #
 # ## 6 · What comes next?
 #
-# You have a breakdown and a card. The chart has one row a technique: the parts of a peak that it can shrink, in which
+# The chart has one row a technique: the parts of a peak that it can shrink, in which
 # phase, and its price. Here it is for the run that began this lesson, with the peak that each technique could reach at
 # best, and a tick where the card has room for that:
 
@@ -692,12 +689,11 @@ for name, option in options.items():
 # - **Look where the peak is**, in which phase and of which category: `diagnose`, or the chart. Then choose.
 # - **Weights, gradients and states come first.** If they exceed the card, no batch is small enough: bf16, fewer states,
 #   LoRA, or a step in backward.
-# - **Predict your own module** with your own batch and loss, `predict(module, batch=, loss=)`. Measure one step before you
-#   rely on it.
-# - **Spend what is left.** A recipe that leaves half the card empty gives time away.
+# - **Predict your own module**: `predict(module, batch=, loss=)`. Then measure one step.
+# - **Spend what is left**: unused memory is time given away.
 #
 # That is the course so far. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has every
-# claim that these lessons put to the test, with its figures. If you find a wrong one, its test will tell you where.
+# claim that these lessons put to the test.
 
 # %% [markdown]
 # ## More practice

@@ -228,7 +228,7 @@ def _too_many(rows: list[int], kept: list[str], everything: int) -> str:
     if (kept and not any(name.startswith(("encoder", "decoder")) for name in kept)) or len(kept) == 2:
         if most == everything:
             return f"all {everything} rows go through at once, and every layer keeps its activations: nothing is cut yet."
-        return f"{most} row{'s' if most > 1 else ''} at a time are still too many where every layer keeps its activations."
+        return f"{most} rows at a time are still too many where every layer keeps its activations."
     if kept:
         return f"the layers in {kept[0]} keep their activations: an encoder and a decoder are two lists, and each needs its checkpoints."
     if most == everything:
