@@ -138,7 +138,7 @@ def forward():
 
 
 for (name, given, made), times in sorted(operation_dtypes(forward).items()):
-    print(f"{name[:28]:<30}{given} -> {made:<10}{times:>3} times")
+    print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
 # - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what only follows its input, such
