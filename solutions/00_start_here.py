@@ -16,7 +16,7 @@
 # *15 minutes. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
-# the card you own. You will build each technique by hand, and watch what it does to real memory. A laptop without a GPU
+# the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop without a GPU
 # is enough: the bytes are real there too.
 #
 # Every lesson goes through the same five moves:
@@ -41,7 +41,7 @@ doctor()
 # ## 1 · Watch a training loop
 #
 # You will train a tiny Llama: the architecture of the large ones, with 4 blocks and random weights. The training loop
-# is the usual one.
+# is the usual one. The second cell counts the parameters.
 
 # %%
 import torch
@@ -68,7 +68,7 @@ print(f"{n:,} parameters, each a {model.dtype}")
 
 # %% [markdown]
 # A number in float32 takes 4 bytes. Before anything runs, type your guess into the box, as `25000000` or `25e6` or
-# `24 MiB`, and press Enter. It is kept for you, and nobody else sees it. (A KiB is 1024 bytes, a MiB is 1024 KiB, and a
+# `24 MiB`, and press Enter. Your guess is kept on this machine. (A KiB is 1024 bytes, a MiB is 1024 KiB, and a
 # GiB is 1024 MiB. MB and GB are powers of ten: 10⁶ and 10⁹ bytes.)
 
 # %%
@@ -86,7 +86,7 @@ with MemoryTracker(
         train(batch, steps=10)
 
 # %% [markdown]
-# Each tooth of the saw is one training step. **Parameters**, **gradients** and the **optimizer**'s memory do not depend
+# The picture is a saw, and each tooth is one training step. **Parameters**, **gradients** and the **optimizer**'s memory do not depend
 # on the batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the **activations**,
 # which forward keeps for backward, and the **temporaries** on top of them, in short spikes.
 #
@@ -122,19 +122,19 @@ step.show()
 # | temporaries | made by one operation, gone a few operations later |
 # | other | what has no better name here, such as the batch itself |
 #
-# The strip along the top gives the **phase**: forward, backward, optimizer step. The next cell prints the peak in
-# words:
+# The strip along the top gives the **phase**: forward, backward, optimizer step. The next cell prints the peak's
+# bytes, phase and categories:
 
 # %%
 print(step.peak)
 
 # %% [markdown]
-# These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell again, they are the same.
+# The peak is in backward. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell again, they are the same.
 #
 # ## 3 · An exercise, and the three things it can say
 #
-# `check` checks an exercise and prints one line. An exercise that you have not begun is no failure: later cells then
-# use the course's own solution, and the notebook still runs to its end.
+# `check` checks an exercise and prints one line. Here is its line for an exercise that you have not begun. That is no
+# failure: later cells use the course's own solution, and the notebook still runs to its end.
 
 
 # %%
@@ -157,7 +157,7 @@ def wrong(shape, bytes_per_element):
 _ = check("0.1", wrong)
 
 # %% [markdown]
-# You will see the third line yourself.
+# The third line says that you have passed. Your own answer will print it.
 #
 # ### Exercise 0.1 · the bytes of one tensor
 #
@@ -203,7 +203,7 @@ print(
 #
 # A `budget` turns your machine into a card of that size. The first allocation that goes past it raises
 # `BudgetExceeded`, as CUDA would raise its `OutOfMemoryError`. But `BudgetExceeded` says who holds what. The next cell
-# takes a card of 192 MiB. Two sequences fit, and then it tries sixteen:
+# takes a card of 192 MiB. It trains on two sequences, which fit, and then on sixteen:
 
 # %%
 card = "192 MiB"
@@ -218,16 +218,16 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read it from the top. It says how many bytes are too many. It says which operation asked for them, in which module and
-# phase, and who else is there. At the end it says what could help. This is an ordinary Python exception, so the kernel
-# lives on, and so does the model:
+# Read the error from the top. It begins with how many bytes are too many. Then come the operation that asked for memory,
+# with its module and phase, and what the memory already holds. At the end stands what could help: later lessons explain
+# those words. `BudgetExceeded` is an ordinary Python exception, so the kernel lives on, and so does the model:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")
 
 # %% [markdown]
-# Nothing was left behind. Now **lower `batch` until the step fits**: change the number, then run this cell and the
-# next. What is the largest batch that this card can train?
+# Nothing was left behind. Now **lower `batch` until the step fits**: change the number, then run the next two
+# cells. What is the largest batch that this card can train?
 
 # %%
 batch = 16
@@ -248,15 +248,15 @@ except BudgetExceeded as error:
     optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
 
 # %% [markdown]
-# Kernel, model and optimizer are still the same. You will work like this all the time: go past the limit, read who
+# Four sequences fit, and five do not. Kernel, model and optimizer are still the same. You will work like this all the time: go past the limit, read who
 # holds what, change one thing, try again. A smaller batch is only the first thing to change, and this course is about
 # the others.
 #
 # ## 5 · Where things are kept
 #
-# Your answers and guesses are kept in one small file on this machine. The list of the first cell says where. The wrong
-# answer of section 3 is in it too, as a first try. In any notebook cell, the first of these lines shows your progress.
-# The second begins again, and keeps the old file beside the new one:
+# Your answers and guesses are kept in one small file on this machine. The first cell's list says where. That file
+# also has the wrong answer of section 3, as your first try. Here are two lines for any notebook cell. The first shows
+# your progress. The second begins again, and keeps the old file beside the new one:
 #
 # ```
 # %run -m gradmem_lib progress
