@@ -22,7 +22,7 @@
 # - write float32 sums, a master copy, rounding by chance and a loss scaler;
 # - say from which batch on autocast saves memory, and what each flag of `Trainer` does.
 #
-# Everything was measured on a CPU, and nothing on a card.
+# Everything was measured on a CPU, and nothing on a card (a GPU).
 
 # %%
 import os
@@ -57,10 +57,10 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 #
 # ### Exercise 7.1 · what a dtype loses
 #
-# ●○○ · 3 minutes · trains: telling numbers too small from numbers too large for a dtype
+# ●○○ · 3 minutes · trains: counting numbers too small or too large for a dtype
 #
-# Write `lost(gradients, dtype, scale)`: multiply by `scale`, then store in `dtype`. Which share of the nonzero numbers
-# is then 0 or not finite?
+# Write `lost(gradients, dtype, scale)`: multiply by `scale`, then store in `dtype`. Return the share of the nonzero
+# numbers that is then 0 or not finite.
 #
 # <details><summary>Hint 1: store</summary>
 #
@@ -68,7 +68,7 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 #
 # <details><summary>Hint 2: the share</summary>
 #
-# Numbers that were zero already lose nothing. They belong neither above nor below the fraction's line.
+# Numbers that were zero already lose nothing. Leave them out of both counts.
 #
 # </details></details>
 
@@ -87,7 +87,7 @@ def lost(gradients, dtype, scale):
 lost = check("7.1", lost)
 
 # %% [markdown]
-# Try it on SmolLM2's own gradients, on one in twenty of them. (The course's tests set `GRADMEM_SIZE=ci`, for shorter rows
+# Try it on one in twenty of SmolLM2's own gradients. (The course's tests set `GRADMEM_SIZE=ci`, for shorter rows
 # and one update.)
 
 # %%
@@ -123,8 +123,8 @@ guess_a.reveal(measured=round(100 * lost(gradients, torch.float16, 1), 1))
 #
 # ## 2 · What autocast computes in what
 #
-# Under `torch.autocast` weights stay float32, and each operation gets its inputs in the dtype of a list. The next cell
-# runs one small Llama block with its loss, and notes the dtype of every operation that was really carried out:
+# Under `torch.autocast` weights stay float32. A list says which operations get their inputs in bf16, and which in
+# float32. The next cell runs one small Llama block with its loss, and prints the dtypes of every operation:
 
 # %%
 del model, gradients
@@ -141,10 +141,10 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
     print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
-# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what only follows its input, such
+# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what keeps its input's dtype, such
 #   as `silu`.
 # - **In float32** are the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
-# - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of what goes into them.
+# - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of float32 inputs.
 #
 # This is the CPU's list. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list also
 # names `softmax` and `layer_norm` for float32.
@@ -152,7 +152,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 # ## 3 · bf16 loses updates
 #
 # Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
-# Lesson 02 saw AdamW's v stall on this. What about the weights?
+# Lesson 02 saw AdamW's second moment, v, stall on this. What about the weights? The cell tries three rates.
 
 # %%
 question = "One AdamW step at 1e-5 on SmolLM2 in bf16: how many per cent of weights move?"
@@ -173,8 +173,8 @@ for rate in (1e-4, 1e-6, 1e-5):
 guess_b.reveal(measured=round(share, 1))
 
 # %% [markdown]
-# AdamW's first step is about one learning rate for every weight. Most weights were rounded back to where they were.
-# Sums suffer in the same way. Add 1.0 a thousand times:
+# AdamW's first step is about one learning rate for every weight. Most weights were rounded back.
+# Sums suffer too. Add 1.0 a thousand times:
 
 # %%
 del model, p, copy
@@ -191,8 +191,8 @@ print("a thousand times 1.0 in bf16:", total.item())
 #
 # ●●○ · 5 minutes · trains: hooks on parameters, and which sums need more than 8 bits
 #
-# Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, and see to it
-# that every backward adds its gradient there. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which
+# Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, to which
+# every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which
 # holds the weights, the sums and a few gradients at a time.
 #
 # <details><summary>Hint 1: when</summary>
@@ -230,7 +230,7 @@ float32_sums = check("7.2", float32_sums)
 # ●○○ · 4 minutes · trains: which of two copies is updated, and which one is rounded
 #
 # The model computes with bf16 weights. Beside each of them lives its exact value, a float32 **master**. Write
-# `master_step(weights, masters, lr)`, one step of plain gradient descent, where a weight without a gradient stays.
+# `master_step(weights, masters, lr)`, one step of plain gradient descent. A weight without a gradient stays as it is.
 # Budget: **2.5 MB**, which allows float32 copies of one tensor at a time.
 #
 # <details><summary>Hint 1: the order</summary>
@@ -259,7 +259,7 @@ def master_step(weights, masters, lr):
 master_step = check("7.4", master_step)
 
 # %% [markdown]
-# A master costs 4 bytes a parameter. The other way out costs none: round *up or down by chance*, so that the mean is
+# A master costs 4 bytes a parameter. The second repair costs none: round *up or down by chance*, so that the mean is
 # right. If an update is a tenth of a gap, it moves one weight in ten by a whole gap.
 #
 # ### Exercise 7.3 · rounding by chance
@@ -308,12 +308,12 @@ for _ in range(100):
 print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():.2f}")
 
 # %% [markdown]
-# Recipes have both: `precision="float32-master"`, and `optimizer="adamw-stochastic"` with `precision="bf16"`, which
-# rounds AdamW's two moments by chance as well, so v no longer stalls.
+# Only chance arrives. The course's recipes have both repairs: `precision="float32-master"`, and
+# `optimizer="adamw-stochastic"` with `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer stalls.
 #
 # ## 4 · float16 needs a scaled loss
 #
-# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches.
+# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches for overflow.
 #
 # ### Exercise 7.5 · a scaler by hand
 #
@@ -321,7 +321,7 @@ print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():
 #
 # The gradients come from a loss that was multiplied by `scale`. Write `scaled_step(optimizer, scale, good, patience)`:
 # divide all gradients by `scale`, in place. If all are finite, step. Else skip the step and halve the scale. `good`
-# counts good steps in a row. When it reaches `patience`, double the scale and begin again at 0.
+# counts the steps taken in a row. When it reaches `patience`, double the scale and begin again at 0.
 #
 # <details><summary>Hint 1: all gradients</summary>
 #
@@ -352,7 +352,7 @@ def scaled_step(optimizer, scale, good, patience):
 scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
-# PyTorch has this as an object, and so has the course. Watch PyTorch's begin with too large a scale:
+# PyTorch and the course have this as an object. Watch PyTorch's begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -371,7 +371,8 @@ for number in range(1, 5):
     )
 
 # %% [markdown]
-# A skipped first step is normal. A schedule that counts it has moved by one step without an update.
+# A skipped first step is normal. (PyTorch's `patience` is 2,000.) A learning-rate schedule that counts it has moved
+# without an update.
 #
 # ## 5 · Six recipes on SmolLM2
 #
@@ -411,8 +412,9 @@ for name, recipe in recipes.items():
     del model, optimizer
 
 # %% [markdown]
-# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does. In the master's step the
-# float32 gradient of the embedding comes on top. Rounding by chance costs no more than all of bf16.
+# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of the
+# states). In the master's step the embedding's float32 gradient comes on top. Rounding by chance costs no more than all of
+# bf16.
 #
 # Then the losses. Autocast should follow float32 closely. Of the three that train bf16 weights, which held-out loss is
 # nearest to float32's? Eight updates are few, and the updates that all of bf16 loses add up over thousands. (This
@@ -440,9 +442,9 @@ for rows in (1, 4, 8, 32):
 guess_c.reveal(measured=round(peak(1, "float32") - peak(1, "autocast-bf16")))
 
 # %% [markdown]
-# With one row the peak is at the end of backward, where residents are everything, and autocast changes nothing. At four
-# rows the bf16 copies of the weights weigh more than the activations that they spare. From eight rows on autocast wins,
-# and more with every row. All of bf16 halves the residents at any batch.
+# With one row the peak is at the end of backward, where activations are almost gone, and autocast changes nothing. At
+# four rows the copies of the weights weigh more than what autocast spares. From eight rows on it wins, and more
+# with every row. All of bf16 halves the residents at any batch, but not the float32 loss.
 #
 # How long do the copies live? Autocast *caches* each until the `with` block ends. In training the graph holds most of them
 # anyway. Without a graph, the cache alone does.
@@ -488,7 +490,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     print("and in a new block:", not torch.equal(old, layer(x)))
 
 # %% [markdown]
-# So open autocast for each forward, and keep the optimizer outside.
+# The cache gave the old weight. So open autocast for each forward, and keep the optimizer outside.
 #
 # ## 7 · The same through `Trainer`
 #
@@ -502,11 +504,13 @@ for loaded in (torch.float32, torch.bfloat16):
         print("    " + ", ".join(f"{part} {name}" for part, name in dtypes.items()))
 
 # %% [markdown]
-# - `bf16=True` changes the products alone. It hands the word to `accelerate` (`Accelerator(mixed_precision="bf16")`),
-#   which wraps the model's forward in autocast.
-# - `fp16=True` on the CPU is accepted, and trains in float32 without a scaler.
-# - `bf16_full_eval=True` casts the *weights*, in an evaluation outside of training, and leaves them bf16. Save before it.
+# - `bf16=True` changes the matrix products alone. Through `accelerate` (`Accelerator(mixed_precision="bf16")`) it
+#   wraps the model's forward in autocast.
+# - `fp16=True` on the CPU is accepted and changes nothing.
+# - `bf16_full_eval=True` casts the *weights* in an evaluation outside of training, and leaves them bf16. Save first.
 # - The dtype in which a model is **loaded** decides over weights, gradients and states.
+#
+# Two claims of our sources:
 
 # %%
 claims.show("C11", "C02")
@@ -520,6 +524,6 @@ claims.show("C11", "C02")
 # ## 8 · What you can now do
 #
 # - **float16 loses small gradients, bf16 loses small changes.** The first needs a scaler. The second needs float32
-#   somewhere: in the weights, in a master, in the sums, or on average, by chance.
+#   weights, masters or sums, or rounding by chance.
 # - **Autocast is a list of operations.** Weights, gradients and states stay float32, and the copies have their price.
 # - **The dtype that you load is the one that you train**, whatever the flag says.

@@ -250,7 +250,7 @@ def _explain_master(got, expected):
 EXERCISES = (
     Exercise(
         id="7.1", title="what a dtype loses", difficulty=1, minutes=3,
-        trains="telling numbers too small from numbers too large for a dtype",
+        trains="counting numbers too small or too large for a dtype",
         reference=lost,
         observe=_observe_lost,
         explain=_explain_lost,
