@@ -16,8 +16,8 @@
 # *15 minutes. You need: a PyTorch training loop you could write yourself.*
 #
 # At the end of this course you can say, before you run it, how many bytes a fine-tuning run will need, and make it fit
-# the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop without a GPU
-# is enough: the bytes are real there too.
+# the card (the GPU) you own. You will build each technique by hand, and watch what it does to real memory. A laptop
+# without a GPU is enough: the bytes are real there too.
 #
 # Every lesson goes through the same five moves:
 #
@@ -86,9 +86,9 @@ with MemoryTracker(
         train(batch, steps=10)
 
 # %% [markdown]
-# The picture is a saw, and each tooth is one training step. **Parameters**, **gradients** and the **optimizer**'s memory do not depend
-# on the batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the **activations**,
-# which forward keeps for backward, and the **temporaries** on top of them, in short spikes.
+# The picture is a saw, and each tooth is one training step. **Parameters**, **gradients** and the **optimizer**'s
+# memory do not depend on the batch. (The optimizer's memory appears in the first step and stays.) Two things grow: the
+# **activations**, which forward keeps for backward, and the **temporaries** on top of them, in short spikes.
 #
 # When the cell ends, a still picture takes the place of the moving one, so that a saved notebook shows it too.
 
@@ -129,7 +129,8 @@ step.show()
 print(step.peak)
 
 # %% [markdown]
-# The peak is in backward. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell again, they are the same.
+# The peak is in backward. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell
+# again, they are the same.
 #
 # ## 3 · An exercise, and the three things it can say
 #
@@ -218,9 +219,9 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read the error from the top. It begins with how many bytes are too many. Then come the operation that asked for memory,
-# with its module and phase, and what the memory already holds. At the end stands what could help: later lessons explain
-# those words. `BudgetExceeded` is an ordinary Python exception, so the kernel lives on, and so does the model:
+# Read the error from the top. It begins with how many bytes are too many. Then come the operation that asked for
+# memory, with its module and phase, and what the memory already holds. At the end stands what could help: later lessons
+# explain those words. `BudgetExceeded` is an ordinary Python exception, so the kernel lives on, and so does the model:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")
@@ -248,9 +249,9 @@ except BudgetExceeded as error:
     optimizer.zero_grad(set_to_none=True)  # a failed backward leaves gradients behind
 
 # %% [markdown]
-# Four sequences fit, and five do not. Kernel, model and optimizer are still the same. You will work like this all the time: go past the limit, read who
-# holds what, change one thing, try again. A smaller batch is only the first thing to change, and this course is about
-# the others.
+# Four sequences fit, and five do not. Kernel, model and optimizer are still the same. You will work like this all the
+# time: go past the limit, read who holds what, change one thing, try again. A smaller batch is only the first thing to
+# change, and this course is about the others.
 #
 # ## 5 · Where things are kept
 #
