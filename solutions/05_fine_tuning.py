@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *60 minutes, and 22 more for optional exercises. You need: lessons 01, 03 and 04.*
+# *55 minutes, and 28 more for optional exercises. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will bring a real fine-tuning run of Hugging Face's
 # `Trainer` under a quarter of its memory, one technique at a time. After this lesson you can
@@ -35,8 +35,8 @@ from gradmem_lib.course import claims, models, quiet_arguments, runs, texts
 # ## 1 · The task
 #
 # SmolLM2-135M writes English. You will train it to write *Python's language reference*: sixteen updates, of 8 rows of
-# 128 tokens each. Another 16 rows are from topics that it never trains on. (The stored notebook made one shorter update.
-# Times and losses depend on it, and no peak in MiB does.)
+# 128 tokens each. Another 16 rows are from topics that it never trains on. (The stored notebook made one update, and a
+# shorter one. Its times and losses depend on that, and no peak in MiB does.)
 
 # %%
 model, tokenizer = models.smollm2()
@@ -49,15 +49,15 @@ print(tokenizer.decode(training.ids[0, :60]))
 # %% [markdown]
 # ## 2 · The card
 #
-# The **naive run** is plain AdamW in float32, with the batch in one piece. Weights, gradients and two states are 4 bytes
-# each, for 134,515,008 parameters. And the activations?
+# The **naive run** is plain AdamW in float32, with the batch in one piece. Weights, gradients and two states are 4
+# bytes each, for 134,515,008 parameters. What do the activations add?
 
 # %%
 guess_a = predict_first("5.a", "the naive run's peak?")
 
 # %% [markdown]
 # Your card has **0.8 GiB**. A `Recipe` holds every decision about memory, and `make_trainer` makes a `Trainer` that
-# follows it:
+# follows it. `Recipe()` is the naive run:
 
 # %%
 BUDGET = "0.8 GiB"
@@ -72,8 +72,8 @@ except BudgetExceeded as error:
 #
 # ## 3 · Where the bytes are
 #
-# Measure the naive run without a budget. `runs.train` loads SmolLM2 and trains it through `make_trainer`. `bar` compares
-# the last step's peak with what `predict` says without running anything, and draws it:
+# Measure the naive run without a budget. `runs.train` loads SmolLM2 and trains it through `make_trainer`. `bar`
+# compares the last step's peak with what `predict` says without running anything, and draws it:
 
 # %%
 chart = Waterfall(budget=BUDGET, title="SmolLM2-135M, 8 × 128 tokens an update")
@@ -103,7 +103,7 @@ bar("naive", {}, run=naive)
 guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 
 # %% [markdown]
-# Token ids of the data set are all that the prediction leaves out, here and below.
+# The prediction leaves out nothing but the data set's token ids, here and below.
 #
 # ## 4 · Which first?
 #
@@ -149,8 +149,8 @@ claims.show("C57", "C58")
 #
 # Someone trained with these `TrainingArguments` on several GPUs. Your one card takes at most `fits` rows at a time.
 # Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card, as few
-# micro-batches as possible, all of the same size. Evaluate by the micro-batch too. Which of the other fields count
-# micro-batches?
+# micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the other
+# fields count micro-batches?
 #
 # <details><summary>Hint 1: the global batch</summary>
 #
@@ -184,7 +184,7 @@ def on_one_card(arguments, gpus, fits):
 on_one_card = check("5.1", on_one_card)
 
 # %% [markdown]
-# The second bar, with as many updates:
+# The second bar is the run in micro-batches, with as many updates:
 
 # %%
 pieces = runs.train(Recipe(**cut), training, **longer)
@@ -202,7 +202,7 @@ print(f"losses of {len(apart)} updates, all within 0.005: {max(apart) < 0.005}")
 #
 # ## 6 · Checkpointing
 #
-# Next comes a checkpoint on each layer, on top of the micro-batches:
+# Next comes a checkpoint on each of the 30 layers, on top of the micro-batches:
 
 # %%
 guess_c = predict_first("5.c", "30 checkpoints: how many MiB lower?", unit="MiB")
@@ -215,17 +215,18 @@ checkpointed = chart.bars[-1].total
 guess_c.reveal(measured=round((pieces.peak.total - checkpointed) / 2**20, 1))
 
 # %% [markdown]
-# **It does not move.** The peak is at the end of backward, where activations are almost gone. The temporaries there are
-# three tables of 49,152 × 576 numbers: the embedding is the output layer as well, so its next gradient is two tables
-# and their sum. Still, leave the checkpoints on. Later you will switch them off, and it will matter.
+# **The peak does not move.** It is at the end of backward, where activations are almost gone. The temporaries there are
+# three tables of 49,152 × 576 numbers: the embedding is the output layer as well, so this row's gradient is two tables
+# and their sum. Still, leave the checkpoints on. Later you will switch them off, and the peak will move.
 #
-# This recipe in the words of `TrainingArguments` (the switch was `gradient_checkpointing` before transformers 5.23):
+# `arguments` writes this recipe as `TrainingArguments` (the switch was `gradient_checkpointing` before transformers
+# 5.23):
 
 # %%
 print(arguments(Recipe(**cut | rerun), micro_batch=1))
 
 # %% [markdown]
-# Older code also sets `use_cache=False`. Must it?
+# Older code also sets `use_cache=False`. Is that needed?
 
 # %%
 claims.show("C43")
@@ -268,7 +269,8 @@ switch_on = check("5.2", switch_on)
 # %% [markdown]
 # ## 7 · Precision
 #
-# "Turn on `bf16=True`, it halves the memory." What does it halve?
+# "Turn on `bf16=True`, it halves the memory." What does it halve? (A bar called "or: …" stands aside: later bars do not
+# build on it.)
 
 # %%
 guess_d = predict_first("5.d", "bf16=True: how many per cent lower?", unit="percent")
@@ -284,8 +286,8 @@ claims.show("C11")
 # The flag is *autocast*: matrices are multiplied in bf16, and weights, gradients and states stay in float32. Where
 # activations are the peak it helps. Here the peak moved into forward, where autocast keeps a bf16 copy of every weight.
 #
-# What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here it sees a
-# tiny Llama:
+# What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here are a
+# tiny Llama's peaks, loaded in either dtype, without the flag and with it:
 
 # %%
 ids = torch.randint(0, 8192, (64, 16), generator=torch.Generator().manual_seed(0))
@@ -301,51 +303,10 @@ for dtype in (torch.float32, torch.bfloat16):
         print(f"loaded in {dtype}, bf16={flag}: {memory.by_step[2].total:,}")
 
 # %% [markdown]
-# The last two lines are equal. transformers loads a checkpoint in the dtype in which it was saved, bf16 for most. Then
-# weights, gradients *and* AdamW's states are bf16, whatever the flag says. But an update much smaller than 1/256 of its
-# weight is rounded away.
-
-# %% [markdown]
-# ### Exercise 5.5 · a checkpoint in bf16, states in float32
+# The last two lines are equal. transformers loads a checkpoint in the dtype in which it was saved, which is mostly
+# bf16. Then weights, gradients *and* AdamW's states are bf16, whatever the flag says. But an update much smaller than
+# 1/256 of its weight is rounded away. (Exercise 5.5, at the end, keeps all three in float32.)
 #
-# ●●○ · 6 minutes · trains: knowing where autocast ends and a model's own dtype begins
-#
-# `model` comes from a checkpoint in bf16. Write `train_mixed(model, batches, lr)`: one AdamW update for each batch, on
-# this very model, with matrices multiplied in bf16 and all else (weights, gradients, states) in float32. At the
-# learning rate of 1e-5, about six weights in seven would not move in bf16.
-#
-# <details><summary>Hint 1: what does autocast cast?</summary>
-#
-# It casts the inputs of some operations, while they run. It never casts the weights themselves, nor what the optimizer
-# makes.
-#
-# <details><summary>Hint 2: when?</summary>
-#
-# `model.float()` casts in place. AdamW makes its states in its first `step()`, in the dtype that the weights have then.
-#
-# </details></details>
-
-
-# %%
-def train_mixed(model, batches, lr):
-    """Train model in place, a batch an update; return the optimizer.
-    Autocast: torch.autocast("cpu", dtype=torch.bfloat16)."""
-    ### BEGIN SOLUTION
-    model.float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-    ### END SOLUTION
-
-
-train_mixed = check("5.5", train_mixed)
-
-# %% [markdown]
 # To halve everything, train in bf16 throughout, and accept the rounded updates:
 
 # %%
@@ -381,16 +342,16 @@ full = runs.train(Recipe(**every_weight), training, **longer)
 bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
-# **It fits**, with every weight trained. (Checkpoints would lower this peak by less than one MiB.) An optimizer's memory
-# is its states *and* what its step does.
+# **The run fits**, with every weight trained. (Checkpoints would lower this peak by less than one MiB.) An optimizer's
+# memory is its states *and* what its step does.
 #
 # A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. The learning
-# rate is relative to the typical size of a tensor's weights (T5 was fine-tuned with 0.001, not 0.01). And `eps` is 1/128
-# in bf16, larger than almost every gradient: nothing is normalized. A recipe sets `1e-16`.
+# rate is relative to the typical size of a tensor's weights (T5 was fine-tuned with 0.001, not 0.01). And `eps` is
+# 1/128 for bf16, larger than almost every gradient: nothing is normalized. A recipe sets `1e-16`.
 #
-# **A step in backward** goes lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees the
-# gradient at once. `Trainer` can do this: give it transformers' `LayerWiseDummyOptimizer`, whose `step()` does nothing.
-# The price: no gradient is left to accumulate or to clip. Exercise 5.9, at the end, does it.
+# **A step in backward** goes lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
+# the gradient at once. `Trainer` can do this: give it transformers' `LayerWiseDummyOptimizer`, whose `step()` does
+# nothing. The price: no gradient is left to accumulate or to clip. Exercise 5.9, at the end, does it.
 #
 # ## 9 · LoRA
 #
@@ -400,16 +361,16 @@ bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 # $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
 #
 # A maps the input to r numbers, and B maps these to the output. r is the **rank**, and **alpha** sets how much the
-# addition counts (`LoRALinear` takes 2 r by default). A starts random and B at zero, so the model begins as it was. Only
-# A and B are trained: what is frozen needs no gradient and no state. Here every linear layer gets rank 16:
+# addition counts (`LoRALinear` takes 2 r by default). A starts random and B at zero, so the model begins as it was.
+# Only A and B are trained: what is frozen needs no gradient and no state. Here every linear layer gets rank 16:
 
 # %%
 recipe |= {"lora_rank": 16}
 bar("+ LoRA, rank 16", recipe)
 
 # %% [markdown]
-# **It is less than half of the card.** Gradients and states are twenty MiB together, so activations and logits are the
-# peak again. Are the checkpoints still worth nothing?
+# **The peak is less than half of the card.** Gradients and states are twenty MiB together, so activations and logits
+# are the peak again. Are the checkpoints still worth nothing?
 
 # %%
 bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
@@ -466,8 +427,9 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 10 · The loss in chunks, and room to spend
 #
-# The temporaries of LoRA's bar are two tables of the logits' gradients, 49,152 float32 numbers a token each. The loss
-# saved a third, among the activations. `chunked_loss` takes 128 tokens at a time, and saves one table:
+# The temporaries of LoRA's bar are two tables of the logits' gradients, 49,152 float32 numbers a token each. A third
+# table is among the activations: the loss keeps it for backward. `chunked_loss` takes 128 tokens at a time (here a
+# whole row), and needs only two tables:
 
 # %%
 recipe |= {"chunked_loss": True}
@@ -498,11 +460,12 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
-# In our record it makes 1.86 times the naive run's tokens a second.
+# In our record this run makes 1.86 times the naive run's tokens a second.
 #
 # ## 11 · Did it learn the same?
 #
-# The held-out rows decide that. But an evaluation has to fit the card as well.
+# The loss on the held-out rows decides that. But an evaluation has to fit the card as well. Once you have written one,
+# the next cell evaluates the runs.
 
 # %% [markdown]
 # ### Exercise 5.7 · an evaluation within the card
@@ -555,7 +518,7 @@ for name, model in trained.items():
     print(f"{held_out_loss(model, rows):.2f}  {name}")
 
 # %% [markdown]
-# Our recorded sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
+# In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
 # peak. Nothing was tuned: conclude *not worse*.
 #
 # ### Keep it
@@ -582,6 +545,8 @@ with TemporaryDirectory() as folder:
 print(type(loaded).__name__, loaded.dtype, same(merged, loaded))
 
 # %% [markdown]
+# The loaded weights are the same, to the bit.
+#
 # ### Stop, and go on
 #
 # At `KeyboardInterrupt`, the notebook's stop button, the course's trainer finishes its step, saves, and stops. Here a
@@ -633,7 +598,7 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # ## More practice
 #
-# Nothing later needs these three.
+# Nothing later needs these four.
 
 # %% [markdown]
 # ### Exercise 5.3 · a schedule in optimizer steps
@@ -714,14 +679,54 @@ def train_and_log(model, window):
 train_and_log = check("5.4", train_and_log)
 
 # %% [markdown]
+# ### Exercise 5.5 · a checkpoint in bf16, states in float32
+#
+# ●●○ · 6 minutes · optional · trains: knowing where autocast ends and a model's own dtype begins
+#
+# `model` comes from a checkpoint in bf16. Write `train_mixed(model, batches, lr)`: one AdamW update for each batch, on
+# this very model, with matrices multiplied in bf16 and all else (weights, gradients, states) in float32. At the
+# learning rate of 1e-5, about six weights in seven would not move in bf16.
+#
+# <details><summary>Hint 1: what does autocast cast?</summary>
+#
+# It casts the inputs of some operations, while they run. It never casts the weights themselves, nor what the optimizer
+# makes.
+#
+# <details><summary>Hint 2: when?</summary>
+#
+# `model.float()` casts in place. AdamW makes its states in its first `step()`, in the dtype that the weights have then.
+#
+# </details></details>
+
+
+# %%
+def train_mixed(model, batches, lr):
+    """Train model in place, a batch an update; return the optimizer.
+    Autocast: torch.autocast("cpu", dtype=torch.bfloat16)."""
+    ### BEGIN SOLUTION
+    model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+    ### END SOLUTION
+
+
+train_mixed = check("5.5", train_mixed)
+
+# %% [markdown]
 # ### Exercise 5.9 · a Trainer that steps in backward
 #
 # ●●● · 8 minutes · optional · trains: hooks that step and free, and what Trainer may no longer do itself
 #
-# Write `step_in_backward(model, lr, steps)`: each trained parameter gets an AdamW of its own and a hook that steps it and
-# frees the gradient. Its rate falls in a line from `lr` to 0. Return what goes into
-# `Trainer(model, args, optimizers=(it, None))`. Three updates must stay under **6 MiB**, where one AdamW takes 6.7 MiB.
-# (The check sets `max_grad_norm=0`.)
+# Write `step_in_backward(model, lr, steps)`: each trained parameter gets an AdamW of its own and a hook that steps it
+# and frees the gradient. Its rate falls in a line from `lr` to 0. Return what goes into `Trainer(model, args,
+# optimizers=(it, None))`. Three updates must stay under **6 MiB**, where one AdamW takes 6.7 MiB. (The check sets
+# `max_grad_norm=0`.)
 #
 # <details><summary>Hint 1: the hook</summary>
 #
@@ -734,8 +739,8 @@ train_and_log = check("5.4", train_and_log)
 #
 # <details><summary>Hint 3: the rate</summary>
 #
-# `Trainer`'s own schedule is the dummy's, and none of your optimizers hears of it. `get_scheduler("linear", optimizer, 0,
-# steps)` makes one for each, and the hook calls its `step()`.
+# `Trainer`'s own schedule is the dummy's, and none of your optimizers hears of it. `get_scheduler("linear", optimizer,
+# 0, steps)` makes one for each, and the hook calls its `step()`.
 #
 # </details></details></details>
 
