@@ -20,8 +20,8 @@
 #
 # - write Adam and AdamW from memory, and say what each line is for;
 # - say where the 8 bytes a parameter come from, and *when* they appear;
-# - tell why moments in bf16 stall, with exact numbers;
-# - write a step that needs one temporary, and name the variant of PyTorch's that needs a copy of the model.
+# - tell why Adam's moments stall in bf16, with exact numbers;
+# - write a step that needs one temporary, and name PyTorch's variant that needs a copy of the model.
 
 # %%
 from math import sqrt
@@ -32,7 +32,7 @@ from torch import nn
 from gradmem_lib import MemoryTracker, check, predict_first, show_losses, show_paths
 from gradmem_lib.course import claims, models, texts
 
-# One thread until section 6: with small tensors, several would wait for one another.
+# One thread until section 6: for small tensors it is fastest.
 threads = torch.get_num_threads()
 torch.set_num_threads(1)
 
@@ -40,8 +40,8 @@ torch.set_num_threads(1)
 # ## 1 · Downhill
 #
 # An optimizer is a loop over parameters, with a **rule** for one parameter inside. In this lesson the loop stays as it
-# is, and the rule changes. A rule gets the parameter, its gradient, and a dict in which it may keep things until the
-# next step. The rule `sgd` is plain gradient descent:
+# is, and the rule changes. A rule gets the parameter, its gradient, a dict in which it may keep things until the next
+# step, and settings such as lr. The rule `sgd` is plain gradient descent:
 
 
 # %%
@@ -113,6 +113,9 @@ def train(rule, steps=60, **settings):
     return losses
 
 
+# %% [markdown]
+# SGD now runs in both places. First look at its path in the valley. Section 3 compares the losses on the text.
+
 # %%
 paths = {"SGD": descend(sgd, lr=0.06)}
 curves = {"SGD": train(sgd, lr=0.3)}
@@ -125,7 +128,8 @@ show_paths(valley, paths, title="SGD in the valley", marks=marks)
 #
 # ## 2 · Momentum: remember where you were going
 #
-# Jumps to and fro cancel in an average, and steady progress adds up. So keep a moving average m of the gradients g,
+# Jumps in opposite directions cancel in an average, and steady progress stays. So keep a moving average m of the
+# gradients g,
 #
 # $$m \leftarrow \beta\, m + (1 - \beta)\, g$$
 #
@@ -174,14 +178,14 @@ show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 #
 # ## 3 · The second moment: a step size for every number
 #
-# Where gradients are always large, a step should be shorter. Where they are always small, it should be longer. So keep
-# a moving average v of the **squared** gradient, and divide by its root:
+# Where gradients are always large, a step should be shorter. Where they are always small, it should be longer. So
+# keep a moving average v of the **squared** gradient, the **second moment** (m is the first), and divide by its root:
 #
 # $$v \leftarrow \beta\, v + (1 - \beta)\, g^2 \qquad\qquad p \leftarrow p - \text{lr} \cdot \frac{g}{\sqrt{v} + \epsilon}$$
 #
 # The gradient is squared because one that jumps between +1 and −1 is large, although its average is zero. ε avoids a
-# division by 0 where v is 0. It stands *outside* the root. Inside, $\sqrt{10^{-8}} = 10^{-4}$ would hide every smaller
-# gradient.
+# division by 0 where v is 0; usually it is $10^{-8}$. It stands *outside* the root. Inside, $\sqrt{10^{-8}} = 10^{-4}$
+# would hide every smaller gradient.
 #
 # ### Exercise 2.2 · the second moment
 #
@@ -214,7 +218,8 @@ def second_moment(p, grad, state, lr, beta, eps):
 second_moment = check("2.2", second_moment)
 
 # %% [markdown]
-# In the next run lr is 0.1, so a step should be about 0.1 long in each direction, whatever the slope. The *first* step
+# In the next run lr is 0.1. Once $\sqrt v$ is as large as g, a step is about 0.1 long in each direction, whatever the
+# slope. The *first* step
 # is special: v starts at zero, so after one gradient it is $0.001\, g^2$.
 
 # %%
@@ -237,14 +242,15 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 #
 # ## 4 · Bias correction, and Adam
 #
-# After t steps, an average that began at zero has taken in a share of $1 - \beta^t$. So divide by that share:
+# After t steps, the zero at the start still has the share $\beta^t$ of the average. The gradients have only the rest,
+# $1 - \beta^t$. So divide by that:
 #
 # $$\hat m = \frac{m}{1 - \beta_1^t} \qquad \hat v = \frac{v}{1 - \beta_2^t} \qquad
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
 # with t = 1 in the first step. Momentum, second moment and bias correction together are Adam (Kingma and Ba 2015).
 #
-# How long do the two averages remember? The next cell has a claim and what PyTorch really does:
+# How long do the two averages remember? The last lines of the next claim say it, for PyTorch's usual β₁ and β₂:
 
 # %%
 claims.show("C04")
@@ -304,10 +310,10 @@ print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it")
 #
 # ## 5 · AdamW: where the W goes
 #
-# Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient. In SGD that
-# works. In Adam it does not: the added part goes through m and is divided by $\sqrt{v}$, so weights with large
-# gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** the decay: first it shrinks p, then it does
-# Adam with the gradient as it is.
+# Weight decay pulls every weight a little towards zero. The old way adds $\lambda p$ to the gradient, where λ is the
+# `weight_decay`. In SGD that works. In Adam it does not: the added part goes through m and is divided by $\sqrt{v}$,
+# so weights with large gradients hardly decay. AdamW (Loshchilov and Hutter 2019) **decouples** the decay: first it
+# shrinks p, then it does Adam with the gradient as it is.
 #
 # $$p \leftarrow (1 - \text{lr} \cdot \lambda)\, p$$
 #
@@ -348,7 +354,7 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 # %% [markdown]
 # In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops short of the minimum, where
 # the pull towards zero and the pull of the gradient are equal. On the text the decay is small and sixty steps are few:
-# Adam and AdamW run side by side.
+# Adam and AdamW run side by side, below the other three.
 #
 # ## 6 · Watch the bytes appear
 #
@@ -401,7 +407,7 @@ for name, kept in theirs.state[p].items():
 #
 # Half the bytes have a price. A bf16 number has 8 bits of precision, 7 of them after the point. So there are 128
 # numbers from 1 to 2, then 128 from 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If
-# you add less than half a gap, the sum is rounded back to where it was.
+# you add less than half a gap, the sum is rounded back to the old number.
 #
 # Now think of v. Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Which v still
 # notice such an addition?
@@ -436,10 +442,11 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # %% [markdown]
 # In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, which is more than 0.001. What follows is
 # worse. After step 2000 gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does:
-# at the end a steady gradient of 0.01 moves a weight by $0.01 / \sqrt{0.5} = 0.014$ lr, and not by 1 lr.
+# at the end a steady gradient of 0.01 moves a weight by $0.01 / \sqrt{0.5} = 0.014$ lr, in float32 by
+# $0.01 / \sqrt{0.000389} = 0.5$ lr.
 #
 # Why is v in bf16 *above* float32's in the first 500 steps, and at the end? Each step should first take something away:
-# `v.mul_(0.999)`. The next cell counts for how many bf16 numbers it does:
+# `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
 
 # %%
 every = torch.arange(128, 256).to(bf16) / 128  # all bf16 numbers from 1 to 2
@@ -448,11 +455,11 @@ for beta2 in (0.999, 0.95):
     print(f"v * {beta2:<5} is smaller than v for {smaller} of the 128 numbers")
 
 # %% [markdown]
-# With 0.999 it does for none at all: `v.mul_(0.999)` gives back v. So v takes every addition in full until the
+# With 0.999 none does: `v.mul_(0.999)` gives back v. So v takes every addition in full until the
 # additions stop counting, and it never falls. The steps stay too short, training stalls, and no error is raised.
 #
-# Another kernel stalls elsewhere, for the same reason. `fused=True`, the default of Hugging Face's `Trainer`, computes
-# $v + 0.001\,(g^2 - v)$ in float32 and rounds once. Where does its v stop?
+# Another variant stalls elsewhere, for the same reason. `fused=True`, the default of Hugging Face's `Trainer`,
+# computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
 
 # %%
 p = nn.Parameter(torch.zeros(1, dtype=bf16))
@@ -493,7 +500,7 @@ def on_top(kind, **settings):
     optimizer = kind(llama.parameters(), **settings)
     for p in llama.parameters():
         p.grad = torch.ones_like(p)
-    optimizer.step()  # the first step makes the states; the second is like all others
+    optimizer.step()  # makes the states
     with MemoryTracker(llama, optimizer, live=False) as tracker:
         optimizer.step()
     return tracker.peak.total - tracker.current.total
@@ -518,8 +525,8 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 # `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** In
 # return it makes fewer calls. On a card you get it unless you say `foreach=False` or `fused=True`.
 #
-# The plain loop needs two copies of the largest parameter, and your formulas of exercise 2.4 need five. You can do
-# better than both, with **one**.
+# The plain loop needs two copies of the largest parameter, and the formulas of exercise 2.4 need five, written as in
+# the hints. You can do better than both, with **one**.
 #
 # ### Exercise 2.6 · AdamW with one temporary
 #
@@ -568,8 +575,8 @@ yours = on_top(ByHand, rule=frugal_adamw, **by_hand)
 print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 
 # %% [markdown]
-# `gradmem_lib.AdamW` has the lines that you wrote, and checked settings, groups, and a `state_dict` with PyTorch's names:
-# one can continue from a checkpoint of the other. Read it in `gradmem_lib/techniques/adam.py`.
+# `gradmem_lib.AdamW` has the lines that you wrote. It also checks its settings, and its `state_dict` has PyTorch's
+# names: each of the two can continue from the other's. Read it in `gradmem_lib/techniques/adam.py`.
 #
 # ## 9 · What you can now do
 #
