@@ -92,8 +92,9 @@ claims.show("C34")
 # %% [markdown]
 # ## 2 · What shrinks, and what does not
 #
-# Here is a tiny Llama and 16 sequences of 64 tokens. `update` runs them in micro-batches. The micro-batches between two
-# updates form a **window**.
+# Here is a tiny Llama and 16 sequences of 64 tokens, of which 63 are predicted. `split` cuts them into micro-batches,
+# and `update` runs these. The micro-batches between two updates form a **window**. "4 × 4" is a window of 4
+# micro-batches of 4 sequences.
 
 # %%
 model = models.tiny_llama()
@@ -148,12 +149,13 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # The activations shrink with the micro-batch, and the other two columns do not. The peak follows the activations for a
 # while. Then it moves into backward, and at last into the optimizer's step, where no activation is left to save.
 #
-# Why is the peak in *forward* at first, which is none of lesson 01's three moments? It is the first of them, the loss, a
-# few operations earlier. In lesson 01 the model computed its own loss and shifted the labels. `next_token_loss` cuts the
-# last position off the logits instead, and that makes a copy. So when forward ends, three tensors as wide as the
-# vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three as well, one position shorter.
+# Why is the peak in *forward* in the upper rows, which is none of lesson 01's three moments? It is the first of them,
+# the loss, a few operations earlier. In lesson 01 the model computed its own loss and shifted the labels.
+# `next_token_loss` cuts the last position off the logits instead, and that makes a copy. So when forward ends, three
+# tensors as wide as the vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three as
+# well, one position shorter.
 #
-# Three claims can be settled now, and a fourth that says "only the mini-batch is in memory":
+# This settles three claims, and a fourth that says "only the mini-batch is in memory" (here it means a micro-batch):
 
 # %%
 claims.show("C08", "C09", "C22", "C18")
@@ -162,7 +164,8 @@ claims.show("C08", "C09", "C22", "C18")
 # ## 3 · Is it the same gradient?
 #
 # `backward()` *adds* to `.grad`. The gradient of a sum is the sum of the gradients. So if the full batch's loss is a
-# mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line: `loss = loss / K`.
+# mean over 4 micro-batches, each of them contributes a quarter. Every tutorial has that line for K micro-batches:
+# `loss = loss / K`.
 #
 # The next cells test it on four sequences of 64 tokens each. They use float64, so that rounding does not hide anything.
 
@@ -198,8 +201,8 @@ print("equal lengths, loss / K: relative error below 1e-12:", error < 1e-12)
 #
 # ## 4 · The trap
 #
-# Take sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How far off will `loss / K` be, compared with the
-# length of the right gradient? (0 is exact, 0.01 is one per cent, 1 is as long as the gradient itself.)
+# Take sequences of 8, 16, 64 and 128 tokens, one in each micro-batch. How large will the error by `loss / K` be, as a
+# share of the right gradient's norm? (0 is exact, 1 is as large as the gradient itself.)
 
 # %%
 question = "Lengths 8, 16, 64, 128 and loss / K: relative error?"
@@ -213,7 +216,7 @@ guess_c.reveal(measured=round(error, 2))
 
 # %% [markdown]
 # The error is larger than the gradient. `loss / K` gives each *micro-batch* the same weight. The full batch gives each
-# *token* the same weight:
+# of the 212 predicted *tokens* the same weight:
 
 # %%
 for n in (7, 15, 63, 127):  # the first token is not predicted
@@ -224,7 +227,8 @@ for n in (7, 15, 63, 127):  # the first token is not predicted
 # A token of the shortest sequence counts 7.6 times as much as it should, and a token of the longest less than half. No
 # error is raised, and the loss goes down all the same. Popular libraries trained like this until the autumn of 2024.
 #
-# Is it as bad with a pretrained model and real text? Try SmolLM2 on a sequence of 16 tokens and one of 128:
+# Is it as bad with a pretrained model and real text? Try SmolLM2 on a sequence of 16 tokens (the rest has the label
+# -100, which the loss skips) and one of 128:
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -310,9 +314,10 @@ claims.show("C10")
 # %% [markdown]
 # ## 5 · Asking for the total without a second pass
 #
-# Your function runs every forward twice, only to count. There are two ways around it. You can count the labels alone,
-# which costs nothing. Or you divide by a provisional number, and correct the gradients once at the end, in place.
-# `accumulate_gradients` does either. Here `split` hands it one micro-batch after the other, and nobody knows the total:
+# Your function may run every forward twice, only to count. There are two ways around it. You can count the labels
+# alone, which costs nothing. Or you divide by a provisional number, and correct the gradients once at the end, in
+# place. `accumulate_gradients` does either. Here `split` hands it one micro-batch after the other, and the total is
+# known only at the end:
 
 # %%
 loss, items = accumulate_gradients(
@@ -390,15 +395,15 @@ claims.show("C35")
 # %% [markdown]
 # ## 7 · What accumulation cannot make equal
 #
-# So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
-# the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
-# you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is no mistake:
-# another full batch would draw other masks, too.
+# So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance
+# over the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS
+# norm, so you will meet this trap more often in vision. **Dropout** draws new random numbers in each forward. That is
+# no mistake: another full batch would draw other masks, too.
 #
 # A larger batch also raises a question: does the learning rate grow with it? "Four times the batch, four times the
-# rate" was tried on a noisy linear regression. With SGD, training ends where it ended with the small batch. With Adam it
-# takes only the root, twice the rate. Adam's step does not grow with the gradient. It grows as the gradient gets *less
-# noisy*, and noise falls with the root of the batch. Both rules fail where little noise is left.
+# rate" was tried on a noisy linear regression. With SGD, training ends where it ended with the small batch. With Adam
+# this needs only twice the rate, the root of four. Adam's step does not grow with the gradient. It grows as the
+# gradient gets *less noisy*, and noise falls with the root of the batch. Both rules fail where little noise is left.
 
 # %%
 claims.show("C30", "C31")
@@ -429,13 +434,13 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 # accumulation steps**, in what is logged and in what is trained.
 #
 # `Trainer` sees `**kwargs` in the model's `forward`, concludes that the model divides by the item count, and does not
-# divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice: Adam
-# divides by the gradient's size anyway, and clipping limits it. The attribute `accepts_loss_kwargs`, set before the
-# `Trainer` is built, tells it the truth.
+# divide itself. The classifier ignores the count and returns a plain mean. So nobody divides. You may never notice:
+# Adam divides by the gradient's size anyway, and clipping limits it. The attribute `accepts_loss_kwargs`, set before
+# the `Trainer` is built, tells it the truth.
 #
 # ### Exercise 3.8 · fix a Trainer run
 #
-# ●●○ · 6 minutes · trains: asking a model whether it heeds the number of items
+# ●●○ · 6 minutes · trains: asking a model whether it uses the number of items
 #
 # Write `mended(model, batch)`. If the model ignores `num_items_in_batch`, set `model.accepts_loss_kwargs = False`, and
 # `Trainer` will divide by the accumulation steps itself. If the model uses the number, leave it alone. Return the
@@ -638,10 +643,10 @@ clipped_update = check("3.6", clipped_update)
 #
 # ●●● · 10 minutes · optional · trains: choosing a micro-batch by its bytes, and letting go of each graph
 #
-# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update of a small Llama on all 64 rows of `batch` (a
-# dict of tensors), on a card of 8 MiB, and with exactly the gradient of the full batch. Return the mean loss over all
-# tokens. The sequences have unequal lengths.
-# `split(batch, size)` cuts a batch. AdamW's states and the gradients need room as well.
+# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update of a small Llama on all 64 rows of `batch`
+# (a dict of tensors), on a card of 8 MiB, and with exactly the gradient of the full batch. Return the mean loss over
+# all tokens. The sequences have unequal lengths. `split(batch, size)` cuts a batch. AdamW's states and the gradients
+# need room as well.
 #
 # <details><summary>Hint 1: how small?</summary>
 #

@@ -97,7 +97,7 @@ def _explain_mended(got, expected):
 EXERCISES = (
     Exercise(
         id="3.8", title="fix a Trainer run", difficulty=2, minutes=6,
-        trains="asking a model whether it heeds the number of items",
+        trains="asking a model whether it uses the number of items",
         reference=mended,
         observe=_observe_mended,
         explain=_explain_mended,
