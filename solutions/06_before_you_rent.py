@@ -18,7 +18,7 @@
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
 # enough? After this lesson you can
 #
-# - read an out-of-memory error, number by number, and say whether the card is full or only in pieces;
+# - read an out-of-memory error, number by number, and say whether the card is full or its free memory is in pieces;
 # - predict a step's peak without running it, for any model;
 # - halve the memory of a model and a loop that you wrote yourself;
 # - say what a 7B needs on which card, and which technique comes next.
@@ -86,8 +86,9 @@ guess_a.reveal(
 # ●○○ · 4 minutes · trains: telling tensors, idle blocks, the context and other processes apart
 #
 # Write `read_error(asked, total, free, process, allocated, idle)`, with the six numbers of an error in bytes (`idle` is
-# what is unallocated). It returns a dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`, what all other processes hold; and
-# `"in_pieces"`, whether the request would fit if free and idle bytes were in one piece.
+# what is unallocated). It returns a dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`,
+# what all other processes hold; and `"in_pieces"`, whether the request would fit if free and idle bytes were in one
+# piece.
 #
 # <details><summary>Hint 1: the process</summary>
 #
@@ -129,9 +130,9 @@ for size, segment in idle[:-4:-1]:
     print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
 
 # %% [markdown]
-# A tensor needs one block, and no idle block is as large as the request. This is **fragmentation**. With
-# `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here it could serve
-# the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
+# A tensor needs one block, and no idle block is as large as the request, nor is what is free. This is **fragmentation**.
+# With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here it could
+# serve the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
@@ -162,7 +163,7 @@ except BudgetExceeded as exceeded:
 # you can ask about any run. For each technique it takes away all bytes that the technique could ever save, and says what
 # would be left **at best**. If even that is too much, the technique cannot be enough.
 #
-# The usual first answer is a smaller batch. Which part of the bytes does it move?
+# The usual first answer is a smaller batch. Which part of the bytes does that change?
 
 # %% [markdown]
 # ### Exercise 6.2 · half the rows
@@ -203,6 +204,9 @@ def with_rows(moments, rows, new):
 
 with_rows = check("6.2", with_rows)
 
+# %% [markdown]
+# The next cells take the moments of section 1's run, and compare your answer with `predict`:
+
 # %%
 line, moments = run.timeline, {}
 totals, phases = line.totals, line.phases
@@ -223,8 +227,8 @@ for rows in (4, 3, 2, 1):
 #
 # ## 2 · Predict
 #
-# You have seen `predict` since lesson 05. It runs the training step on *fake tensors*, which have a shape and a dtype and no
-# bytes. Where many layers are alike, it traces a few of them. How good is that? Try one long row with eager attention:
+# You have seen `predict` since lesson 05. It runs the training step on *fake tensors*, which have a shape and a dtype and
+# no bytes. Where many layers are alike, it traces a few of them. How good is that? Try one long row with eager attention:
 
 # %%
 guess_b = predict_first(
@@ -275,8 +279,8 @@ quoted(shape, smol.config, 8, 1024)
 quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
-# A rule without tokens cannot see them. Korthikanti's 34 was counted for models whose logits are a small part, and in
-# SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
+# A rule without tokens cannot see activations. Korthikanti's 34 was counted for models whose logits are a small part, and
+# in SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
 #
 # ### Explore
 #
@@ -321,7 +325,7 @@ with MemoryTracker(net, net_adam, title="the classifier, 30 images") as tracker:
     net_adam.zero_grad(set_to_none=True)
 
 # %% [markdown]
-# **First look**: who is there at the peak, and what could help?
+# **First look**: what is there at the peak, and what could help?
 
 # %%
 for holder in tracker.largest_at_peak(4):
@@ -329,7 +333,7 @@ for holder in tracker.largest_at_peak(4):
 print(diagnose(tracker))
 
 # %% [markdown]
-# **Then predict.** The activations of the blocks are nearly all of it. Checkpoints are for that. `predict` takes your
+# **Then predict.** The activations of the blocks are nearly all of the peak. Checkpoints are for that. `predict` takes your
 # module, your batch and your loss, and it sees the checkpoints that are on the module. How much is one checkpoint a block
 # worth?
 
@@ -450,8 +454,8 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 #
 # ●●● · 8 minutes · trains: the whole way on a model that no lesson has shown
 #
-# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that end
-# with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 41.7 MiB. Write
+# `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
+# end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 41.7 MiB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
 # `t5_setting()` of `gradmem_lib.course` makes all three.
 #
@@ -553,8 +557,8 @@ claims.show("C12", "C54")
 # GiB before the first token. What fits has few gradients (LoRA), or none that wait. The last line trains every weight: it
 # steps in backward with torch's Adafactor, on all 8 rows.
 #
-# The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of 64
-# weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
+# The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of
+# 64 weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
 
 # %%
 from gradmem_lib import plan
@@ -597,15 +601,14 @@ print(bert_large.table())
 claims.show("C13", "C14", "C24")
 
 # %% [markdown]
-# Context and idle blocks are a good part of what the tool shows, and the software of
-# that year kept things that today's does not. Ask of any published figure: which versions, and does it count tensors, the
-# allocator, or the whole process?
+# Context and idle blocks are a good part of the published figures, and the software of that year kept things that today's
+# does not. Ask of any published figure: which versions, and does it count tensors, the allocator, or the whole process?
 #
 # ## 6 · What comes next?
 #
-# The chart has one row a technique: the parts of a peak that it can shrink, in which
-# phase, and its price. Here it is for the run that began this lesson, with the peak that each technique could reach at
-# best, and a tick where the card has room for that:
+# `show_decisions` draws a chart, one row a technique: the parts of a peak that it can shrink, in which phase, and its
+# price. Here it is for the run that began this lesson, with the peak that each technique could reach at best, and a tick
+# where the card has room for that:
 
 # %%
 from gradmem_lib import show_decisions
@@ -616,14 +619,14 @@ show_decisions(run, card="3.5 GiB")
 # (A prediction does not know which module made a tensor. With a tracker's run, the bounds of checkpointing and of the loss
 # in chunks differ.) Read it in three steps:
 #
-# 1. **In which phase is the peak?** Only that half of the columns counts.
+# 1. **In which phase is the peak?** Only its half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
 # 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound, and two techniques
 #    that work on the same part do not add up.
 #
-# Of the batch's part, what comes first? Micro-batches cost little time where a row keeps the card busy, and checkpoints
-# cost a forward always. With short rows it is the other way round, and with one row there is nothing left to cut. Two of
-# our documents have rules for it:
+# Do micro-batches or checkpoints come first? Micro-batches cost little time where a row keeps the card busy, and
+# checkpoints cost a forward always. With short rows it is the other way round, and with one row there is nothing left to
+# cut. Two claims give rules for it:
 
 # %%
 claims.show("C57", "C58")
@@ -634,9 +637,9 @@ claims.show("C57", "C58")
 # ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
 #
 # Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
-# `rows` rows. These stand in the order of their price: `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
-# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart says what each can take away. Of temporaries, count all for micro-batches
-# in forward and backward, and none for checkpointing.
+# `rows` rows. From the cheapest on, the techniques are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
+# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart says what each can take away. Of
+# temporaries, count all for micro-batches in forward and backward, and none for checkpointing.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -679,8 +682,8 @@ for name, option in options.items():
         print(f"{name:<18}{peak.total / 2**30:>6.1f} GiB in {peak.phase:<16}next: {word}")
 
 # %% [markdown]
-# "none" says that no single technique is enough. Then take the one that saves most, and ask again: that is how the ladder of
-# section 4 was made.
+# "none" says that no single technique is enough. Then take one technique, and ask again: the ladder of section 4 goes down
+# like this.
 #
 # ## 7 · What you can now do
 #
