@@ -43,12 +43,12 @@ from gradmem_lib.course import claims, models, texts
 # |---|---|---|
 # | **parameters** | the weights | always |
 # | **gradients** | one number for every trained weight | from backward to `zero_grad` |
-# | **optimizer states** | Adam: two moving averages for every trained weight | from the first `step()` on |
+# | **optimizer states** | Adam: two moving averages (*moments*) for every trained weight | from the first `step()` on |
 # | **activations** | what forward saves because backward needs it | from forward to backward |
 #
 # Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
 #
-# We start with a small model, a Llama with 4 blocks. `foreach=False` makes AdamW update one parameter after the other.
+# We start with a small Llama of 4 blocks. `foreach=False` makes AdamW update one parameter after the other.
 
 # %%
 model = models.tiny_llama()
@@ -107,7 +107,7 @@ guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 #
 # Write `resident_bytes(model)`. It returns a dict with the bytes of `"parameters"`, `"gradients"` and `"optimizer"` for
 # a model that trains with AdamW. The model may have any dtype, frozen parameters and tied weights (one tensor under two
-# names). You need not run anything: shapes and dtypes tell all of it.
+# names). Run nothing: shapes and dtypes tell all of it.
 #
 # <details><summary>Hint 1: where to begin</summary>
 #
@@ -143,12 +143,15 @@ def resident_bytes(model):
 
 resident_bytes = check("1.1", resident_bytes)
 
+# %% [markdown]
+# Compare your result with the tracker's:
+
 # %%
 print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# Your function and the tracker agree to the byte. That settles two claims of our source documents. (Every claim in this
-# course has a number. `LEDGER.md` lists them all, with every figure found.)
+# The two agree to the byte. Two claims of our source documents are about these bytes. (`LEDGER.md` lists every claim by
+# its number, with all figures found.)
 
 # %%
 claims.show("C02", "C03")
@@ -156,8 +159,8 @@ claims.show("C02", "C03")
 # %% [markdown]
 # ## 2 · The life of a step: where is the peak?
 #
-# Residents are the floor. A run fails at its *peak*, and the peak is one moment. Which one? Now take a real model:
-# SmolLM2-135M, pretrained, on real text. Its first load unpacks the weights and can take a minute.
+# Residents are the floor. A run fails at its *peak*, and the peak is one moment. Which one? Take SmolLM2-135M,
+# pretrained, on real text. Its first load can take a minute.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -190,16 +193,17 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 # (`idle` is what lies between the phases.) Did you expect the peak where the activations are highest? With so few
 # tokens they are the small part, and backward and the optimizer's step are almost level. Three moments compete:
 #
-# 1. **the loss**: when backward begins, all activations are alive, and the loss works on the scores of all words;
+# 1. **the loss**: when backward begins, all activations are alive, and the loss works on a score for every word of the
+#    vocabulary;
 # 2. **the end of backward**: activations are gone, gradients are complete, and the last operation makes the embedding's
 #    gradient, as large as the embedding;
 # 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
 # A band of temporaries, 108 MiB high like the output layer's weight, lies under the whole of backward. It is the
-# gradient of the output layer. In SmolLM2 this layer *is* the embedding table (two names, one storage), so its gradient
+# gradient of the output layer. In SmolLM2 this layer *is* the embedding table (two names, one tensor), so its gradient
 # waits for the embedding's, and the two are added at the end.
 #
-# Which moment wins depends on how many tokens you feed. For the tiny Llama, the next cell prints in which phase the peak
+# Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints in which phase the peak
 # is, its bytes, and the most bytes of gradients and of activations:
 
 # %%
@@ -215,8 +219,9 @@ for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
 claims.show("C07")
 
 # %% [markdown]
-# With few tokens the peak is in the optimizer's step, with many at the loss: activations grow with every token, and
-# gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's step.
+# With few tokens the peak is in the optimizer's step, with many at the loss, when backward begins: activations grow
+# with every token, and gradients do not. So a technique that shrinks activations cannot lower a peak in the optimizer's
+# step.
 #
 # When a run does not fit, ask the tracker who is there at the peak:
 
@@ -229,9 +234,9 @@ for holder in tracker.largest_at_peak(4):
 # %% [markdown]
 # ## 3 · The logits spike
 #
-# The three largest tensors have the same size, and none of them belongs to a Transformer block. The last layer turns
-# each token into one number *per word of the vocabulary*: its **logits**. The loss is computed in float32, whatever the
-# precision of the model. When backward begins, three tensors of that shape are alive at once:
+# The three largest tensors have one size, and none belongs to a Transformer block. The last layer turns each token into
+# one number *per word of the vocabulary*: its **logits**. The loss is computed in float32, whatever the precision of
+# the model. When backward begins, three tensors of that shape are alive at once:
 #
 # - the **log-softmax** that forward saved;
 # - the **gradient with respect to it**;
@@ -250,7 +255,8 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 # ## 4 · What autograd really saves
 #
 # A claim: *a network of five modules (Linear, ReLU, Linear, ReLU, Linear) stores five intermediate tensors for
-# backward.* You can ask autograd itself. Whenever it saves a tensor, it calls a hook, if you give it one.
+# backward.* Whenever autograd saves a tensor, it can call a function of yours, a *hook* (and another one when backward
+# needs the tensor). A *storage* is the block of memory behind one or more tensors.
 
 # %%
 guess_c = predict_first(
@@ -284,9 +290,9 @@ guess_c.reveal(measured=len(storages))
 claims.show("C05", "C06")
 
 # %% [markdown]
-# Why so few? The backward of `Linear` needs its *input*, not its output. The backward of `ReLU` needs its *output*, and
-# the next `Linear` saves the same tensor as its input: one storage (the block of memory behind a tensor), two users.
-# **Count storages, not tensors and not layers.**
+# There are three: the data and each ReLU's output. Why so few? The backward of `Linear` needs its *input*, not its
+# output. The backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one
+# storage, two users. **Count storages, not tensors and not layers.**
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -336,9 +342,9 @@ saved_bytes = check("1.2", saved_bytes)
 # %% [markdown]
 # ## 5 · A Transformer block, tensor by tensor
 #
-# Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688, float32, fused
-# attention. Attention cuts h into 8 **heads** of 32 numbers. Go through the block and ask at each operation: *what does
-# its backward need?*
+# Now take a block of the tiny Llama: T = 2 × 128 tokens, hidden size h = 256, MLP width f = 688, float32, *fused*
+# attention (PyTorch's `scaled_dot_product_attention`). Attention cuts h into 8 **heads** of 32 numbers. The MLP is
+# down(silu(gate(x)) × up(x)), with three linear layers. Ask at each operation: *what does its backward need?*
 #
 # | part | saved for backward | numbers |
 # |---|---|---|
@@ -370,9 +376,8 @@ items = accounting.block_activations(tiny, 2, 128, precision="float32")
 guess_d.reveal(formula=sum(items.values()), measured=one_block(128))
 
 # %% [markdown]
-# The sum is right to the byte. And notice what is *not* in the table: the attention scores. Fused attention (PyTorch's
-# `scaled_dot_product_attention`) never keeps that square of sequence × sequence. It computes the square again in
-# backward, tile by tile. Eager attention keeps it:
+# The sum is right to the byte. Notice what is *not* in the table: the attention scores. Fused attention never keeps
+# that square of sequence × sequence. It computes the square again in backward, tile by tile. Eager attention keeps it:
 
 # %%
 for seq_len in (64, 128, 256, 512):
@@ -383,9 +388,9 @@ for seq_len in (64, 128, 256, 512):
 claims.show("C37", "C38", "C52")
 
 # %% [markdown]
-# If you double the sequence, fused attention doubles. Eager attention more than doubles, because the softmax of all
-# scores grows with the square. The claims find that the scores dominate. **Advice about attention memory has an age.**
-# With a fused kernel the largest tensors of a block are in the MLP.
+# With fused attention, twice the sequence takes twice the bytes. With eager attention it takes more, because the
+# softmax of all scores grows with the square. In the claims the scores dominate. **Advice about attention memory has an
+# age.** With fused attention the largest tensors of a block are in the MLP.
 #
 # Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
 # input. Dropout keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
@@ -443,21 +448,22 @@ print(f"your table {sum(gpt2_block(2, 128, 256, 8).values()):,} bytes")
 print(f"the block  {saved_bytes(block, x):,} bytes")
 
 # %% [markdown]
-# Your table is the block's, to the byte. (By default, transformers' GPT-2 writes GELU out as 0.5 x (1 + tanh(…)), and
-# saves five tensors of the MLP's width where this block saves two.)
+# Your table is right to the byte. (By default, transformers' GPT-2 computes GELU in several operations, and saves five
+# tensors of the MLP's width, not two.)
 #
 # ## 6 · Precision recipes
 #
-# "Mixed precision halves the memory" is true of something. Four recipes are in use, and they keep different things:
+# "Mixed precision halves the memory." Which memory? A *bf16* number takes 2 bytes. *Autocast* casts float32 inputs to
+# bf16 inside an operation. Four recipes are in use:
 #
 # | recipe | weights | gradients | Adam's moments | compute |
 # |---|---|---|---|---|
 # | **float32** | float32 | float32 | float32 | float32 |
 # | **bf16** (pure) | bf16 | bf16 | bf16 | bf16 |
-# | **autocast-bf16** (`bf16=True` in the HF Trainer, over float32 weights) | float32 | float32 | float32 | bf16 |
+# | **autocast-bf16** (`bf16=True` in Hugging Face's `Trainer`, float32 weights) | float32 | float32 | float32 | bf16 |
 # | **float32-master** (DeepSpeed, Megatron) | bf16 + a float32 copy | bf16 | float32 | bf16 |
 #
-# The next cells measure the first three on the tiny Llama, each a line or two of PyTorch.
+# The next cells measure the first three on the tiny Llama.
 
 # %%
 guess_e = predict_first("1.e", "autocast-bf16: how many bytes a parameter stay?")
@@ -484,12 +490,13 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents and barely changes the activations: most of them here are
-# the logits of section 3, and the loss works on those in float32. Autocast halves *nothing* of the residents, while its
+# Pure bf16 halves the residents, and takes only a little off the activations: most of what is left are logits, and the loss
+# works on those in float32. Autocast halves *nothing* of the residents, while its
 # activations *grow*. What the blocks save shrinks, but autocast keeps bf16 copies of all weights through forward
 # and backward. With a small batch the copies cost more than the blocks save.
 #
-# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16".
+# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16". Which
+# recipe is that?
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
@@ -505,8 +512,8 @@ claims.show("C01", "C33", "C32", "C36")
 # ## 7 · Three steps under a budget
 #
 # A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
-# `BudgetExceeded`, and says who holds what. The next cell has a training loop as you find it everywhere. The loop holds
-# something that it does not need.
+# `BudgetExceeded`, and says who holds what. The next cell has the usual training loop. The loop holds something that it
+# does not need.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -540,7 +547,7 @@ except BudgetExceeded as error:
 # ●●● · 10 minutes · trains: finding what a training loop holds without needing it
 #
 # Write `train(model, optimizer, batches)`: one step on each batch, returning the list of losses as floats, within the
-# budget above. Keep the model, the batches and the losses as they are, and only let go of what is no longer needed.
+# budget above. Keep model, batches and losses as they are, and let go of what is no longer needed.
 #
 # <details><summary>Hint 1: who is alive?</summary>
 #
@@ -583,7 +590,7 @@ train = check("1.6", train)
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
-# Next is lesson 02, where you write Adam yourself and see where its bytes come from.
+# In lesson 02 you write Adam yourself and see where its bytes come from.
 #
 # ## More practice
 #

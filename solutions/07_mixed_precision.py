@@ -52,8 +52,8 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 # | bf16 | 8 | 7 | 3.4e38 | 9.2e-41 |
 # | float16 | 5 | 10 | 65,504 | 6.0e-8 |
 #
-# bf16 is float32 with 16 fraction bits cut off. float16 gave up range instead. So float16 should lose *small gradients*,
-# and bf16 should lose *small changes*.
+# bf16 is float32 with 16 fraction bits cut off. float16 gave up range instead. So float16 should lose *small
+# gradients*, and bf16 should lose *small changes*.
 #
 # ### Exercise 7.1 · what a dtype loses
 #
@@ -141,8 +141,8 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
     print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
-# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what keeps its input's dtype, such
-#   as `silu`.
+# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what keeps its input's dtype,
+#   such as `silu`.
 # - **In float32** are the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
 # - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of float32 inputs.
 #
@@ -173,8 +173,8 @@ for rate in (1e-4, 1e-6, 1e-5):
 guess_b.reveal(measured=round(share, 1))
 
 # %% [markdown]
-# AdamW's first step is about one learning rate for every weight. Most weights were rounded back.
-# Sums suffer too. Add 1.0 a thousand times:
+# AdamW's first step is about one learning rate for every weight. Most weights were rounded back. Sums suffer too. Add
+# 1.0 a thousand times:
 
 # %%
 del model, p, copy
@@ -184,16 +184,16 @@ for _ in range(1000):
 print("a thousand times 1.0 in bf16:", total.item())
 
 # %% [markdown]
-# From 256 to 512 a gap is 2, so 256 + 1 is rounded back to 256. Accumulating micro-batches is such a sum, since gradients
-# of bf16 weights are bf16. You now repair the sum, then the update in two ways.
+# From 256 to 512 a gap is 2, so 256 + 1 is rounded back to 256. Accumulating micro-batches is such a sum, since
+# gradients of bf16 weights are bf16. You now repair the sum, then the update in two ways.
 #
 # ### Exercise 7.2 · float32 sums of bf16 gradients
 #
 # ●●○ · 5 minutes · trains: hooks on parameters, and which sums need more than 8 bits
 #
 # Write `float32_sums(parameters)`: return a list of float32 tensors of zeros, one for each bf16 parameter, to which
-# every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which
-# holds the weights, the sums and a few gradients at a time.
+# every backward adds the gradient. Nothing may stay in `.grad`. Budget for two backwards: **2.45 MB**, which holds the
+# weights, the sums and a few gradients at a time.
 #
 # <details><summary>Hint 1: when</summary>
 #
@@ -309,11 +309,13 @@ print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():
 
 # %% [markdown]
 # Only chance arrives. The course's recipes have both repairs: `precision="float32-master"`, and
-# `optimizer="adamw-stochastic"` with `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer stalls.
+# `optimizer="adamw-stochastic"` with `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer
+# stalls.
 #
 # ## 4 · float16 needs a scaled loss
 #
-# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches for overflow.
+# A **scaler** looks for the largest factor that works: it multiplies the loss, divides the gradients, and watches for
+# overflow.
 #
 # ### Exercise 7.5 · a scaler by hand
 #
@@ -412,9 +414,9 @@ for name, recipe in recipes.items():
     del model, optimizer
 
 # %% [markdown]
-# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of the
-# states). In the master's step the embedding's float32 gradient comes on top. Rounding by chance costs no more than all of
-# bf16.
+# Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of
+# the states). In the master's step the embedding's float32 gradient comes on top. Rounding by chance costs no more than
+# all of bf16.
 #
 # Then the losses. Autocast should follow float32 closely. Of the three that train bf16 weights, which held-out loss is
 # nearest to float32's? Eight updates are few, and the updates that all of bf16 loses add up over thousands. (This
@@ -443,18 +445,18 @@ guess_c.reveal(measured=round(peak(1, "float32") - peak(1, "autocast-bf16")))
 
 # %% [markdown]
 # With one row the peak is at the end of backward, where activations are almost gone, and autocast changes nothing. At
-# four rows the copies of the weights weigh more than what autocast spares. From eight rows on it wins, and more
-# with every row. All of bf16 halves the residents at any batch, but not the float32 loss.
+# four rows the copies of the weights weigh more than what autocast spares. From eight rows on it wins, and more with
+# every row. All of bf16 halves the residents at any batch, but not the float32 loss.
 #
-# How long do the copies live? Autocast *caches* each until the `with` block ends. In training the graph holds most of them
-# anyway. Without a graph, the cache alone does.
+# How long do the copies live? Autocast *caches* each until the `with` block ends. In training the graph holds most of
+# them anyway. Without a graph, the cache alone does.
 #
 # ### Exercise 7.6 · autocast without its copies
 #
 # ●●○ · 4 minutes · trains: how long autocast keeps a bf16 copy of a weight
 #
-# `model` is an `nn.Sequential` of 16 float32 blocks. Write `features(model, x)`: its output under bf16 autocast, without
-# a graph, within **4.9 MB**. The weights alone are 4.3 MB, and stay float32.
+# `model` is an `nn.Sequential` of 16 float32 blocks. Write `features(model, x)`: its output under bf16 autocast,
+# without a graph, within **4.9 MB**. The weights alone are 4.3 MB, and stay float32.
 #
 # <details><summary>Hint 1: the graph</summary>
 #
@@ -494,7 +496,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #
 # ## 7 · The same through `Trainer`
 #
-# `trainer_dtypes` takes two steps of a plain `Trainer` on the CPU, evaluates, and returns dtypes and the second step's peak.
+# `trainer_dtypes` takes two steps of a plain `Trainer` on the CPU, evaluates, and returns dtypes and the second step's
+# peak.
 
 # %%
 for loaded in (torch.float32, torch.bfloat16):
@@ -517,9 +520,9 @@ claims.show("C11", "C02")
 
 # %% [markdown]
 # **Two names that you will meet on cards** (not measured here). With *TF32* a card multiplies float32 numbers with 10
-# fraction bits. It saves time and no bytes ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/cuda.html)). *FP8*
-# has 8 bits ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433)). Matrix products take FP8 inputs, while weights
-# and states stay wider, so it saves more time than bytes.
+# fraction bits. It saves time and no bytes ([PyTorch's notes](https://docs.pytorch.org/docs/stable/notes/cuda.html)).
+# *FP8* has 8 bits ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433)). Matrix products take FP8 inputs,
+# while weights and states stay wider, so it saves more time than bytes.
 #
 # ## 8 · What you can now do
 #
