@@ -20,7 +20,7 @@
 # This trade of work for memory is called gradient checkpointing. Its famous rule, a checkpoint every √n layers, is
 # wrong for most models that people train. After this lesson you can
 #
-# - write a checkpoint yourself, and say what PyTorch's own does better;
+# - write a checkpoint yourself, and say what PyTorch's does better;
 # - find the best segments for *your* model, equal or not, and know when √n is not it;
 # - say before you run it where checkpointing will not help.
 
@@ -36,11 +36,11 @@ from gradmem_lib.course import claims, models, texts
 # ## 1 · What forward could forget
 #
 # You have a chain of 16 equal layers. For its backward, each layer keeps five times the bytes of its input: the input
-# itself, and four times as much inside. The weights are frozen and the *input* is trained, as in prompt tuning. So you
-# see the activations almost alone.
+# itself, and four times as much inside. The weights are frozen and only the *input* is trained. So you see almost
+# only activations.
 #
-# A **boundary** is the tensor that one layer hands to the next. It has **x** bytes. A layer keeps **a** bytes in all, its
-# input included. Here a = 5 x.
+# A **boundary** is the tensor that one layer hands to the next. It has **x** bytes. A layer keeps **a** bytes in all,
+# its input included. Here a = 5 x.
 
 # %%
 layers = models.chain(16, width=64, keeps=5)
@@ -130,8 +130,8 @@ with MemoryTracker(layers, live=False) as tracker:
 
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows two whole steps: first under your checkpoint, then with
-# everything kept. What are the teeth that follow the first ramp? (The tracker draws that ramp as temporaries, because
-# your Function makes its tensors while autograd is off. They are activations all the same.)
+# everything kept. What are the teeth after the first ramp? (The tracker draws that ramp as temporaries, because
+# your Function makes its tensors while autograd is off. They are activations nevertheless.)
 
 # %%
 del out
@@ -207,11 +207,11 @@ claims.show("C42")
 # %% [markdown]
 # ## 4 · Segments
 #
-# One checkpoint a layer keeps n boundaries. With k layers in one checkpoint, only n / k boundaries are kept. But when
-# backward reaches such a **segment**, all its k layers are in memory at once.
+# With n layers, one checkpoint a layer keeps n boundaries. With k layers in one checkpoint, only n / k boundaries are
+# kept. But when backward reaches such a **segment**, all its k layers are in memory at once.
 #
-# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step: in its picture, layers
-# go from bottom to top, and time goes from left to right.
+# `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step: in its picture,
+# layers go from bottom to top, and time goes from left to right.
 
 # %%
 from gradmem_lib import explore_schedule, record_schedule, show_schedule
@@ -225,7 +225,7 @@ show_schedule(threes, title="9 layers in segments of 3")
 # The thin lines are the boundaries, which wait. Then the same happens three times: a segment runs forward again, is in
 # memory in full (a small triangle), and is freed by backward.
 #
-# Now change the schedule yourself. Before you move a control, say what will happen:
+# Now change the schedule. Before you move a control, say what will happen:
 #
 # - Segment length from 1 to n: where do you expect the lowest peak?
 # - Layers that keep more (a/x): does the best length grow or shrink?
@@ -301,11 +301,11 @@ guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 # The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and its
 # gradient) your formula is right to the byte. Now you can judge a popular sentence. *More checkpoints, more memory*
 # holds only on the left arm, where segments are shorter than the best. *More checkpoints, less recomputation* is true
-# in operations (section 8 shows why), and not in calls: each layer runs once more for any k.
+# in operations, as section 8 shows, and not in calls: each layer runs once more for any k.
 #
 # The last row is one checkpoint around the whole model. After forward hardly anything is left, and it looks perfect.
-# Then backward asks for the last layer, and everything comes back at once. **A checkpoint saves at the peak what is not
-# in the segment that runs again.** So do not measure after forward.
+# Then backward asks for the last layer, and everything comes back at once. **At the peak, a checkpoint saves only
+# what is outside the segment that runs again.** So do not measure after forward. Seven claims about this:
 
 # %%
 claims.show("C26", "C27", "C19", "C21", "C28", "C40", "C50")
@@ -350,7 +350,7 @@ best_length = check("4.6", best_length)
 
 # %% [markdown]
 # How large is a, in boundaries, for layers that people train? Lesson 01's closed forms tell you. The next cell compares
-# √n with your `best_length`:
+# √n with your `best_length`, with their peaks:
 
 # %%
 from gradmem_lib import accounting
@@ -366,12 +366,11 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
     print()
 
 # %% [markdown]
-# A block keeps more than twenty times its input. √(n · x / a) is then close to 1, for 30 layers and for 80. **One
+# A block keeps more than twenty times its input. So √(n · x / a) is between 1 and 2, for 30 layers and for 80. **One
 # checkpoint a layer**, which transformers uses by default, is (nearly) the optimum for Transformers, and √n needs two
 # to three times as much.
 #
-# Closed forms are not a measurement. So take SmolLM2's 30 blocks with real weights and text. The blocks are frozen, and
-# their input is trained.
+# Now measure SmolLM2's 30 blocks with real weights and text. They are frozen, and their input is trained.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -447,8 +446,8 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
 
 # %% [markdown]
 # Nine boundaries in each line are gradients on their way. Segments of 4 are the best equal ones, and the unequal ones
-# need almost a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one that does
-# not run again, and theirs is the shortest.
+# need almost a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one
+# that does not run again, and theirs is the shortest.
 #
 # ### What comes after the layers
 #
@@ -470,8 +469,9 @@ print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.b
 # first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary. The peak must
 # be at most the bytes of the card below, and each layer may run forward **twice** at most.
 #
-# The next cell shows two schedules that do not fit, and what head and loss need. Section 1 showed what is on its way in
-# a layer's backward: `best_segments` takes that as `temporaries`. It and `internal` may be lists, one number a layer.
+# The next cell shows two schedules that do not fit, and what head and loss need. Section 1 showed what is on its way
+# in a layer's backward: `best_segments` takes that as `temporaries`. `temporaries` and `internal` may be lists, one
+# number a layer.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -527,7 +527,7 @@ with MemoryTracker(stack, budget=card, title="64 layers and their logits"):
 # %% [markdown]
 # ## 8 · What it costs
 #
-# You often read "one extra forward, 33 % more work". The 33 % assume that backward costs two forwards: one for the
+# Many texts say "one extra forward, 33 % more work". The 33 % assume that backward costs two forwards: one for the
 # gradients of the inputs, one for those of the weights. With frozen weights (LoRA, a tuned prompt) there is no second
 # one. The next cell counts floating-point operations:
 
@@ -551,7 +551,7 @@ for every in (1, 4, 32):
 # it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
 # of each segment.
 #
-# Work is not time. The last entry below quotes times that one machine took. Measure on yours.
+# Work is not time. The last claim below quotes times of one machine. Measure on yours.
 
 # %%
 claims.show("C20", "C39", "C41", "C15")
@@ -579,8 +579,9 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little as well: with 4 layers, one
-# segment is a quarter. Frozen layers below the first trained one keep nothing anyway.
+# save. So ask where the peak is before you choose a technique. Shallow networks win little as well: with 4 layers,
+# one segment is a quarter. Frozen layers below the first trained one keep nothing. A claim of lesson 03
+# is about checkpoints too:
 
 # %%
 claims.show("C30")
@@ -643,8 +644,9 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 #
 # ●○○ · 5 minutes · optional · trains: why a reentrant checkpoint needs an input that requires a gradient
 #
-# A Function has a node in the graph only if one of its arguments requires a gradient. Write `from_frozen(embedding,
-# layers, ids)`: the output of `layers` on `embedding(ids)`, with each layer in a **reentrant** checkpoint. All layers must learn, and the embedding must not.
+# A Function has a node in the graph only if one of its arguments requires a gradient. Write
+# `from_frozen(embedding, layers, ids)`: the output of `layers` on `embedding(ids)`, with each layer in a
+# **reentrant** checkpoint. All layers must learn, and the embedding must not.
 #
 # <details><summary>Hint 1: what is missing</summary>
 #
