@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *55 minutes, and 28 more for optional exercises. You need: lessons 01, 03 and 04.*
+# *50 minutes, and 33 more for optional exercises. You need: lessons 01, 03 and 04.*
 #
 # You have one task, and a card that is too small for it. You will bring a real fine-tuning run of Hugging Face's
 # `Trainer` under a quarter of its memory, one technique at a time. After this lesson you can
@@ -141,49 +141,8 @@ claims.show("C57", "C58")
 # ## 5 · Micro-batches
 #
 # In `Trainer`, the global batch is `per_device_train_batch_size` × `gradient_accumulation_steps` × the number of GPUs.
-
-# %% [markdown]
-# ### Exercise 5.1 · the same batch on one card
+# (Exercise 5.1, at the end, moves such a run to one card.)
 #
-# ●○○ · 5 minutes · trains: rows, accumulation and GPUs, and what must not change with them
-#
-# Someone trained with these `TrainingArguments` on several GPUs. Your one card takes at most `fits` rows at a time.
-# Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card, as few
-# micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the other
-# fields count micro-batches?
-#
-# <details><summary>Hint 1: the global batch</summary>
-#
-# Every GPU takes `per_device_train_batch_size` rows, `gradient_accumulation_steps` times, before there is one update.
-#
-# <details><summary>Hint 2: when `fits` does not divide it</summary>
-#
-# For 24 rows where 5 fit, it is 4 × 6: the largest size that fits and leaves no remainder.
-#
-# <details><summary>Hint 3: the other fields</summary>
-#
-# `max_steps` and `warmup_steps` count optimizer steps, and the learning rate belongs to the global batch. Neither
-# changes.
-#
-# </details></details></details>
-
-
-# %%
-def on_one_card(arguments, gpus, fits):
-    """A new dict, arguments | {...}, in which you set per_device_train_batch_size,
-    gradient_accumulation_steps and per_device_eval_batch_size."""
-    ### BEGIN SOLUTION
-    train, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
-    batch = arguments[train] * arguments[steps] * gpus
-    micro = max(m for m in range(1, fits + 1) if batch % m == 0)
-    new = {train: micro, steps: batch // micro, "per_device_eval_batch_size": micro}
-    return arguments | new
-    ### END SOLUTION
-
-
-on_one_card = check("5.1", on_one_card)
-
-# %% [markdown]
 # The second bar is the run in micro-batches, with as many updates:
 
 # %%
@@ -598,7 +557,48 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # ## More practice
 #
-# Nothing later needs these four.
+# Nothing later needs these five.
+
+# %% [markdown]
+# ### Exercise 5.1 · the same batch on one card
+#
+# ●○○ · 5 minutes · optional · trains: rows, accumulation and GPUs, and what must not change with them
+#
+# Someone trained with these `TrainingArguments` on several GPUs. Your one card takes at most `fits` rows at a time.
+# Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card, as few
+# micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the other
+# fields count micro-batches?
+#
+# <details><summary>Hint 1: the global batch</summary>
+#
+# Every GPU takes `per_device_train_batch_size` rows, `gradient_accumulation_steps` times, before there is one update.
+#
+# <details><summary>Hint 2: when `fits` does not divide it</summary>
+#
+# For 24 rows where 5 fit, it is 4 × 6: the largest size that fits and leaves no remainder.
+#
+# <details><summary>Hint 3: the other fields</summary>
+#
+# `max_steps` and `warmup_steps` count optimizer steps, and the learning rate belongs to the global batch. Neither
+# changes.
+#
+# </details></details></details>
+
+
+# %%
+def on_one_card(arguments, gpus, fits):
+    """A new dict, arguments | {...}, in which you set per_device_train_batch_size,
+    gradient_accumulation_steps and per_device_eval_batch_size."""
+    ### BEGIN SOLUTION
+    train, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    batch = arguments[train] * arguments[steps] * gpus
+    micro = max(m for m in range(1, fits + 1) if batch % m == 0)
+    new = {train: micro, steps: batch // micro, "per_device_eval_batch_size": micro}
+    return arguments | new
+    ### END SOLUTION
+
+
+on_one_card = check("5.1", on_one_card)
 
 # %% [markdown]
 # ### Exercise 5.3 · a schedule in optimizer steps

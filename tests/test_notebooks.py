@@ -121,7 +121,6 @@ def test_a_lesson_takes_the_minutes_that_it_states(path):
     assert found.cells <= MOST_CELLS
 
 
-@pytest.mark.xfail(strict=True)
 def test_part_one_takes_five_hours_at_most():
     assert sum(minutes(path).total for path in SOURCES[:6]) <= PART_ONE
 
