@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..compat import plain_call, replace_call
+from ..compat import plain_call, replace_call, schema
 from ..names import SELECTIVE
 from .checkpointing import Again, refuse_checkpointed, without_cache
 from .layers import find_layers
@@ -73,7 +73,7 @@ class Part(Again):
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Keep what is costly to compute."""
-    name = op._schema.name
+    name = schema(op).name
     kept = name in PRODUCTS or "attention" in name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
