@@ -29,7 +29,7 @@ def step_in_backward(model, lr, steps):
     return LayerWiseDummyOptimizer(optimizer_dict=optimizers, lr=lr)
 
 
-def _hooked(hook, handle="register_post_accumulate_grad_hook", scheduled=True, rate=None):
+def _hooked(hook, handle="register_post_accumulate_grad_hook", scheduled=True):
     """A wrong ``step_in_backward``: ``hook(optimizers, p)`` in backward."""
 
     def wrong(model, lr, steps):
@@ -37,7 +37,7 @@ def _hooked(hook, handle="register_post_accumulate_grad_hook", scheduled=True, r
         from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizers = {p: torch.optim.AdamW([p], lr=rate or lr) for p in trained}
+        optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in trained}
         schedules = {p: get_scheduler("linear", optimizers[p], 0, steps) for p in trained if scheduled}
 
         def in_backward(p):
@@ -76,6 +76,9 @@ def _after_backward(model, lr, steps):
 
 
 _WAITS = "the weights are right, and every gradient waits for the end of backward: free each one in its hook, after the step."
+
+
+_OTHERS = "tied weights, a frozen layer, another rate and schedule"
 
 
 @quietly
@@ -118,7 +121,7 @@ def _observe(candidate):
     return {
         "three updates": three,
         "the card": measured,
-        "tied weights, a frozen layer, another rate and schedule": train(True, 3e-4, 6)[1],
+        _OTHERS: train(True, 3e-4, 6)[1],
     }
 
 
@@ -131,6 +134,11 @@ def _explain(got, expected):
         return f"{moved} of {right['parameters that have moved']} parameters move: each one that is trained needs its own optimizer and hook."
     if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
         return "every parameter moves, and not as under torch's AdamW with its defaults and a rate that falls in a line from lr to 0."
+    others = got[_OTHERS], expected[_OTHERS]
+    if not difference(mine["weights"], right["weights"]) and difference(
+        *(each["weights"] for each in others)
+    ):
+        return "the weights are right for one learning rate and number of steps and no others: `lr` and `steps` are both to be used."
     return None
 
 
@@ -157,7 +165,6 @@ EXERCISES = (
                     "the learning rate never falls: Trainer's schedule is the dummy's, and no other optimizer hears of it, so step a schedule for each in its hook."),
             Mistake("the last one", _hooked(_the_last_one),
                     "every hook steps the last parameter alone: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
-            Mistake("own rate", _hooked(_step_and_free, rate=1e-3), "`lr` has no effect: each optimizer takes the learning rate that was given."),
         ),
     ),
 )  # fmt: skip
