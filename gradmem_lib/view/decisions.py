@@ -32,16 +32,16 @@ def show_decisions(run=None, card: int | str | None = None) -> Figure:
     places |= {("optimizer_step", part): len(PARTS) + 0.6 + n for n, part in enumerate(PARTS[1:])}
     right = max(places.values()) + 0.9
     with style():
-        height = 1.5 + 0.34 * len(TECHNIQUES)
+        height = 1.7 + 0.34 * len(TECHNIQUES)
         figure = new_figure(11.6, height, alt=_words())
-        ax = figure.add_axes((0.29, 0.02, 0.69, (height - 1.3) / height))
+        ax = figure.add_axes((0.29, 0.02, 0.69, (height - 1.5) / height))
         ax.set(xlim=(-0.5, right + 6.6 + 2.8 * bool(found)), ylim=(len(TECHNIQUES) - 0.4, -0.6))
         ax.axis("off")
         for phase, (title, parts) in GROUPS.items():
             ink = INK if now in (None, phase) else MUTED
-            ax.text(places[phase, parts[0]] - 0.4, -2.75, title, fontweight="bold", color=ink)
+            ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", color=ink)
             for part in parts:
-                size = f"\n{format_bytes(found.peak.by_category[part])}" if found and now == phase else ""
+                size = f"  {format_bytes(found.peak.by_category[part])}" if found and now == phase else ""
                 ax.text(places[phase, part], -0.62, part + size, rotation=38, fontsize=8, color=ink)
         for row, technique in enumerate(TECHNIQUES):
             if row % 2 == 0:
