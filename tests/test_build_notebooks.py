@@ -294,6 +294,27 @@ def test_check_fails_on_any_drift(built, capfd, kind):
     assert f"{folder}/01_first.ipynb: out of step with its source; run `make notebooks`" in printed
 
 
+def test_other_prose_is_stored_without_a_run(built, capfd):
+    output = {"name": "stdout", "output_type": "stream", "text": ["42\n"]}
+    edit(built / "solutions/01_first.ipynb", lambda nb: nb["cells"][-1].update(outputs=[output]))
+    assert run(built, capfd, "--check")[0] == 0
+    before = (built / "solutions/01_first.ipynb").read_text()
+    (built / "solutions/01_first.py").write_text(
+        SOURCE.replace("# # A lesson", "# # Another\n\n# %% [markdown]\n# New.")
+    )
+    assert run(built, capfd, "--check")[0] == 1
+    code, printed = run(built, capfd)
+    assert (code, "running" in printed) == (0, False)
+    assert run(built, capfd, "--check")[0] == 0
+    now = (built / "solutions/01_first.ipynb").read_text()
+    assert "Another" in now and "A lesson" not in now and "New." in now
+    outputs = [
+        [c["outputs"] for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+        for text in (before, now)
+    ]
+    assert outputs[0] == outputs[1] and any(outputs[0])
+
+
 def test_check_shows_the_drift_of_both_notebooks(built, capfd):
     course_source = built / "solutions/01_first.py"
     course_source.write_text(SOURCE.replace("# # A lesson", "# # Another"))

@@ -1,6 +1,6 @@
 """Builds the notebooks from their one source: ``solutions/NN_name.py``, in jupytext's percent format.
 
-    python tools/build_notebooks.py              build what has changed
+    python tools/build_notebooks.py              build what has changed, and run it where its code has
     python tools/build_notebooks.py 01           build lesson 01, changed or not
     python tools/build_notebooks.py --check      change nothing, fail if anything is out of step
 
@@ -198,15 +198,24 @@ def failures(notebook: NotebookNode, name: str) -> Iterator[str]:
                 yield f"{name}, cell {number}: raised {output.ename}: {output.evalue}"
 
 
+def code_of(notebook: NotebookNode) -> str:
+    """What a run of ``notebook`` depends on: its code cells, without outputs."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return to_text(normalise(NotebookNode(notebook, cells=cells)))
+
+
 def stored_solution(path: Path, source: NotebookNode) -> NotebookNode | None:
-    """The executed notebook at ``path`` if it is exactly ``source`` with outputs as this program stores it, else None."""
+    """``source`` with the outputs of the notebook at ``path``, if that is as this program stores it and ran the same code."""
     try:
         text = path.read_bytes().decode()
         notebook = nbformat.reads(text, as_version=nbformat.NO_CONVERT)
-        as_built = to_text(normalise(notebook, keep_outputs=True)) == text
-        return notebook if as_built and to_text(normalise(notebook)) == to_text(source) else None
+        if to_text(normalise(notebook, keep_outputs=True)) != text or code_of(notebook) != code_of(source):
+            return None
     except (OSError, ValueError, AttributeError, nbformat.reader.NotJSONError):
         return None
+    ran = iter([cell for cell in notebook.cells if cell.cell_type == "code"])
+    cells = [next(ran) if cell.cell_type == "code" else cell for cell in source.cells]
+    return NotebookNode(notebook, cells=cells)
 
 
 def write(path: Path, text: str) -> None:
@@ -231,12 +240,13 @@ def build_solution(source: NotebookNode, path: Path, *, check: bool, again: bool
     name = f"solutions/{path.name}"
     solution = stored_solution(path, source)
     if check:
-        return [f"{name}: {STALE}"] if solution is None else list(failures(solution, name))
+        in_step = solution is not None and path.read_bytes() == to_text(solution).encode()
+        return list(failures(solution, name)) if in_step else [f"{name}: {STALE}"]
     if again or solution is None or any(failures(solution, name)):
         print(f"running {name} ...", flush=True)
         solution = execute(source, path.parent)
-        if not any(failures(solution, name)):
-            write(path, to_text(solution))
+    if not any(failures(solution, name)):
+        write(path, to_text(solution))
     return list(failures(solution, name))
 
 
@@ -265,9 +275,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         description="Build solutions/*.ipynb and lessons/*.ipynb from solutions/*.py."
     )
-    parser.add_argument(
-        "names", nargs="*", help="lessons to build, such as 01; without any, what has changed"
-    )
+    parser.add_argument("names", nargs="*", help="lessons to run, such as 01; without any, what has changed")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if a notebook is out of step"
     )
