@@ -23,8 +23,8 @@
 # - halve the memory of a model and a loop that you wrote yourself;
 # - say what a 7B needs on which card, and which technique comes next.
 #
-# No card was at hand when this was written. What is said about CUDA is **predicted**, by the rules of PyTorch's allocator
-# and kernels. Section 5 compares such predictions with what others measured.
+# No card was at hand. Our figures for CUDA are **predicted**, by the rules of PyTorch's allocator and kernels. Section 5
+# compares such predictions with what others measured.
 
 # %%
 import textwrap
@@ -78,7 +78,7 @@ guess_a.reveal(
 
 # %% [markdown]
 # The formula adds the refused request to what is allocated. The step needs more, because **an error shows the first request
-# too many, not the last.** So a card that is larger by the refused request would not be enough.
+# too many, not the last.** So the refused request does not say how much larger a card must be.
 
 # %% [markdown]
 # ### Exercise 6.1 · between the lines of an error
@@ -222,13 +222,13 @@ for rows in (4, 3, 2, 1):
     print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
 
 # %% [markdown]
-# The expectation is right to the MiB. Three rows fit. But half the rows need 70 % of the bytes, and the last step, from two
-# rows to one, saves less: the peak is then where all gradients are there, and no part of it depends on the batch.
+# The expectation is right to the MiB. Three rows fit. But half the rows need 70 % of the bytes, and going from two rows
+# to one saves less: the peak is then where all gradients are there, and no part of it depends on the batch.
 #
 # ## 2 · Predict
 #
-# You have seen `predict` since lesson 05. It runs the training step on *fake tensors*, which have a shape and a dtype and
-# no bytes. Where many layers are alike, it traces a few of them. How good is that? Try one long row with eager attention:
+# `predict` runs the training step on *fake tensors*, which have a shape and a dtype and no bytes. Where many layers are
+# alike, it traces a few of them. How good is that? Try one long row with eager attention:
 
 # %%
 guess_b = predict_first(
@@ -279,8 +279,8 @@ quoted(shape, smol.config, 8, 1024)
 quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
-# A rule without tokens cannot see activations. Korthikanti's 34 was counted for models whose logits are a small part, and
-# in SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
+# The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted for
+# models whose logits are a small part, and in SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
 #
 # ### Explore
 #
@@ -295,8 +295,8 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 #
 # 1. GPT-2 XL, with 12 GiB. Llama-2-7B's weights, gradients and states alone are 50.
 # 2. With 4 rows between 128 and 256 tokens, with one row a little above 512.
-# 3. Activations, 17 GiB. Of them 4 GiB are the log-softmax of the logits, and the 8 GiB of temporaries are the logits'
-#    gradients: the spike of lesson 01, section 3.
+# 3. Activations, 17 GiB, of which the log-softmax of the logits has 4. Next come 8 GiB of temporaries. They are the
+#    logits' gradients: the spike of lesson 01, section 3.
 #
 # </details>
 
@@ -333,8 +333,8 @@ for holder in tracker.largest_at_peak(4):
 print(diagnose(tracker))
 
 # %% [markdown]
-# **Then predict.** The activations of the blocks are nearly all of the peak. Checkpoints are for that. `predict` takes your
-# module, your batch and your loss, and it sees the checkpoints that are on the module. How much is one checkpoint a block
+# **Then predict.** The activations of the blocks are most of the peak. Checkpoints are for that. `predict` takes your
+# module, your batch and your loss, and sees the checkpoints on the module. How much is one checkpoint a block
 # worth?
 
 # %%
@@ -363,7 +363,7 @@ guess_c.reveal(
 )
 
 # %% [markdown]
-# With eight blocks one segment holds everything again, and saves nothing. A checkpoint a block is best here: what a block
+# One segment of all eight blocks holds everything again, and saves nothing. A checkpoint a block is best here: what a block
 # keeps is much larger than what it hands on (lesson 04).
 
 # %% [markdown]
@@ -403,7 +403,7 @@ train_small = check("6.3", train_small)
 
 # %% [markdown]
 # Checkpoints and micro-batches work on the same bytes. Now take a language model: a GPT-NeoX, small and from its config.
-# `checkpoint_layers` finds the layers of a transformers model itself. The table has one column for a batch of 8 rows at
+# `checkpoint_layers` finds the layers of a transformers model itself. The table has a column for 8 rows at
 # once, and one for 4 micro-batches:
 
 # %%
@@ -450,12 +450,14 @@ with checkpoint_layers(neox, 2), MemoryTracker(neox, neox_adam, live=False) as t
 print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 
 # %% [markdown]
+# The prediction is exact.
+#
 # ### Exercise 6.4 · a T5, from nothing
 #
 # ●●● · 8 minutes · trains: the whole way on a model that no lesson has shown
 #
 # `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
-# end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 41.7 MiB. Write
+# end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 43.7 MB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
 # `t5_setting()` of `gradmem_lib.course` makes all three.
 #
@@ -570,9 +572,10 @@ print(found.best)
 print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
-# Half of the layers keep their activations and need not run twice. That is the largest step up that fits.
+# `every_n_layers=2` checkpoints one layer in two. The others keep their activations and need not run twice. No faster
+# plan fits.
 #
-# Before you look at the next verdicts, add up weights, gradients and states in your head. That decides most of them.
+# Before you see the next verdicts, add up weights, gradients and states in your head. That decides most of them.
 
 # %%
 claims.show("C23", "C25", "C51", "C53", "C55")
@@ -608,7 +611,7 @@ claims.show("C13", "C14", "C24")
 #
 # `show_decisions` draws a chart, one row a technique: the parts of a peak that it can shrink, in which phase, and its
 # price. Here it is for the run that began this lesson, with the peak that each technique could reach at best, and a tick
-# where the card has room for that:
+# where that fits in 3.5 GiB (4 GiB less the context):
 
 # %%
 from gradmem_lib import show_decisions
@@ -616,16 +619,16 @@ from gradmem_lib import show_decisions
 show_decisions(run, card="3.5 GiB")
 
 # %% [markdown]
-# (A prediction does not know which module made a tensor. With a tracker's run, the bounds of checkpointing and of the loss
-# in chunks differ.) Read it in three steps:
+# (With a tracker's run, which knows each tensor's module, the bounds of checkpointing and of the loss in chunks
+# differ.) Read it in three steps:
 #
 # 1. **In which phase is the peak?** Only its half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
-# 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound, and two techniques
-#    that work on the same part do not add up.
+# 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound (another
+#    moment may then be the highest), and two techniques that work on the same part do not add up.
 #
 # Do micro-batches or checkpoints come first? Micro-batches cost little time where a row keeps the card busy, and
-# checkpoints cost a forward always. With short rows it is the other way round, and with one row there is nothing left to
+# checkpoints always cost a forward. With short rows it is the other way round, and with one row there is nothing left to
 # cut. Two claims give rules for it:
 
 # %%
@@ -637,9 +640,9 @@ claims.show("C57", "C58")
 # ●●○ · 4 minutes · trains: choosing by the parts of the peak, the cheapest first
 #
 # Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
-# `rows` rows. From the cheapest on, the techniques are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
-# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart says what each can take away. Of
-# temporaries, count all for micro-batches in forward and backward, and none for checkpointing.
+# `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
+# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart marks the parts that each can take away:
+# count them whole. Of temporaries, count all for micro-batches in forward and backward, and none for checkpointing.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -695,8 +698,8 @@ for name, option in options.items():
 # - **Predict your own module**: `predict(module, batch=, loss=)`. Then measure one step.
 # - **Spend what is left**: unused memory is time given away.
 #
-# That is the course so far. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has every
-# claim that these lessons put to the test.
+# Lesson 07 is about mixed precision. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has
+# every claim that these lessons put to the test.
 
 # %% [markdown]
 # ## More practice
