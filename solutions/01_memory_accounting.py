@@ -48,7 +48,7 @@ from gradmem_lib.course import claims, models, texts
 #
 # Everything else is **temporary**: made by one operation, gone a few operations later. It still counts at the peak.
 #
-# We start with a small Llama of 4 blocks. `foreach=False` makes AdamW update one parameter after the other.
+# We start with lesson 00's tiny Llama. `foreach=False` makes AdamW update one parameter after the other.
 
 # %%
 model = models.tiny_llama()
@@ -81,10 +81,10 @@ with MemoryTracker(model, optimizer, title="a tiny Llama's first two steps") as 
     step(model, optimizer, ids)
 
 # %% [markdown]
-# Look at the picture from left to right. The parameters are there from the start. Activations pile up in forward. In
-# backward they go, while gradients grow in their place. The optimizer's states appear *inside* the first `step()` and
-# never leave. So the second step starts from a higher floor: **a run that survives its first step can still fail in its
-# second.** The next cell takes the most bytes of each category over both steps.
+# The parameters are there from the start. Activations pile up in forward. In backward they go, while gradients grow in
+# their place. The optimizer's states appear *inside* the first `step()` and never leave. So the second step starts
+# from a higher floor: **a run that survives its first step can still fail in its second.** The next cell takes the
+# most bytes of each category over both steps.
 
 
 # %%
@@ -150,8 +150,8 @@ resident_bytes = check("1.1", resident_bytes)
 print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# The two agree to the byte. Two claims of our source documents are about these bytes. (`LEDGER.md` lists every claim by
-# its number, with all figures found.)
+# The two agree to the byte. The course tests what five documents claim. Two claims are about these bytes: click to
+# open them. (`LEDGER.md` lists all claims, with all figures found.)
 
 # %%
 claims.show("C02", "C03")
@@ -175,7 +175,7 @@ guess_b = predict_first(
 )
 
 # %% [markdown]
-# Watch the plot while this runs. Where is the highest point, and what is it made of?
+# Where is the plot's highest point, and what is it made of?
 
 # %%
 with MemoryTracker(smol, smol_optimizer, title="SmolLM2, two training steps") as tracker:
@@ -199,12 +199,12 @@ print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 #    gradient, as large as the embedding;
 # 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
 #
-# A band of temporaries, 108 MiB high like the output layer's weight, lies under the whole of backward. It is the
-# gradient of the output layer. In SmolLM2 this layer *is* the embedding table (two names, one tensor), so its gradient
-# waits for the embedding's, and the two are added at the end.
+# A band of temporaries, 108 MiB high like the output layer's weight, runs through all of backward: the gradient of the
+# output layer. In SmolLM2 this layer *is* the embedding table (tied), so its gradient waits for the embedding's. At
+# the end their sum is a third tensor of that size.
 #
-# Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints in which phase the peak
-# is, its bytes, and the most bytes of gradients and of activations:
+# Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints the peak's phase and
+# bytes, and the most bytes of gradients and activations:
 
 # %%
 for batch, seq_len in [(1, 16), (2, 64), (2, 128), (8, 128), (8, 256)]:
@@ -242,7 +242,7 @@ for holder in tracker.largest_at_peak(4):
 # - the **gradient with respect to it**;
 # - the **gradient of the logits**, which is computed from both.
 #
-# Here each has 8 × 256 × 8192 numbers of 4 bytes. How much is that for SmolLM2 and 8 × 1024 tokens?
+# Here each has 8 × 256 × 8192 numbers of 4 bytes. How much are all three for SmolLM2 and 8 × 1024 tokens?
 
 # %%
 spike = 3 * 4 * 8 * 1024 * smol.config.vocab_size  # 3 tensors of 4-byte numbers
@@ -255,8 +255,9 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 # ## 4 · What autograd really saves
 #
 # A claim: *a network of five modules (Linear, ReLU, Linear, ReLU, Linear) stores five intermediate tensors for
-# backward.* Whenever autograd saves a tensor, it can call a function of yours, a *hook* (and another one when backward
-# needs the tensor). A *storage* is the block of memory behind one or more tensors.
+# backward.* Whenever autograd saves a tensor, it can call a function of yours, a *hook* (and a second hook to give
+# backward the tensor). A *storage* is the block of memory behind one or more tensors. The cells below list what is
+# saved.
 
 # %%
 guess_c = predict_first(
@@ -290,9 +291,9 @@ guess_c.reveal(measured=len(storages))
 claims.show("C05", "C06")
 
 # %% [markdown]
-# There are three: the data and each ReLU's output. Why so few? The backward of `Linear` needs its *input*, not its
-# output. The backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one
-# storage, two users. **Count storages, not tensors and not layers.**
+# There are three: the data and each ReLU's output. The backward of `Linear` needs its *input*, not its output. The
+# backward of `ReLU` needs its *output*, and the next `Linear` saves the same tensor as its input: one storage, two
+# users. **Count storages, not tensors and not layers.**
 #
 # Why are only two of the three weights saved? A `Linear` needs its weight for the gradient of its *input*. The
 # input of the first `Linear` is the data, which needs no gradient.
@@ -376,8 +377,8 @@ items = accounting.block_activations(tiny, 2, 128, precision="float32")
 guess_d.reveal(formula=sum(items.values()), measured=one_block(128))
 
 # %% [markdown]
-# The sum is right to the byte. Notice what is *not* in the table: the attention scores. Fused attention never keeps
-# that square of sequence × sequence. It computes the square again in backward, tile by tile. Eager attention keeps it:
+# The sum is right to the byte. The attention scores, a square of sequence × sequence, are *not* in the table. Fused
+# attention computes them again in backward, tile by tile. *Eager* attention, one operation after the other, keeps it:
 
 # %%
 for seq_len in (64, 128, 256, 512):
@@ -389,8 +390,8 @@ claims.show("C37", "C38", "C52")
 
 # %% [markdown]
 # With fused attention, twice the sequence takes twice the bytes. With eager attention it takes more, because the
-# softmax of all scores grows with the square. In the claims the scores dominate. **Advice about attention memory has an
-# age.** With fused attention the largest tensors of a block are in the MLP.
+# softmax of all scores grows with the square. The claims count eager attention, where scores dominate. **Advice about
+# attention memory gets old.** With fused attention the largest tensors of a block are in the MLP.
 #
 # Other blocks have other rows. `LayerNorm` keeps its input, and a mean and 1/std for each token. `GELU` keeps its
 # input. Dropout keeps a mask as large as its input (on the CPU in float32, on CUDA a byte for each number).
@@ -448,8 +449,8 @@ print(f"your table {sum(gpt2_block(2, 128, 256, 8).values()):,} bytes")
 print(f"the block  {saved_bytes(block, x):,} bytes")
 
 # %% [markdown]
-# Your table is right to the byte. (By default, transformers' GPT-2 computes GELU in several operations, and saves five
-# tensors of the MLP's width, not two.)
+# Your table is right to the byte. (GPT-2's default GELU takes several operations, and saves five tensors of the MLP's
+# width, not two.)
 #
 # ## 6 · Precision recipes
 #
@@ -490,12 +491,12 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents, and takes only a little off the activations: most of what is left are logits, and the loss
-# works on those in float32. Autocast halves *nothing* of the residents, while its
-# activations *grow*. What the blocks save shrinks, but autocast keeps bf16 copies of all weights through forward
-# and backward. With a small batch the copies cost more than the blocks save.
+# Pure bf16 halves the residents, and takes only a little off the activations: most of what is left is logits, and the
+# loss works on them in float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the
+# blocks save shrinks, but autocast keeps bf16 copies of all weights through forward and backward. With a small batch
+# the copies add more than the blocks lose.
 #
-# Now take a 7B model. The best-known table of our sources says 14 + 14 + 56 GB plus activations, "in FP16". Which
+# Now take a 7B model. The best-known table of the documents says 14 + 14 + 56 GB plus activations, "in FP16". Which
 # recipe is that?
 
 # %%
@@ -509,11 +510,13 @@ for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
 claims.show("C01", "C33", "C32", "C36")
 
 # %% [markdown]
+# None of the four: the document's table has 16-bit weights and gradients, and float32 moments. (The master copy counts
+# as optimizer.)
+#
 # ## 7 · Three steps under a budget
 #
 # A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
-# `BudgetExceeded`, and says who holds what. The next cell has the usual training loop. The loop holds something that it
-# does not need.
+# `BudgetExceeded`, and says who holds what. The usual training loop below holds something that it does not need.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -585,8 +588,8 @@ train = check("1.6", train)
 #
 # - **Residents**: 16 bytes a parameter in float32 *and* in autocast, 8 in pure bf16, 16 with a float32 master copy.
 # - **The peak is a moment.** With few tokens it is in the optimizer's step, with many at the loss.
-# - **Autograd saves what backward needs**, storage by storage. For a Llama block that is about 10 T·h + 4 T·f numbers,
-#   and no scores, if attention is fused.
+# - **Autograd saves what backward needs**, storage by storage. For a Llama block with fused attention that is about 10
+#   T·h + 4 T·f numbers.
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
