@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 07 · Mixed precision
 #
-# *50 minutes. You need: lesson 01, and lessons 02 and 03 by name.*
+# *50 minutes. You need: lesson 01, and the terms of lessons 02 and 03.*
 #
 # "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
 # gradients, updates and sums, and build the repairs. After it you can
@@ -173,8 +173,8 @@ for rate in (1e-4, 1e-6, 1e-5):
 guess_b.reveal(measured=round(share, 1))
 
 # %% [markdown]
-# AdamW's first step is about one learning rate for every weight. Most weights were rounded back. Sums suffer too. Add
-# 1.0 a thousand times:
+# AdamW's first step is about one learning rate for every weight. Only weights near 0 moved, where gaps are small.
+# Sums suffer too. Add 1.0 a thousand times:
 
 # %%
 del model, p, copy
@@ -184,7 +184,7 @@ for _ in range(1000):
 print("a thousand times 1.0 in bf16:", total.item())
 
 # %% [markdown]
-# From 256 to 512 a gap is 2, so 256 + 1 is rounded back to 256. Accumulating micro-batches is such a sum, since
+# From 256 to 512 a gap is 2, so 256 + 1, halfway, is rounded back to 256. Accumulating micro-batches is such a sum, since
 # gradients of bf16 weights are bf16. You now repair the sum, then the update in two ways.
 #
 # ### Exercise 7.2 · float32 sums of bf16 gradients
@@ -202,7 +202,7 @@ print("a thousand times 1.0 in bf16:", total.item())
 # <details><summary>Hint 2: which sum</summary>
 #
 # A function that is made in a loop sees the loop's last value. A default argument, `lambda p, total=total: …`, keeps
-# today's.
+# its own.
 #
 # </details></details>
 
@@ -275,8 +275,8 @@ master_step = check("7.4", master_step)
 #
 # <details><summary>Hint 2: the carry</summary>
 #
-# Add a random integer from 0 to 2¹⁶ − 1: it carries into the upper half as often as the lower half is large. Then clear
-# the lower half, `& -(1 << 16)`, and view it as `torch.float32`.
+# Add a random integer from 0 to 2¹⁶ − 1: the larger the lower half is, the more often it carries into the upper half.
+# Then clear the lower half, `& -(1 << 16)`, and view it as `torch.float32`.
 #
 # <details><summary>Hint 3: the random integers</summary>
 #
@@ -308,7 +308,7 @@ for _ in range(100):
 print(f"nearest {nearest.float().mean():.2f}   by chance {chance.float().mean():.2f}")
 
 # %% [markdown]
-# Only chance arrives. The course's recipes have both repairs: `precision="float32-master"`, and
+# Only rounding by chance arrives. The course's recipes have both repairs: `precision="float32-master"`, and
 # `optimizer="adamw-stochastic"` with `precision="bf16"`, which also rounds AdamW's moments by chance, so v no longer
 # stalls.
 #
@@ -354,7 +354,7 @@ def scaled_step(optimizer, scale, good, patience):
 scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
-# PyTorch and the course have this as an object. Watch PyTorch's begin with too large a scale:
+# PyTorch and the course have a `GradScaler`. Watch PyTorch's begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -378,9 +378,8 @@ for number in range(1, 5):
 #
 # ## 5 · Six recipes on SmolLM2
 #
-# This takes some minutes. Every recipe starts from the same weights, sees the same
-# rows in the same order, and has the learning rate 1e-5. The bytes are predicted for this batch. "Held out" is the loss
-# on rows that no recipe trains on.
+# This takes some minutes. Every recipe starts from the same weights, sees the same rows in the same order, and has the
+# learning rate 1e-5. The bytes are predicted for this batch. "Held out" is the loss on rows that no recipe trains on.
 
 # %%
 recipes = {
@@ -419,8 +418,8 @@ for name, recipe in recipes.items():
 # all of bf16.
 #
 # Then the losses. Autocast should follow float32 closely. Of the three that train bf16 weights, which held-out loss is
-# nearest to float32's? Eight updates are few, and the updates that all of bf16 loses add up over thousands. (This
-# notebook is stored with runs of one short update. Yours made eight.)
+# nearest to float32's? Eight updates are few, and the updates that all of bf16 loses add up over thousands. (The
+# stored notebook made one short update, yours eight.)
 #
 # ## 6 · What it saves, and from which batch on
 #
@@ -480,7 +479,7 @@ def features(model, x):
 features = check("7.6", features)
 
 # %% [markdown]
-# The cache has a trap. What if a weight changes inside the block, as in a loop that stands in *one* `with`?
+# The cache has a trap. What if a weight changes inside the block, as in a loop within *one* `with`?
 
 # %%
 layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
@@ -511,7 +510,7 @@ for loaded in (torch.float32, torch.bfloat16):
 #   wraps the model's forward in autocast.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* in an evaluation outside of training, and leaves them bf16. Save first.
-# - The dtype in which a model is **loaded** decides over weights, gradients and states.
+# - A model's weights, gradients and states have the dtype in which it is **loaded**.
 #
 # Two claims of our sources:
 
