@@ -35,8 +35,8 @@ from gradmem_lib.course import claims, models, quiet_arguments, runs, texts
 # ## 1 · The task
 #
 # SmolLM2-135M writes English. You will train it to write *Python's language reference*: sixteen updates, of 8 rows of
-# 128 tokens each. Another 16 rows are from topics that it never trains on. (The stored notebook made one update, and a
-# shorter one. Its times and losses depend on that, and no peak in MiB does.)
+# 128 tokens each. Another 16 rows are from topics that it never trains on. (The stored notebook makes one update and
+# evaluates one row, so its times and losses say little. Its peaks are those of the full runs.)
 
 # %%
 model, tokenizer = models.smollm2()
@@ -57,7 +57,7 @@ guess_a = predict_first("5.a", "the naive run's peak?")
 
 # %% [markdown]
 # Your card has **0.8 GiB**. A `Recipe` holds every decision about memory, and `make_trainer` makes a `Trainer` that
-# follows it. `Recipe()` is the naive run:
+# follows it. `Recipe()` is the naive run. Does it fit?
 
 # %%
 BUDGET = "0.8 GiB"
@@ -72,8 +72,8 @@ except BudgetExceeded as error:
 #
 # ## 3 · Where the bytes are
 #
-# Measure the naive run without a budget. `runs.train` loads SmolLM2 and trains it through `make_trainer`. `bar`
-# compares the last step's peak with what `predict` says without running anything, and draws it:
+# Measure the naive run without a budget. `runs.train` loads SmolLM2 and trains it through `make_trainer`. `bar` draws
+# the last step's peak, and compares it with what `predict` says without running anything:
 
 # %%
 chart = Waterfall(budget=BUDGET, title="SmolLM2-135M, 8 × 128 tokens an update")
@@ -103,7 +103,7 @@ bar("naive", {}, run=naive)
 guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 
 # %% [markdown]
-# The prediction leaves out nothing but the data set's token ids, here and below.
+# The prediction leaves out nothing but token ids, here and below.
 #
 # ## 4 · Which first?
 #
@@ -124,11 +124,11 @@ for changes in ({}, cut, rerun):
 
 # %% [markdown]
 # The naive peak is at the *beginning* of backward, where no gradient exists. Accumulation keeps 513 MiB of gradients of
-# earlier micro-batches. Checkpoints move the peak to the *end* of backward, where all gradients are there as well.
+# earlier micro-batches. Checkpoints move the peak to the *end* of backward, where all gradients exist.
 #
-# Neither changes weights, gradients and states, so add those up first. In float32, weights and gradients alone are more
-# than the card. In bf16 they are 513 MiB, and AdamW's states as much again. The order of the two techniques matters
-# only for the rest of the peak:
+# Neither makes weights, gradients or states smaller, so add those up first. In float32, weights and gradients alone are
+# more than the card. In bf16 they are 513 MiB, and AdamW's states as much again. The order of the two techniques
+# matters only for the rest of the peak:
 
 # %%
 claims.show("C57", "C58")
@@ -262,8 +262,8 @@ for dtype in (torch.float32, torch.bfloat16):
         print(f"loaded in {dtype}, bf16={flag}: {memory.by_step[2].total:,}")
 
 # %% [markdown]
-# The last two lines are equal. transformers loads a checkpoint in the dtype in which it was saved, which is mostly
-# bf16. Then weights, gradients *and* AdamW's states are bf16, whatever the flag says. But an update much smaller than
+# The last two lines are equal. transformers loads a model in the dtype in which it was saved, mostly bf16.
+# Then weights, gradients *and* AdamW's states are bf16, whatever the flag says. But in bf16 an update much smaller than
 # 1/256 of its weight is rounded away. (Exercise 5.5, at the end, keeps all three in float32.)
 #
 # To halve everything, train in bf16 throughout, and accept the rounded updates:
@@ -276,8 +276,7 @@ bar("+ all in bf16", recipe)
 # ## 8 · The optimizer
 #
 # The longest part of the bar is AdamW's states. **8-bit AdamW** keeps the same two moments in one byte a number: one of
-# 256 steps on a scale that a block of neighbours shares. The states are half of what they are in bf16, and rounded.
-# Lesson 09 shows how.
+# 256 values, times a scale that a block of neighbours shares. These states are half as large as in bf16, and rounded.
 #
 # **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment: almost no states.
 # Which of the two has the lower peak?
@@ -292,7 +291,7 @@ bar("or: Adafactor", recipe | {"optimizer": "adafactor"}, aside=True)
 # %% [markdown]
 # Adafactor's peak is the higher one, and *in the optimizer's step*: transformers' Adafactor makes float32 copies of a
 # tensor while it updates it, and the embedding is a fifth of this model. PyTorch's Adafactor makes one copy, in the
-# weights' dtype:
+# weights' dtype. Here it makes all updates, without checkpoints, under the budget:
 
 # %%
 every_weight = cut | {"precision": "bf16", "optimizer": "adafactor-torch"}
@@ -301,27 +300,28 @@ full = runs.train(Recipe(**every_weight), training, **longer)
 bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
-# **The run fits**, with every weight trained. (Checkpoints would lower this peak by less than one MiB.) An optimizer's
-# memory is its states *and* what its step does.
+# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, less than one
+# MiB lower.) An optimizer's memory is its states *and* what its step does.
 #
 # A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. The learning
-# rate is relative to the typical size of a tensor's weights (T5 was fine-tuned with 0.001, not 0.01). And `eps` is
-# 1/128 for bf16, larger than almost every gradient: nothing is normalized. A recipe sets `1e-16`.
+# rate, 0.01, is relative to the typical size of a tensor's weights: T5 was fine-tuned with 0.001. And `eps`, 1/128 for
+# bf16, is larger than almost every gradient, so nothing is normalized: a recipe sets `1e-16`.
 #
-# **A step in backward** goes lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
-# the gradient at once. `Trainer` can do this: give it transformers' `LayerWiseDummyOptimizer`, whose `step()` does
-# nothing. The price: no gradient is left to accumulate or to clip. Exercise 5.9, at the end, does it.
+# **A step in backward** can go lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
+# the gradient at once. In exercise 5.9, at the end, `Trainer` does this with transformers' `LayerWiseDummyOptimizer`,
+# whose `step()` does nothing. The price: no gradient is left to accumulate or to clip.
 #
 # ## 9 · LoRA
 #
-# The next idea is to train fewer weights. LoRA (low-rank adaptation) freezes a linear layer's matrix W and adds two
+# Next, train fewer weights. LoRA (low-rank adaptation) freezes a linear layer's matrix W and adds two
 # thin ones, **A** and **B**:
 #
 # $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
 #
 # A maps the input to r numbers, and B maps these to the output. r is the **rank**, and **alpha** sets how much the
 # addition counts (`LoRALinear` takes 2 r by default). A starts random and B at zero, so the model begins as it was.
-# Only A and B are trained: what is frozen needs no gradient and no state. Here every linear layer gets rank 16:
+# Only A and B are trained: what is frozen needs no gradient and no state. Here every linear layer but the output's
+# gets rank 16:
 
 # %%
 recipe |= {"lora_rank": 16}
@@ -339,8 +339,8 @@ bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
 # peak or it is not.
 #
 # The longest part now is the frozen weights. In **4 bits** (QLoRA) each is one of 16 values, times a scale that its
-# block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and thrown away again. Lesson 06
-# needs this for a 7B, and lesson 09 shows how.
+# block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and freed again. Lesson 06
+# needs this for a 7B.
 
 # %% [markdown]
 # ### Exercise 5.6 · adapters with something to train
@@ -387,16 +387,16 @@ add_adapters = check("5.6", add_adapters)
 # ## 10 · The loss in chunks, and room to spend
 #
 # The temporaries of LoRA's bar are two tables of the logits' gradients, 49,152 float32 numbers a token each. A third
-# table is among the activations: the loss keeps it for backward. `chunked_loss` takes 128 tokens at a time (here a
-# whole row), and needs only two tables:
+# table is among the activations: the loss keeps it for backward. `chunked_loss` computes gradients in forward already,
+# for 128 tokens at a time (here a whole row), and needs only two tables:
 
 # %%
 recipe |= {"chunked_loss": True}
 bar("+ loss in chunks", recipe)
 
 # %% [markdown]
-# Now logits do not grow with the micro-batch, and more than half of the card is free. Unused memory can buy time. The
-# card has 819 MiB. What fits without checkpoints?
+# Now logits do not grow with the micro-batch, and more than half of the card's 819 MiB is free. Unused memory can buy
+# time. What fits without checkpoints?
 
 # %%
 recipe |= {"checkpointing": None}
@@ -408,7 +408,7 @@ for rows in (1, 4, 8):
 
 # %% [markdown]
 # Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice. This recipe
-# now makes all its updates, **under the budget**:
+# makes all its updates, **under the budget**:
 
 # %%
 recipe |= {"accumulation": 2}
@@ -419,12 +419,12 @@ bar("2 × 4, no checkpoints", recipe, run=final)
 print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 
 # %% [markdown]
-# In our record this run makes 1.86 times the naive run's tokens a second.
+# In our record of the full runs, this one makes 1.86 times the naive run's tokens a second.
 #
 # ## 11 · Did it learn the same?
 #
-# The loss on the held-out rows decides that. But an evaluation has to fit the card as well. Once you have written one,
-# the next cell evaluates the runs.
+# The loss on the held-out rows decides that. But an evaluation has to fit the card as well, so write it
+# first.
 
 # %% [markdown]
 # ### Exercise 5.7 · an evaluation within the card
@@ -482,7 +482,7 @@ for name, model in trained.items():
 #
 # ### Keep it
 #
-# Written into the weights, adapters leave an ordinary model, which anyone can load:
+# Adapters merged into the weights leave an ordinary model, which anyone can load:
 
 # %%
 from tempfile import TemporaryDirectory
@@ -542,8 +542,8 @@ with TemporaryDirectory() as folder:
 print("the same as without a stop, to the bit:", same(through.model, resumed.model))
 
 # %% [markdown]
-# A checkpoint holds weights, optimizer's states, schedule, place in the data and random state.
-# `save_strategy="steps", save_steps=100` saves one now and then.
+# A saved run holds weights, optimizer's states, schedule, place in the data and random state.
+# `save_strategy="steps", save_steps=100` makes one every 100 steps.
 #
 # ## 12 · What you can now do
 #
@@ -564,10 +564,10 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # ●○○ · 5 minutes · optional · trains: rows, accumulation and GPUs, and what must not change with them
 #
-# Someone trained with these `TrainingArguments` on several GPUs. Your one card takes at most `fits` rows at a time.
-# Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card, as few
-# micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the other
-# fields count micro-batches?
+# Someone trained with `arguments`, a dict of `TrainingArguments`, on several GPUs. Your one card takes at most `fits`
+# rows at a time. Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card,
+# as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the
+# other fields count micro-batches?
 #
 # <details><summary>Hint 1: the global batch</summary>
 #
@@ -683,7 +683,7 @@ train_and_log = check("5.4", train_and_log)
 #
 # ●●○ · 6 minutes · optional · trains: knowing where autocast ends and a model's own dtype begins
 #
-# `model` comes from a checkpoint in bf16. Write `train_mixed(model, batches, lr)`: one AdamW update for each batch, on
+# `model` was saved in bf16. Write `train_mixed(model, batches, lr)`: one AdamW update for each batch, on
 # this very model, with matrices multiplied in bf16 and all else (weights, gradients, states) in float32. At the
 # learning rate of 1e-5, about six weights in seven would not move in bf16.
 #
