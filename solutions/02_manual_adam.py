@@ -20,7 +20,7 @@
 #
 # - write Adam and AdamW from memory, and say what each line is for;
 # - say where the 8 bytes a parameter come from, and *when* they appear;
-# - tell why Adam's moments stall in bf16, with exact numbers;
+# - explain why Adam's moments stall in bf16, with exact numbers;
 # - write a step that needs one temporary, and name PyTorch's variant that needs a copy of the model.
 
 # %%
@@ -114,7 +114,7 @@ def train(rule, steps=60, **settings):
 
 
 # %% [markdown]
-# SGD now runs in both places. First look at its path in the valley. Section 3 compares the losses on the text.
+# SGD now runs in both places. Here is its path in the valley. Section 3 compares the losses.
 
 # %%
 paths = {"SGD": descend(sgd, lr=0.06)}
@@ -236,9 +236,9 @@ first = (paths["second moment"][1] - paths["second moment"][0]).abs()
 guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1, 3))
 
 # %% [markdown]
-# The path runs **diagonally**: the steep direction and the flat one are equally fast now. But the first step is far too
-# long in both. The small Llama makes the same long step, and its loss jumps up before it comes down. The reason is not
-# a large gradient but a small v, which began at zero and needs many steps to fill up.
+# The path runs **diagonally**: the steep direction and the flat one are equally fast now. But the first step is far
+# too long in both. The small Llama's first steps are too long, too, and its loss soon jumps above its start. The
+# reason is not a large gradient but a small v, which fills up slowly from zero.
 #
 # ## 4 · Bias correction, and Adam
 #
@@ -248,9 +248,10 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # $$\hat m = \frac{m}{1 - \beta_1^t} \qquad \hat v = \frac{v}{1 - \beta_2^t} \qquad
 # p \leftarrow p - \text{lr} \cdot \frac{\hat m}{\sqrt{\hat v} + \epsilon}$$
 #
-# with t = 1 in the first step. Momentum, second moment and bias correction together are Adam (Kingma and Ba 2015).
+# with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
+# (Kingma and Ba 2015).
 #
-# How long do the two averages remember? The last lines of the next claim say it, for PyTorch's usual β₁ and β₂:
+# How long do the two averages remember? Click the next claim: its last line says it, for PyTorch's usual β₁ and β₂.
 
 # %%
 claims.show("C04")
@@ -352,9 +353,9 @@ show_paths(valley, both, title="a strong decay pulls to zero", marks=marks)
 show_losses(curves, title="the small Llama, all five rules", smooth=5)
 
 # %% [markdown]
-# In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops short of the minimum, where
-# the pull towards zero and the pull of the gradient are equal. On the text the decay is small and sixty steps are few:
-# Adam and AdamW run side by side, below the other three.
+# In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops before the minimum, as
+# soon as the pull towards zero equals the pull of the gradient. On the text the decay is small and sixty steps are
+# few: Adam and AdamW run side by side, mostly below the others.
 #
 # ## 6 · Watch the bytes appear
 #
@@ -409,14 +410,14 @@ for name, kept in theirs.state[p].items():
 # numbers from 1 to 2, then 128 from 2 to 4 with gaps twice as wide, and 128 from 1/2 to 1 with gaps half as wide. If
 # you add less than half a gap, the sum is rounded back to the old number.
 #
-# Now think of v. Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Which v still
-# notice such an addition?
+# Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. Up to which v does such an
+# addition count?
 
 # %%
 guess_c = predict_first("2.c", "What percentage of 1 does v reach in bf16?", unit="%")
 
 # %% [markdown]
-# Follow v for 10,000 steps: 2,000 with a gradient of 1, then 8,000 with a gradient of 0.01.
+# Follow v for 10,000 steps: 2,000 with a gradient of 1, then 8,000 with 0.01.
 
 # %%
 gradients = [1.0] * 2000 + [0.01] * 8000
@@ -440,10 +441,10 @@ for step in (100, 400, 500, 2000, 4000, 10000):
 guess_c.reveal(measured=100 * max(runs[1]))
 
 # %% [markdown]
-# In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, which is more than 0.001. What follows is
-# worse. After step 2000 gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does:
-# at the end a steady gradient of 0.01 moves a weight by $0.01 / \sqrt{0.5} = 0.014$ lr, in float32 by
-# $0.01 / \sqrt{0.000389} = 0.5$ lr.
+# In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, more than 0.001. After step 2000
+# gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does: at the end a steady
+# gradient of 0.01 moves a weight by $0.01 / \sqrt{0.5} = 0.014$ lr in bf16, and in float32 by $0.01 / \sqrt{0.000389}
+# = 0.5$ lr.
 #
 # Why is v in bf16 *above* float32's in the first 500 steps, and at the end? Each step should first take something away:
 # `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
@@ -455,11 +456,11 @@ for beta2 in (0.999, 0.95):
     print(f"v * {beta2:<5} is smaller than v for {smaller} of the 128 numbers")
 
 # %% [markdown]
-# With 0.999 none does: `v.mul_(0.999)` gives back v. So v takes every addition in full until the
-# additions stop counting, and it never falls. The steps stay too short, training stalls, and no error is raised.
+# With 0.999 none does: `v.mul_(0.999)` gives back v. So v takes every addition, rounded to whole gaps, until the
+# additions stop counting. It never falls. The steps stay too short, training stalls, and no error is raised.
 #
-# Another variant stalls elsewhere, for the same reason. `fused=True`, the default of Hugging Face's `Trainer`,
-# computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
+# PyTorch's `fused=True`, one kernel for the whole step and the default of Hugging Face's `Trainer`, stalls elsewhere.
+# It computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
 
 # %%
 p = nn.Parameter(torch.zeros(1, dtype=bf16))
@@ -472,7 +473,7 @@ print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 
 # %% [markdown]
 # What the fused kernel adds gets smaller as v rises: at 0.25 it is 0.001 · (1 − 0.25) = 0.00075, and half a gap is
-# 0.00098. So its v stops at half of what the plain loop reaches, and it never falls either. What to do:
+# 0.00098. So its v stops at half of what v reached above, and never falls either. What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
 # - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap, and v follows the gradients up and down, as
@@ -482,11 +483,11 @@ print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 # ## 8 · What the step itself needs
 #
 # States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. PyTorch has
-# three variants of AdamW for the same formula:
+# three variants of AdamW for the same formula. The next cells measure them, and yours:
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
-# - `fused`, one kernel for everything.
+# - `fused`, the one kernel.
 
 # %%
 guess_d = predict_first(
@@ -575,18 +576,18 @@ yours = on_top(ByHand, rule=frugal_adamw, **by_hand)
 print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 
 # %% [markdown]
-# `gradmem_lib.AdamW` has the lines that you wrote. It also checks its settings, and its `state_dict` has PyTorch's
-# names: each of the two can continue from the other's. Read it in `gradmem_lib/techniques/adam.py`.
+# `gradmem_lib.AdamW` has the lines that you wrote. It also checks its settings. Its `state_dict` has PyTorch's names,
+# so either optimizer can continue from the other's. Read it in `gradmem_lib/techniques/adam.py`.
 #
 # ## 9 · What you can now do
 #
-# - **Adam** is two moving averages and two divisions. m gives the direction, v the length, and the corrections make up
-#   for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
+# - **Adam** is two moving averages, corrected, and one division. m gives the direction, v the length, and the
+#   correction makes up for the start at zero. The **W** shrinks p itself and leaves the gradient alone.
 # - **States** appear in the first `step()`, two numbers a parameter in the parameter's dtype: 8 bytes in float32, 4 in
 #   bf16.
 # - **bf16 moments stall**: below half a gap nothing changes, and with β₂ = 0.999 v can rise but never fall.
-# - **A step's temporaries**: none (`fused`), one of the largest parameter (yours), two (PyTorch's loop), a whole model
-#   (`foreach`).
+# - **A step's temporaries**: none (`fused`), one copy of the largest parameter (yours), two (PyTorch's loop), a whole
+#   model (`foreach`).
 #
 # Lesson 03 is about batches that do not fit. It accumulates gradients, and shows how the loss goes wrong on the way.
 #
