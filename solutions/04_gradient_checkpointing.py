@@ -153,8 +153,8 @@ print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 #
 # ## 2 · Random numbers
 #
-# What if a layer that runs twice has *dropout*? The next two cells compare the gradients of trained weights: with your
-# checkpoint and with PyTorch's, against those without one.
+# What if a layer that runs twice has *dropout*? The next two cells compare the weights' gradients under your checkpoint,
+# and under PyTorch's, with those under none.
 
 
 # %%
@@ -181,7 +181,7 @@ print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}
 # %% [markdown]
 # Your second run drops other values. Backward then computes the gradient of a network that never ran. It is off by a
 # tenth, and nothing warns you. PyTorch's checkpoint notes the state of the random number generator before the first
-# run (and whether autocast is on), and runs again from that state. Exercise 4.2, at the end, teaches yours to do so.
+# run (and whether autocast is on), and runs again from that state. Yours will do so in exercise 4.2.
 #
 # ## 3 · PyTorch's own
 #
@@ -211,7 +211,7 @@ claims.show("C42")
 # kept. But when backward reaches such a **segment**, all its k layers are in memory at once.
 #
 # `checkpoint_layers(net, every=3)` makes segments of three. `record_schedule` watches a real step: in its picture,
-# layers go from bottom to top, and time goes from left to right.
+# layers go from bottom to top, and time from left to right.
 
 # %%
 from gradmem_lib import explore_schedule, record_schedule, show_schedule
@@ -414,7 +414,7 @@ guess_c.reveal(
 # ## 7 · Beyond √n: long segments first
 #
 # The *first* segment runs again last, when all other boundaries are gone. The last segment runs again first, when all
-# boundaries are still there. So why should the two be equally long?
+# boundaries are still there. So why should the two be equally long? `"best"` made the first ones longer.
 #
 # Fix a limit P for the peak, and fill it. The first segment may have P/a layers. Each segment after it finds one
 # boundary more, and must be x/a layers shorter. So the lengths fall in a straight line from P/a to 0, over P/x segments.
@@ -428,9 +428,9 @@ guess_c.reveal(
 explore_schedule(depth=16, ratio=5, schedule="best segments")
 
 # %% [markdown]
-# The last segment is *not* run again, because its backward begins at once. `checkpoint_layers` keeps the last segment of
-# a list, so `[64]` is no checkpoint at all. The next cell measures four ways on 64 layers with a = 5 x. It counts how
-# often a layer is called beyond the 64 calls of a forward:
+# Here the last segment is *not* run again: its backward begins at once. `checkpoint_layers` keeps the last segment of a
+# list (not of `every=3`), so `[64]` is no checkpoint at all. The next cell measures four ways on 64 layers with a = 5 x,
+# and counts calls of layers beyond the 64 of a forward:
 
 # %%
 from gradmem_lib import best_segments, extra_forwards
@@ -525,11 +525,13 @@ with MemoryTracker(stack, budget=card, title="64 layers and their logits"):
     train_step(stack, start)
 
 # %% [markdown]
+# Each tooth almost fills the card.
+#
 # ## 8 · What it costs
 #
-# Many texts say "one extra forward, 33 % more work". The 33 % assume that backward costs two forwards: one for the
-# gradients of the inputs, one for those of the weights. With frozen weights (LoRA, a tuned prompt) there is no second
-# one. The next cell counts floating-point operations:
+# Many texts say "one extra forward, 33 % more work". This assumes that backward costs two forwards: one for the
+# gradients of the inputs, one for those of the weights. With frozen weights there is no second one.
+# The next cell counts floating-point operations:
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -551,7 +553,7 @@ for every in (1, 4, 32):
 # it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
 # of each segment.
 #
-# Work is not time. The last claim below quotes times of one machine. Measure on yours.
+# Work is not time. The last two claims below quote times of one machine. Measure on yours.
 
 # %%
 claims.show("C20", "C39", "C41", "C15")
@@ -579,7 +581,7 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little as well: with 4 layers,
+# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers,
 # one segment is a quarter. Frozen layers below the first trained one keep nothing. A claim of lesson 03
 # is about checkpoints too:
 
