@@ -21,6 +21,8 @@ RIGHT["0.1"] = {
 WRONG["0.1"] = {
     "8 bytes": (lambda shape, size: math.prod(shape) * 8, r"`bytes_per_element` has no effect"),
     "first side": (lambda shape, size: shape[0] * size, "any number of sides"),
+    "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "last side alone"),
+    "all but the first": (lambda shape, size: math.prod(shape[1:]) * size, "first side is left out"),
     "max": (lambda shape, size: max(shape) * size, r"shape|sides"),
     "square": (lambda shape, size: math.prod(shape) * size**2, r"twice the `bytes_per_element`|too large"),
     "kilobytes": (lambda shape, size: math.prod(shape) * size / 1024, r"1024 times too small|fraction"),

@@ -32,10 +32,6 @@ def _product_from_zero(shape, bytes_per_element):
     return total * bytes_per_element
 
 
-def _last_side_only(shape, bytes_per_element):
-    return (shape[-1] if shape else 1) * bytes_per_element
-
-
 def _two_sides(shape, bytes_per_element):
     return shape[0] * shape[1] * bytes_per_element
 
@@ -46,6 +42,11 @@ def _explain(got, expected):
         return "a side of 0 leaves no elements: a tensor of shape (0, 5) takes no bytes."
     if wrong == ["((), 4)"]:
         return "the empty shape () is one number, and takes the bytes of one."
+    sides = got["((2, 3), 4)"], got["((8, 128, 256), 2)"]
+    if sides == (3 * 4, 256 * 2):
+        return "this looks at the last side alone: multiply all of them."
+    if sides == (3 * 4, 128 * 256 * 2):
+        return "the first side is left out: multiply all of them."
     return None
 
 
@@ -94,11 +95,6 @@ EXERCISES = (
                 "two sides",
                 _two_sides,
                 "this multiplies exactly two sides: a shape may have one, three or none.",
-            ),
-            Mistake(
-                "last side only",
-                _last_side_only,
-                "this looks at one side of the shape: multiply all of them.",
             ),
         ),
     ),
