@@ -31,12 +31,14 @@ def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):
         pictures = notebook.watch(
             seconds=800, on_frame=lambda n: n == 5 and shot(notebook, f"lesson_{name[:2]}_live")
         )
-        assert pictures >= 1 and notebook.not_run() == [] and notebook.failed() == 0
+        draws = "image/png" in (ROOT / "solutions" / name).read_text(encoding="utf-8")
+        assert pictures >= draws and notebook.not_run() == [] and notebook.failed() == 0
         # No stub passes, and the reference takes over; lesson 00 shows a wrong answer on purpose.
         own = {each: said for each, said in lab.checks().items() if each.startswith(f"{int(name[:2])}.")}
         assert own == ({"0.1": "not yet"} if name.startswith("00") else {})
         stills = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
-        stills.first.wait_for()
+        if draws:
+            stills.first.wait_for()
         assert notebook.panel.locator("canvas.gm-canvas[data-recording=true]").count() == 0
         if name.startswith("06"):
             assert_explorer_reacts(notebook)
