@@ -15,7 +15,7 @@ import answers_windows
 import pytest
 
 from gradmem_lib.course.check import all_exercises, get
-from gradmem_lib.course.judging import PASSED, WRONG, judge
+from gradmem_lib.course.judging import PASSED, WRONG, judge, of_reference
 
 BANKS = (answers_numbers, answers_windows, answers_layers, answers_runs, answers_cards, answers_precision)
 RIGHT = {id: answers for bank in BANKS for id, answers in bank.RIGHT.items()}
@@ -35,15 +35,16 @@ def test_every_exercise_has_three_right_and_six_wrong_answers_in_the_bank():
 
 @pytest.mark.parametrize("id", CHOSEN)
 def test_right_answers_pass_in_any_form(id):
-    lines = {name: judge(get(id), answer) for name, answer in RIGHT[id].items()}
+    expected = of_reference(get(id))
+    lines = {name: judge(get(id), answer, expected) for name, answer in RIGHT[id].items()}
     assert {name: v.line for name, v in lines.items() if v.outcome != PASSED} == {}
 
 
 @pytest.mark.parametrize("id", CHOSEN)
 def test_wrong_answers_hear_what_is_wrong(id):
-    unsaid = {}
+    unsaid, expected = {}, of_reference(get(id))
     for name, (answer, says) in FALSE[id].items():
-        verdict = judge(get(id), answer)
+        verdict = judge(get(id), answer, expected)
         if verdict.outcome != WRONG or not re.search(says, verdict.line) or "\n" in verdict.line:
             unsaid[name] = verdict.line
     assert unsaid == {}

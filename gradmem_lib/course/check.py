@@ -10,7 +10,7 @@ from typing import Any
 from . import exercises
 from .compare import describe
 from .exercise import Exercise
-from .judging import OPEN, PASSED, judge, wrong
+from .judging import OPEN, PASSED, judge, of_reference, wrong
 from .stubs import given
 
 MOVED = {"5.8": "6.5"}  # exercises that another lesson has now
@@ -108,17 +108,18 @@ def audit(exercise: Exercise) -> list[str]:
         problems.append("the title and what the exercise trains must be said")
     if len(exercise.mistakes) < 4:
         problems.append(f"only {len(exercise.mistakes)} known mistakes: at least four are needed")
-    verdict = judge(exercise, exercise.reference)
+    expected = of_reference(exercise)
+    verdict = judge(exercise, exercise.reference, expected)
     if verdict.outcome != PASSED:
         problems.append(f"the reference does not pass: {verdict.line}")
     for mistake in exercise.mistakes:
         if "\n" in mistake.says or not mistake.says.endswith("."):
             problems.append(f"mistake {mistake.name!r} must say one line that ends with a full stop")
-        verdict = judge(exercise, mistake.function)
+        verdict = judge(exercise, mistake.function, expected)
         if mistake.says not in verdict.line:
             problems.append(f"mistake {mistake.name!r} is not named as itself: {verdict.line}")
     for stub in _stubs(exercise):
-        verdict = judge(exercise, stub)
+        verdict = judge(exercise, stub, expected)
         if verdict.outcome != OPEN:
             problems.append(f"a stub ({describe(stub)}) is not called {OPEN}: {verdict.line}")
     return problems

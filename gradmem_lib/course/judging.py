@@ -38,10 +38,11 @@ class Verdict:
     result: Any
 
 
-def judge(exercise: Exercise, candidate: Any) -> Verdict:
+def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Verdict:
     """The verdict on ``candidate``. Nothing is printed or recorded, and whatever it prints itself is swallowed.
 
-    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through.
+    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through. ``expected`` is what
+    ``of_reference`` has found, for those who judge many answers to one exercise.
     """
     if is_open(exercise, candidate):
         return _not_attempted(exercise)
@@ -49,7 +50,7 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
     if complaint:
         return wrong(exercise, complaint)
     # The reference first: nothing that an answer leaves behind can reach what it is compared with.
-    expected = _run(exercise, exercise.reference)
+    expected = expected or of_reference(exercise)
     if expected.failure:
         return wrong(
             exercise, f"this cannot be checked here, since the reference stopped too: {expected.failure.says}"
@@ -68,6 +69,11 @@ def judge(exercise: Exercise, candidate: Any) -> Verdict:
     return wrong(exercise, _diagnosis(exercise, candidate, run, expected, found))
 
 
+def of_reference(exercise: Exercise) -> Run:
+    """What the reference does, from fresh inputs."""
+    return _run(exercise, exercise.reference)
+
+
 @dataclass(frozen=True)
 class _Failure:
     """An exception, kept as text: the exception itself would keep the tensors of its frames alive.
@@ -82,7 +88,7 @@ class _Failure:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what its last call did."""
 
     value: Any = None
@@ -97,7 +103,7 @@ class _Unfinished(BaseException):
     """The candidate returned ``...`` or ``NotImplemented``. Not an ``Exception``, so that no ``observe`` catches it."""
 
 
-def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: float = 0.0) -> _Run:
+def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: float = 0.0) -> Run:
     """``returns``: whether the candidate ought to return something; ``limit``: seconds that it gets, 0 for as many as it takes."""
     from . import traces
 
@@ -112,15 +118,15 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
     except KeyboardInterrupt:
         raise
     except _Unfinished:
-        return _Run(unfinished=True)
+        return Run(unfinished=True)
     except BaseException as error:  # SystemExit too: exit() in an answer must not end the kernel
         if is_stub_error(error, candidate):
-            return _Run(unfinished=True)
+            return Run(unfinished=True)
         forgot = returns and watch.returns_none
         failure = _failure(error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit)
-        return _Run(failure=failure, left=watch.first)
+        return Run(failure=failure, left=watch.first)
     seconds = time.monotonic() - began
-    return _Run(value, has_ellipsis(value), watch.first, watch.returns_none, seconds)
+    return Run(value, has_ellipsis(value), watch.first, watch.returns_none, seconds)
 
 
 class _Watch:
@@ -299,7 +305,7 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
 
 
 def _diagnosis(
-    exercise: Exercise, candidate: Any, run: _Run, expected: _Run, found: Difference | None
+    exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None
 ) -> str:
     """The sentence for a wrong answer: a known mistake's, what it does as far as that can be read off, or where it differs."""
     known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
@@ -331,7 +337,7 @@ def _over(value: Any) -> str:
 
 
 def _recognised(
-    exercise: Exercise, candidate: Any, run: _Run, expected: _Run, known: list[tuple[str, _Run]]
+    exercise: Exercise, candidate: Any, run: Run, expected: Run, known: list[tuple[str, Run]]
 ) -> str:
     """What the numbers of a wrong answer say of it, if they say anything."""
     got, wanted, tolerance = run.value, expected.value, exercise.tolerance
@@ -358,7 +364,7 @@ def _explained(exercise: Exercise, got: Any, expected: Any) -> str:
     return ""
 
 
-def _known(exercise: Exercise, mistake: Mistake) -> _Run:
+def _known(exercise: Exercise, mistake: Mistake) -> Run:
     """What a known mistake does, found out once."""
     cache = vars(exercise).setdefault("_known", {})
     if mistake.name not in cache:
@@ -366,7 +372,7 @@ def _known(exercise: Exercise, mistake: Mistake) -> _Run:
     return cache[mistake.name]
 
 
-def _same_outcome(one: _Run, other: _Run, tolerance: float) -> bool:
+def _same_outcome(one: Run, other: Run, tolerance: float) -> bool:
     if one.failure or other.failure:
         return bool(one.failure and other.failure) and one.failure.key == other.failure.key
     return difference(one.value, other.value, tolerance) is None
