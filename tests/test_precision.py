@@ -1,5 +1,8 @@
 """16 bits: rounding by chance against its expectation, our scaler against torch's, and who computes in what."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from predicted import BATCH, SEQ, assert_same, config, model_class
@@ -9,7 +12,14 @@ from gradmem_lib.measure.dtypes import operation_dtypes
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.techniques.precision import SLICE, GradScaler, StochasticAdamW, stochastic_round
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import (
+    SLICE,
+    GradScaler,
+    MasterAdamW,
+    StochasticAdamW,
+    stochastic_round,
+)
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
@@ -191,3 +201,30 @@ def test_who_computes_in_what():
     assert not any(name in ("t", "detach", "view") for name, *_ in found)
     plain = operation_dtypes(lambda: linear(x))
     assert plain == {("addmm", "float32", "float32"): 1}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (MasterAdamW, {"foreach": True}),
+        (StochasticAdamW, {"generator": torch.Generator()}),
+        (AdamW8bit, {}),
+    ],
+)
+def test_a_copied_or_pickled_optimizer_goes_on_as_the_original(kind, settings, again):
+    torch.manual_seed(0)
+    model = nn.Linear(80, 64, dtype=torch.bfloat16)
+    optimizer = kind(model.parameters(), lr=0.01, **settings)
+
+    def update(model, optimizer):
+        for p in model.parameters():
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(p.dtype)
+        optimizer.step()
+
+    update(model, optimizer)
+    other, other_optimizer = again((model, optimizer))
+    for each in (model, optimizer), (other, other_optimizer):
+        update(*each)
+    assert vars(other_optimizer).get("foreach") == settings.get("foreach")
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

@@ -304,9 +304,7 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
     return True
 
 
-def _diagnosis(
-    exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None
-) -> str:
+def _diagnosis(exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None) -> str:
     """The sentence for a wrong answer: a known mistake's, what it does as far as that can be read off, or where it differs."""
     known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
     over = over_budget(found.over) if found and found.over else ""

@@ -15,7 +15,11 @@ SLICE = 2**18  # numbers of a tensor that are float32 at a time in a step
 
 class OwnDtypes(AdamW):
     """``load_state_dict`` leaves what it loads in its dtype, and not in the parameter's: a float32 copy of the weights
-    would come back rounded to bf16, and 8-bit codes as numbers."""
+    would come back rounded to bf16, and 8-bit codes as numbers. A copy, or one from a pickle, has the original's switches."""
+
+    def __getstate__(self) -> dict:
+        own = ("foreach", "fused", "generator", "_codes")
+        return super().__getstate__() | {name: value for name, value in vars(self).items() if name in own}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
