@@ -63,6 +63,8 @@ flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
+cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 softmax_backward = torch._softmax_backward_data
 grouped_mm = _aten._grouped_mm.default
 lstm_layer = _aten.mkldnn_rnn_layer.default
@@ -110,9 +112,14 @@ def under_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
+dispatch_modes: Callable[[], list] = (
+    _get_current_dispatch_mode_stack  # that are watching now, the outermost first
+)
+
+
 def in_a_mode() -> bool:
     """Whether something around this call looks at operations or at what autograd keeps: its effects cannot be told by a name."""
-    modes = _get_current_dispatch_mode_stack() or _get_current_function_mode_stack()
+    modes = dispatch_modes() or _get_current_function_mode_stack()
     return bool(modes) or saved_tensor_hooks() is not None
 
 
