@@ -13,6 +13,7 @@ _HOMES = {
     "techniques.accumulation": "Accumulated accumulate_gradients split",
     "techniques.losses": "count_targets next_token_loss",
     "techniques.checkpointing": "checkpoint_layers",
+    "techniques.offload": "offload_activations",
     "techniques.selective": "checkpoint_parts",
     "techniques.schedules": "best_segments extra_forwards schedule_peak uniform_segments",
     "techniques.lora": "LoRALinear",

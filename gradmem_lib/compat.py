@@ -117,6 +117,11 @@ dispatch_modes: Callable[[], list] = (
 )
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """What ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def in_a_mode() -> bool:
     """Whether something around this call looks at operations or at what autograd keeps: its effects cannot be told by a name."""
     modes = dispatch_modes() or _get_current_function_mode_stack()
@@ -183,6 +188,14 @@ def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> Non
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if saved_tensor_hooks() != before:
         torch._C._autograd._push_saved_tensors_default_hooks(*before)
+
+
+def for_a_checkpoint() -> bool:
+    """In a hook on saved tensors, whether what is saved are a checkpoint's arguments: by who calls, two calls further out."""
+    frame: Any = sys._getframe(3)
+    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves by a Function
+        frame = frame.f_back
+    return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

@@ -34,4 +34,8 @@ SELECTIVE = {
     "mlp": "of each layer, the MLP runs again",
     "elementwise": "of each layer, all but matrix products and fused attention runs again",
 }
+OFFLOAD = {
+    "activations": "all that autograd saves, but parameters and buffers",
+    "boundaries": "the inputs of checkpoints",
+}
 IGNORED = -100  # a label that does not count

@@ -1,0 +1,164 @@
+"""Move instead of keeping: what autograd saves for backward goes to files, or from a card to the host, and comes back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..compat import current_node, for_a_checkpoint, graph_task, number_of, storage_key, whole
+from ..measure.storages import own_storage, storages_of
+from ..names import OFFLOAD
+
+
+class offload_activations(saved_tensors_hooks):
+    """``with offload_activations(model=model) as moved:`` around a forward moves what autograd saves in it, until backward.
+
+    From the CPU it goes to files, one for each storage and of as many bytes; from a card to the host's pinned memory, by
+    copies on the stream that computes. What is changed in place after it was saved comes back as it was when it was saved.
+
+    Args:
+        folder: where the files get a folder of their own; ``None``: among the system's temporary ones. A file goes with the
+            graph that needs it, and the folder with its last file. ``.close()`` and an exception in the block remove both.
+        model: whose parameters and buffers stay where they are. Without it, all ``nn.Parameter`` do.
+        what: a key of ``OFFLOAD``.
+
+    Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that held them, each moved once. A backward
+    reads each back as often as it needs it, and raises ``RuntimeError`` where the files are gone.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None = None,
+        *,
+        model: nn.Module | None = None,
+        what: str = "activations",
+    ):
+        if what not in OFFLOAD:
+            raise ValueError(f"what={what!r} is not known: choose one of {', '.join(map(repr, OFFLOAD))}")
+        super().__init__(self._pack, _unpack)
+        self.bytes = self.tensors = 0
+        self._parent, self._model, self._what = folder, model, what
+        self._folder: Path | None = None
+        self._known: dict[int, weakref.ref[_Moved]] = {}  # by storage
+        self._stay: set[int] = set()
+
+    def __enter__(self) -> offload_activations:
+        stay = [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
+        self._stay = {storage_key(storage) for tensor in stay for storage in storages_of(tensor)}
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        if error[0] is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the files that are left. A backward that needs them is an error afterwards."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _pack(self, tensor: Tensor) -> tuple:
+        if not self._moves(tensor):
+            return (
+                None,
+                tensor if tensor.is_leaf else tensor.detach(),
+            )  # with its graph it would keep itself alive
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        moved = self._known.get(key, lambda: None)()
+        if moved is None or not moved.is_copy_of(tensor):
+            moved = _Moved(tensor, self._path())
+            self._known[key] = weakref.ref(moved)
+            self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
+        return moved, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _moves(self, tensor: Tensor) -> bool:
+        if self._what == "boundaries" and not for_a_checkpoint():
+            return False
+        if isinstance(whole(tensor), nn.Parameter):
+            return False
+        storage = own_storage(tensor) if tensor.layout == torch.strided else None
+        if storage is None or not storage.nbytes() or storage_key(storage) in self._stay:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+    def _path(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="gradmem-", dir=self._parent))
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # it went with its last file
+        return self._folder / str(self.tensors)
+
+
+def _unpack(packed: tuple) -> Tensor:
+    moved, form = packed
+    return form if moved is None else moved.tensor(*form)
+
+
+class _Moved:
+    """A storage's bytes in a file, or in the host's memory."""
+
+    def __init__(self, tensor: Tensor, path: Path):
+        storage = tensor.untyped_storage()
+        self._of, self._version = weakref.ref(storage), tensor._version
+        self._nbytes, self._device, self._path = storage.nbytes(), tensor.device, path
+        self._host: Tensor | None = None
+        self._back: tuple = (None, lambda: None)
+        self._fake = storage.device.type == "meta"
+        if self._device.type != "cpu":
+            here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._host.copy_(here, non_blocking=True)
+        elif not self._fake:
+            weakref.finalize(self, _remove, path)  # first, so that no interrupt leaves a file
+            path.write_bytes(_memory(storage))
+
+    def is_copy_of(self, tensor: Tensor) -> bool:
+        return self._of() is not None and self._version == tensor._version
+
+    def tensor(self, dtype: torch.dtype, *form) -> Tensor:
+        """The saved tensor of this dtype, shape, stride and offset. One node's tensors share what they shared before."""
+        node = graph_task(), number_of(current_node())
+        storage = self._back[1]() if self._back[0] == node else None
+        if storage is None:
+            with (
+                torch.enable_grad()
+            ):  # by which a tracker knows it for an activation, as it does what runs again
+                flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            storage = flat.untyped_storage()
+            self._fill(flat)
+            self._back = node, weakref.ref(storage)
+        shape, stride, offset = form
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, shape, stride)
+
+    def _fill(self, flat: Tensor) -> None:
+        if self._host is not None:
+            flat.copy_(self._host, non_blocking=True)
+        elif not self._fake:
+            try:
+                with open(self._path, "rb") as file:
+                    file.readinto(_memory(flat.untyped_storage()))
+            except FileNotFoundError as error:
+                raise RuntimeError(
+                    "what this backward needs was moved to a file that is gone: the block of offload_activations ended with "
+                    "an exception, or was closed. Run the forward again"
+                ) from error
+
+
+def _memory(storage: torch.UntypedStorage) -> ctypes.Array:
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # the folder has other files, or both are gone already
+        path.unlink()
+        path.parent.rmdir()
