@@ -123,15 +123,17 @@ check: $(TEST)
 # a cell that unpacks it would say so.
 test: $(TEST) browser
 	@$(STEPS); \
+	$(UNPACK) & \
 	step "types" $(PY) -m mypy; \
-	step "SmolLM2 unpacked" $(UNPACK); \
+	step "SmolLM2 unpacked" wait $$!; \
 	step "library, solutions, widgets" $(EVERYTHING); \
 	$(SUM_UP)
 
 nightly: $(TEST) browser
 	@$(STEPS); \
+	$(UNPACK) & \
 	step "types" $(PY) -m mypy; \
-	step "SmolLM2 unpacked" $(UNPACK); \
+	step "SmolLM2 unpacked" wait $$!; \
 	step "library, solutions, widgets: every case" env GRADMEM_ALL=1 $(EVERYTHING); \
 	step "lessons at full size" env GRADMEM_SIZE=full GRADMEM_LIVE=0 $(PYTEST) --nbval-lax --nbval-current-env lessons; \
 	$(SUM_UP)
