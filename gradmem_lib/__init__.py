@@ -14,7 +14,7 @@ _HOMES = {
     "techniques.losses": "count_targets next_token_loss",
     "techniques.checkpointing": "checkpoint_layers",
     "techniques.offload": "offload_activations",
-    "techniques.selective": "checkpoint_parts",
+    "techniques.selective": "checkpoint_parts tiled",
     "techniques.schedules": "best_segments extra_forwards schedule_peak uniform_segments",
     "techniques.lora": "LoRALinear",
     "techniques.precision": "GradScaler stochastic_round",

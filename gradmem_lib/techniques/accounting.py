@@ -4,9 +4,10 @@ Every function takes plain numbers and returns plain numbers of bytes, so that a
 the lesson that derives it. Batches are ``batch_size`` x ``seq_len`` tokens.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..names import CATEGORIES
 from .schedules import segments_for
@@ -247,6 +248,30 @@ def model_activations(
         "loss: labels": INT64 * tokens,
         "loss: label count": FLOAT32,
     }
+
+
+def kv_cache_bytes(model: Any, batch_size: int, tokens: int, bytes_per_number: int = 2) -> int:
+    """Bytes of the keys and values that a causal model keeps for ``batch_size`` rows of ``tokens`` tokens; heads that share a key
+    and a value have one. Exact for transformers' ``DynamicCache`` where every layer attends to all tokens.
+
+    ``model``: a ``Shape`` or a config. ``ValueError`` for other kinds of layers, and for a window that the tokens fill.
+    """
+    if isinstance(model, Shape):
+        return 2 * model.layers * batch_size * tokens * model.kv_hidden * bytes_per_number
+    config = model.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    own = ("kv_lora_rank", "num_kv_shared_layers", "multi_query", "is_encoder_decoder")
+    heads = getattr(config, "num_key_value_heads", config.model_type == "gpt2" and config.num_attention_heads)
+    if (
+        not heads or any(getattr(config, name, None) for name in own) or set(kinds) - {"full_attention", "sliding_attention"}
+        or (getattr(config, "sliding_window", None) or math.inf) <= tokens
+    ):  # fmt: skip
+        raise ValueError(
+            f"a cache of {tokens:,} tokens has no closed form for this {config.model_type!r} config: every layer must attend to all "
+            "tokens, and a window be longer. Add up past_key_values of a forward with use_cache=True"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * batch_size * tokens * heads * head_dim * bytes_per_number
 
 
 class Estimate(NamedTuple):

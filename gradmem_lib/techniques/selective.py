@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..compat import plain_call, replace_call, schema
+from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
 from ..names import SELECTIVE
 from .checkpointing import Again, refuse_checkpointed, without_cache
 from .layers import find_layers
@@ -39,8 +39,21 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     return CheckpointedParts([replace_call(module, Part(module, whole)) for module in modules])
 
 
+def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
+    """Run ``module``, which treats each token by itself (an MLP), over so many slices of its tokens while it trains, each in a
+    checkpoint, until ``.remove()`` or the end of a ``with`` block: what it computes inside exists for one slice at a time.
+
+    It takes and returns a tensor (..., tokens, width). Gradients of weights are added up slice by slice: the same up to rounding.
+    ``ValueError`` for a number of tiles below 1, and at the first call where a token's output depends on another token.
+    """
+    if type(tiles) is not int or tiles < 1:
+        raise ValueError(f"tiles={tiles!r}: give a whole number of slices, at least 1, such as 8")
+    refuse_checkpointed([module])
+    return CheckpointedParts([replace_call(module, Tiled(module, tiles))])
+
+
 class CheckpointedParts(ExitStack):
-    """Parts of layers that run again; made by ``checkpoint_parts``."""
+    """Parts of layers that run again; made by ``checkpoint_parts`` and ``tiled``."""
 
     def __init__(self, undo: list[Callable[[], None]]):
         super().__init__()
@@ -69,6 +82,37 @@ class Part(Again):
             else {}
         )
         return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **how)
+
+
+class Tiled(Again):
+    """What stands in for the ``__call__`` of a module that runs over slices."""
+
+    def __init__(self, module: nn.Module, tiles: int):
+        self.module, self.tiles, self.checked = module, tiles, False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        run = plain_call(self.module)
+        if not (torch.is_grad_enabled() and self.module.training):
+            return run(x)
+        if not self.checked and not isinstance(x, FakeTensor):
+            with without_modes(), torch.random.fork_rng():
+                self._check(run, x[..., :2, :].detach().requires_grad_())
+        again = [checkpoint(run, part, use_reentrant=False) for part in x.chunk(self.tiles, dim=-2)]
+        return torch.cat(again, dim=-2)
+
+    def _check(self, run: Callable, two: Tensor) -> None:
+        """The gradient of one token's output must be 0 at the other token."""
+        out = run(two)
+        for i in range(two.shape[-2]):
+            one = out[..., i, :]
+            (found,) = torch.autograd.grad(one, two, torch.rand_like(one), retain_graph=True)
+            found[..., i, :] = 0
+            if found.any():
+                raise ValueError(
+                    f"in {type(self.module).__name__}, a token's output depends on another token, and slices would change it: "
+                    "tile a module that treats each token by itself, such as an MLP"
+                )
+        self.checked = True
 
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
