@@ -156,7 +156,7 @@ def test_the_text_of_a_real_step_adds_up_and_its_segments_are_the_sums():
     "nbytes, text", [(512, "512 bytes"), (MiB, "1024.00 KiB"), (20 * MiB, "20.00 MiB"), (GiB + 1, "1.00 GiB")]
 )
 def test_sizes_are_written_as_pytorch_writes_them(nbytes, text):
-    from gradmem_lib.prediction.failure import _size
+    from gradmem_lib.course.failure import _size
 
     assert _size(nbytes) == text
 

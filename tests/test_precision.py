@@ -8,7 +8,7 @@ import torch
 from predicted import BATCH, SEQ, assert_same, config, model_class
 from torch import nn
 
-from gradmem_lib.measure.dtypes import operation_dtypes
+from gradmem_lib.course.dtypes import operation_dtypes
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch
 from gradmem_lib.prediction.predict import predict

@@ -106,23 +106,6 @@ class Allocator:
                 del self._segments[address]
                 self.reserved -= total
 
-    def snapshot(self) -> list[dict]:
-        """The segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot``."""
-        found = []
-        for address, total in self._segments.items():
-            blocks: list[dict] = []
-            at = address
-            while at < address + total:
-                used, size = at in self._used, self._used[at][0] if at in self._used else self._begins[at]
-                state = "active_allocated" if used else "inactive"
-                blocks.append({"address": at, "size": size, "state": state})
-                at += size
-            held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
-            sizes = {"total_size": total, "allocated_size": held, "active_size": held}
-            kind = {"segment_type": "small" if total == SMALL_SEGMENT else "large", "blocks": blocks}
-            found.append({"address": address} | sizes | kind)
-        return found
-
     def _put(self, address: int, size: int, small: bool) -> None:
         insort(self._free[small], (size, address))
         self._begins[address] = self._ends[address + size] = size

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..prediction.allocator import CONTEXT, SMALL_SEGMENT, Allocator, NoRoom, workspace
+from ..prediction.predict import Prediction
 from ..units import GiB, KiB, MiB, parse_bytes
-from .allocator import CONTEXT, Allocator, NoRoom, workspace
-from .predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,25 @@ class OutOfMemory:
         )
 
 
+class _Inspected(Allocator):
+    def snapshot(self) -> list[dict]:
+        """The segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot``."""
+        found = []
+        for address, total in self._segments.items():
+            blocks: list[dict] = []
+            at = address
+            while at < address + total:
+                used, size = at in self._used, self._used[at][0] if at in self._used else self._begins[at]
+                state = "active_allocated" if used else "inactive"
+                blocks.append({"address": at, "size": size, "state": state})
+                at += size
+            held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+            sizes = {"total_size": total, "allocated_size": held, "active_size": held}
+            kind = {"segment_type": "small" if total == SMALL_SEGMENT else "large", "blocks": blocks}
+            found.append({"address": address} | sizes | kind)
+        return found
+
+
 def _size(nbytes: int) -> str:
     """As PyTorch's allocator writes it: a size of exactly 1 MiB in KiB."""
     for unit, factor in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
@@ -77,7 +96,7 @@ def out_of_memory(
         raise ValueError(
             f"a card of {total:,} bytes has no room for the driver's context of {context:,} bytes"
         )
-    held = Allocator(total - context)
+    held = _Inspected(total - context)
     addresses: list[int] = []
     workspaces = workspace() if cublas is None else cublas
     size = 0
