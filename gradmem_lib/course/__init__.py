@@ -10,6 +10,7 @@ _HOMES = {
     "processes": "torchrun",
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_06_models": "classifier_setting t5_setting",
+    "exercises.lesson_09_capstone": "smollm2_peak",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
     "exercises.trainer": "quiet_arguments trainer_factors",
     "claims.lesson_07": "trainer_dtypes",
