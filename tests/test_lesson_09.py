@@ -1,0 +1,87 @@
+"""Lesson 09's exercises beside the library and torch: what they call right is what runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradmem_lib.course.exercises import lesson_09, lesson_09_adapters, lesson_09_capstone, lesson_09_loss
+from gradmem_lib.course.exercises.lesson_09_backward import clip_in_backward, clip_setting
+from gradmem_lib.techniques import optimizers
+from gradmem_lib.techniques.quantized import BLOCK, SCALES_BLOCK, Linear4bit
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_exercise_9_1_stores_what_the_8_bit_optimizer_stores(signed):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    x, code = x if signed else x * x, optimizers.code_table(signed, None)
+    indices, absmax, back = lesson_09.quantize(x, code, optimizers.BLOCK)
+    theirs = optimizers.quantized_blocks(x, code)
+    assert torch.equal(indices, theirs[0]) and torch.equal(absmax, theirs[1])
+    assert torch.equal(back, optimizers.dequantized_blocks(*theirs, code))
+
+
+def test_exercise_9_2_is_torchs_adafactor_where_no_eps_matters():
+    p = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
+    row, column, beta2 = torch.zeros(5).double(), torch.zeros(3).double(), 0.0
+    optimizer = torch.optim.Adafactor([p], lr=1.0, beta2_decay=-0.8, eps=(1e-30, 1e-3), d=1e9)
+    for step in (1, 2):
+        beta2 = 1 - step**-0.8
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        before, rho = p.detach().clone(), max(1e-3, p.detach().norm().item() / math.sqrt(p.numel()))
+        optimizer.step()
+        v = lesson_09.adafactor_second_moment(p.grad, row, column, beta2, 0.0)
+        moved = (before - p.detach()) / (rho * min(1.0, 1 / math.sqrt(step)))
+        assert torch.allclose(moved, p.grad / v.sqrt(), rtol=1e-6)
+
+
+def test_exercise_9_3_keeps_one_state_and_moves_every_weight_by_lr():
+    p = nn.Parameter(torch.ones(100, 10))
+    optimizer = lesson_09.Lion([p], lr=0.1)
+    p.grad = torch.full_like(p, -3.0)
+    optimizer.step()
+    (m,) = optimizer.state[p].values()
+    assert m.nbytes == p.nbytes and torch.allclose(p, torch.tensor(1.1))
+
+
+def test_exercise_9_4_takes_the_step_that_clipping_everything_at_once_takes():
+    with torch.random.fork_rng(devices=[]):
+        (mine, x), (theirs, _) = clip_setting(), clip_setting()
+    norm = clip_in_backward(mine, lambda model: model(x).square().mean(), 0.1, 2.0)
+    theirs(x).square().mean().backward()
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    whole = nn.utils.clip_grad_norm_(trained, 2.0)
+    torch.optim.SGD(trained, lr=0.1).step()
+    assert norm == pytest.approx(whole.item(), rel=1e-5) and norm > 2.0
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (33, 17), (100, 1000)])
+def test_exercise_9_6_counts_the_bytes_of_a_layer_in_4_bits(shape):
+    layer = Linear4bit(nn.Linear(*shape, bias=False).requires_grad_(False))
+    bytes_ = sum(p.nbytes for p in layer.parameters())
+    assert lesson_09_adapters.nf4_bytes(math.prod(shape), BLOCK, SCALES_BLOCK) == bytes_
+
+
+def test_exercise_9_7_is_autograds_loss_and_its_logits_are_what_the_card_has_not():
+    hidden, weight, labels = lesson_09_loss._batch(1000, 32, 3000, torch.float32, 5)
+    lesson_09_loss.ChunkedLoss.apply(hidden, weight, labels, 5.0).backward()
+    found = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    logits = 5.0 * torch.tanh(hidden @ weight.T / 5.0)
+    F.cross_entropy(logits, labels).backward()
+    for mine, theirs in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    assert logits.nbytes == 12_000_000 > lesson_09_loss.LOSS_CARD
+
+
+def test_the_recipes_that_exercise_9_8_takes_for_right_are_right():
+    (layers, every_weight), adapters = lesson_09_capstone.under_300()
+    assert lesson_09_capstone.what_is_in_the_way(layers, every_weight) == ""
+    assert lesson_09_capstone.what_is_in_the_way(*adapters) == ""
+    assert lesson_09_capstone.smollm2_peak(layers + 1, every_weight).total > lesson_09_capstone.CARD_300
