@@ -9,6 +9,7 @@ import re
 import answers_adapters
 import answers_cards
 import answers_layers
+import answers_moving
 import answers_numbers
 import answers_optimizers
 import answers_precision
@@ -28,6 +29,7 @@ BANKS = (
     answers_precision,
     answers_optimizers,
     answers_adapters,
+    answers_moving,
 )
 RIGHT = {id: answers for bank in BANKS for id, answers in bank.RIGHT.items()}
 FALSE = {id: answers for bank in BANKS for id, answers in bank.WRONG.items()}

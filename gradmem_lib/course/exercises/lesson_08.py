@@ -1,0 +1,257 @@
+"""Lesson 08's exercises about recomputing a part: a policy, and the operations that it repeats."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..exercise import Exercise, Mistake, Unseen
+from .settings import gradients_of
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+KEEP, REPEAT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+WIDTH = 8
+
+
+def every_second_product():
+    """A new policy: of the matrix products that it is asked about, keep the first, the third and so on, and nothing else."""
+    counts = [0, 0]
+
+    def policy(ctx, op, *args, **kwargs):
+        if op not in PRODUCTS:
+            return REPEAT
+        counts[ctx.is_recompute] += 1
+        return KEEP if counts[ctx.is_recompute] % 2 else REPEAT
+
+    return policy
+
+
+def _policies(
+    *,
+    products=PRODUCTS,
+    keeps=lambda count: count % 2 == 1,
+    run=lambda ctx, op: ctx.is_recompute,
+    rest=REPEAT,
+    shared=None,
+):
+    """A wrong ``every_second_product``."""
+
+    def wrong():
+        counts: dict = {} if shared is None else shared
+
+        def policy(ctx, op, *args, **kwargs):
+            if products and op not in products:
+                return rest
+            counts[run(ctx, op)] = counts.get(run(ctx, op), 0) + 1
+            return KEEP if keeps(counts[run(ctx, op)]) else REPEAT
+
+        return policy
+
+    return wrong  # fmt: skip
+
+
+class Block(nn.Module):
+    """Attention written out, and a linear layer: 7 matrix products of three kinds, (rows, tokens, 8) to the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out, self.up = (
+            nn.Linear(WIDTH, WIDTH, bias=i in (0, 3)) for i in range(5)
+        )
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        return x + self.up(F.gelu(self.out(scores.softmax(-1) @ self.value(x))))
+
+
+def _setting(layers: int = 3) -> tuple[nn.ModuleList, torch.Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        return nn.ModuleList(Block() for _ in range(layers)), torch.randn(2, 5, WIDTH)
+
+
+class Operations(TorchDispatchMode):
+    """A list of what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops: list = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+def _decisions(policy, ops, again: bool) -> tuple[str, int]:
+    """Which products a policy keeps, and how many other operations."""
+    answers = [policy(SimpleNamespace(is_recompute=again, op_output=None), op) for op in ops]
+    kept = [a is True or a in (KEEP, CheckpointPolicy.PREFER_SAVE) for a in answers]
+    products = [keep for op, keep in zip(ops, kept, strict=True) if op in PRODUCTS]
+    return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(kept) - sum(
+        products
+    )
+
+
+def _observe_policy(candidate):
+    layers, x = _setting()
+    with Operations() as seen:
+        layers[0](x)
+    policy = candidate()
+    found: dict = {"what it returns": {"a policy, which can be called (1 is yes)": int(callable(policy))}}
+    if not callable(policy):
+        return found
+    (kept, rest), (again, _) = (_decisions(policy, seen.ops, second) for second in (False, True))
+    other, _ = _decisions(candidate(), seen.ops, False)
+    found |= {
+        "a layer of 7 products": {"kept": kept, "other operations kept": rest, "kept when asked again in the second run": again},
+        "the next layer, by a policy of its own": {"kept": other},
+    }  # fmt: skip
+    for layer in layers:
+        x = checkpoint(
+            layer,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(candidate()),
+        )
+    with Operations() as backward:
+        x.square().sum().backward()
+    return found | {
+        "three layers, trained": {
+            "gradients": gradients_of(layers),
+            "products in backward": sum(op in PRODUCTS for op in backward.ops),
+        }
+    }
+
+
+def _explain_policy(got, expected):
+    mine = got.get("a layer of 7 products")
+    if mine is None:
+        return "every_second_product() returns the policy itself, a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
+    if mine["kept"] == "none":
+        return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, which is not aten.mm."
+    if mine["kept"] in ("2, 7", "1, 6", "3", "4"):
+        return "one kind of product is counted alone: there are mm, addmm and bmm."
+    right, following = (seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got))
+    if mine == expected["a layer of 7 products"] and following != right:
+        return "the next layer's policy goes on with this one's count: every_second_product() begins a new count each time."
+    return None
+
+
+FUSED = aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def fused_operations(query, key, value, *args, out_val=None, **kwargs):
+    """Operations of fused attention, from shapes (rows, heads, tokens, size of a head): two products."""
+    rows, heads, queries, size = query
+    return 2 * (2 * rows * heads * queries * key[2] * size)
+
+
+def _operations(step, formulas) -> int:
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def repeated(plain, checkpointed):
+    """The operations of ``checkpointed()`` that ``plain()`` does without; fused attention counts with its two products."""
+    return _operations(checkpointed, {FUSED: fused_operations}) - _operations(
+        plain, {FUSED: fused_operations}
+    )
+
+
+def _repeated(formula=None, result=lambda more, less: more - less):
+    def wrong(plain, checkpointed):
+        formulas = {FUSED: formula or fused_operations} if formula is not False else {}
+        return result(_operations(checkpointed, formulas), _operations(plain, formulas))
+
+    return wrong
+
+
+def _formula(of):
+    return lambda query, key, value, *args, out_val=None, **kwargs: of(*query, key[2])
+
+
+class Attention(nn.Module):
+    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x, context):
+        parts = [self.query(x), self.key(context), self.value(context)]
+        q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in parts)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _steps(layer, *given):
+    """A step without a checkpoint, and one with."""
+    return (
+        lambda: layer(*given).square().sum().backward(),
+        lambda: checkpoint(layer, *given, use_reentrant=False).square().sum().backward(),
+    )
+
+
+def _observe_repeated(candidate):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        mlp = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+        x, context = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
+        long = torch.randn(1, 23, 12)
+        return {
+            "an MLP": candidate(*_steps(mlp, x)),
+            "fused attention, 5 tokens to 5": candidate(*_steps(Attention(), x, x)),
+            "fused attention, 5 tokens to 9": candidate(*_steps(Attention(), x, context)),
+            Unseen("fused attention, another row"): candidate(*_steps(Attention(), long, long)),
+        }
+
+
+EXERCISES = (
+    Exercise(
+        id="8.1", title="a policy", difficulty=2, minutes=5,
+        trains="telling a checkpoint, operation by operation, what to keep",
+        reference=every_second_product,
+        observe=_observe_policy,
+        explain=_explain_policy,
+        mistakes=(
+            Mistake("every operation", _policies(products=()),
+                    "every second operation is kept, of whatever kind: count matrix products alone, and repeat the rest."),
+            Mistake("the others", _policies(keeps=lambda count: count % 2 == 0),
+                    "the second product is kept, the fourth and so on: the first, the third and so on are asked for."),
+            Mistake("all", _policies(keeps=lambda count: True), "every product is kept: leave every second one to the second run."),
+            Mistake("one count", _policies(run=lambda ctx, op: 0),
+                    "the second run goes on counting where forward stopped, so that it decides otherwise: count it for itself, by ctx.is_recompute."),
+            Mistake("by kind", _policies(run=lambda ctx, op: (ctx.is_recompute, op)),
+                    "each kind of product is counted for itself: one count for mm, addmm and bmm together."),
+            Mistake("the rest too", _policies(rest=KEEP),
+                    "operations that are no product are kept as well, which costs bytes and saves little work: return PREFER_RECOMPUTE for them."),
+        ),
+    ),
+    Exercise(
+        id="8.2", title="what runs again", difficulty=2, minutes=5,
+        trains="counting operations with a counter that does not see all of them",
+        reference=repeated,
+        observe=_observe_repeated,
+        mistakes=(
+            Mistake("blind", _repeated(False),
+                    "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; hand it one in custom_mapping, under the name without .default."),
+            Mistake("one product", _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
+                    "attention is two products, queries times keys and weights times values, and one is counted."),
+            Mistake("square", _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * s * d)),
+                    "the queries are squared: there may be more keys than queries; key[2] has their number."),
+            Mistake("heads", _repeated(_formula(lambda b, h, s, d, t: 4 * b * s * t * d)),
+                    "one head is counted: each head has its own two products."),
+            Mistake("the whole step", _repeated(result=lambda more, less: more),
+                    "this is the whole step with its checkpoint: the difference to the plain one is what runs again."),
+            Mistake("halves", _repeated(result=lambda more, less: (more - less) // 2),
+                    "a multiplication and an addition are counted as one operation: they are two."),
+        ),
+    ),
+)  # fmt: skip
