@@ -24,6 +24,8 @@ from gradmem_lib.course.claims import (
     lesson_04_price,
     lesson_05_switches,
     lesson_06,
+    lesson_07,
+    lesson_09,
 )
 from gradmem_lib.course.claims.__main__ import main
 from gradmem_lib.units import MiB
@@ -33,8 +35,8 @@ LEDGER = ROOT / "LEDGER.md"
 HOLDS = (
     "C02 C03 C04 C07 C10 C13 C14 C15 C16 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 C40 C42 C50 C52 C55"
 )
-ONLY_IF = "C01 C26 C27 C30 C31 C33 C43 C51 C53 C57 C58"
-NOT = "C05 C06 C08 C09 C11 C12 C21 C23 C24 C37 C38 C41 C46 C47 C54 C56"
+ONLY_IF = "C01 C11 C26 C27 C30 C31 C33 C43 C44 C51 C53 C57 C58"
+NOT = "C05 C06 C08 C09 C12 C21 C23 C24 C37 C38 C41 C46 C47 C54 C56"
 VERDICT = {
     claim_id: verdict
     for verdict, ids in zip(claims.VERDICTS, (HOLDS, ONLY_IF, NOT), strict=True)
@@ -143,6 +145,15 @@ def tracker(peak: int):
 
 # An answer, what it measures with (a module and a name), what that would have to give, and the verdict then.
 MOVES = [
+    ("C11", lesson_07, "_mostly_activations", stub((10, 9)), "does not hold"),
+    (
+        "C44",
+        lesson_09,
+        "adapters_step",
+        lambda reentrant, enable, by_hand=False: (2 * enable, 1, ""),
+        "holds",
+    ),
+    ("C44", lesson_09, "adapters_step", stub((2, 1, "")), "does not hold"),
     ("C02", lesson_01, "_destroyed", stub(0.0), "does not hold"),
     ("C08", lesson_03, "_update", lambda rows, k: tracker(100 // k), "holds"),
     ("C10", lesson_03, "_gradient_error", stub(0.5), "does not hold"),
@@ -183,7 +194,9 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("claim_id, module, name, value, verdict", MOVES, ids=[m[0] for m in MOVES])
+@pytest.mark.parametrize(
+    "claim_id, module, name, value, verdict", MOVES, ids=[f"{m[0]}-{m[4]}" for m in MOVES]
+)
 def test_a_verdict_follows_what_is_measured(claim_id, module, name, value, verdict, monkeypatch):
     assert VERDICT[claim_id] != verdict
     monkeypatch.setattr(module, name, value)
@@ -264,6 +277,24 @@ def test_figures_of_lesson_06_against_arithmetic():
         for way in ("accumulated", "checkpointed")
     ]
     assert times[0] < times[1] < 4 / 3 and times[2] > times[3]
+
+
+def test_adapters_under_a_checkpoint():
+    """Four combinations, and PEFT's own part of it where PEFT is installed."""
+    arrives = {
+        (reentrant, enable): lesson_09.adapters_step(reentrant=reentrant, enable=enable, by_hand=by_hand)[0]
+        > 0
+        for reentrant in (True, False)
+        for enable in (True, False)
+        for by_hand in (True, False)
+    }
+    assert [combination for combination, some in arrives.items() if not some] == [(True, False)]
+    peft = pytest.importorskip("peft")
+    model = lesson_05_switches._tiny()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.disable_input_require_grads()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert model.get_input_embeddings()(lesson_05_switches._ids()).requires_grad
 
 
 def test_a_base_in_8_bits_by_hand():

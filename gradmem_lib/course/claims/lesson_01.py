@@ -13,6 +13,8 @@ from torch import nn
 from ...compat import storage_key
 from ...techniques import accounting
 from ...techniques.shapes import SHAPES, Shape
+from ...training.prepare import prepare
+from ...training.recipe import Recipe
 from . import Finding, answers
 from .finding import GB, Figure, about, between, in_unit, more, yes
 from .saved import saved_tensors
@@ -45,6 +47,21 @@ def adam_states(dtype: torch.dtype, **options) -> tuple[nn.Linear, torch.optim.A
 
 def _moments_of(optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
     return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def states_after_a_step(optimizer: str) -> tuple[int, int]:
+    """Bytes of a float32 matrix, and of the states that a recipe's ``optimizer`` has for it after a real step."""
+    layer = nn.Linear(512, 512, bias=False)
+    layer.weight.grad = torch.full_like(layer.weight, 1e-4)
+    made = prepare(layer, Recipe(optimizer=optimizer)).optimizer
+    made.step()
+    states = {
+        storage_key(t): t.untyped_storage().nbytes()
+        for state in made.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor)
+    }
+    return layer.weight.nbytes, sum(states.values())
 
 
 @answers("C01")
@@ -284,6 +301,11 @@ def states_over_parameters() -> Finding:
             per = accounting.bytes_per_parameter(name, optimizer, momentum)
             times[key, name] = per["optimizer"] / per["parameters"]
         figures[f"{key}: optimizer / parameters"] = ", ".join(f"{times[key, n]:g} ({n})" for n in PRECISIONS)
+    for name in ("adamw", "adamw-8bit", "adafactor-torch", "sgd"):
+        weights, states = states_after_a_step(name)
+        figures[f"{name}, a matrix of 512 x 512 after a real step: states / parameters, bytes"] = (
+            f"{states:,} / {weights:,}"
+        )
     adam = [n for (optimizer, _), n in times.items() if optimizer == "adamw"]
     return Finding(
         own=(
@@ -291,7 +313,7 @@ def states_over_parameters() -> Finding:
             between("the same, FP32 master copy", 2, 8, max(adam), "times"),
         ),
         beyond=(between("SGD with momentum", 2, 8, times["sgd, momentum 0.9", "bf16"], "times"),),
-        holds="for Adam, its own example; SGD keeps less.",
+        holds="for Adam, its own example; SGD, Adafactor and AdamW in 8 bits keep less.",
         fails="Adam's states are outside that range.",
         why="None of the recipes here reaches 8 times. One that also keeps a float32 copy of the gradients does.",
         figures=figures,
