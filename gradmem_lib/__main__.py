@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from .names import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS, SELECTIVE
+from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -65,6 +65,7 @@ def _as_dict(title: str, prediction) -> dict:
         "peak": {"total": peak.total, "phase": peak.phase, "by_category": peak.by_category},
         "peak_by_phase": prediction.peak_by_phase,
         "between_steps": prediction.current.total,
+        "moved": prediction.moved,
         "beyond_the_peak": extra,
         "needs": peak.total + sum(extra.values()),
     }
@@ -77,6 +78,7 @@ def _as_text(title: str, prediction) -> str:
     peak, extra = prediction.peak, beyond(prediction)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
     rows += [("peak, live bytes", peak.total)]
+    rows += [("moved, each way", prediction.moved)] if prediction.moved else []
     if extra:
         rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
     width = max(len(name) for name, _ in rows)
@@ -171,6 +173,7 @@ def _add_predict(commands) -> None:
     schedules = ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
+    add("--offload", metavar="O", help="moved away until backward: " + ", ".join(OFFLOAD))
     add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")
     add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
     add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")

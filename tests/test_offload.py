@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import FAMILIES, batch_for, made, same, step
+from predicted import assert_same, config, example_batch, model_class, predict
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib import checkpoint_layers, offload_activations
+from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, offload_activations, prepare
+from gradmem_lib import step as train_step
 
 
 def files(folder: Path) -> list[Path]:
@@ -68,3 +70,40 @@ def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
     assert moved.tensors == len(files(tmp_path))
     out.backward()
     assert not left(tmp_path)
+
+
+ALL = Recipe(offload="activations", precision="autocast-bf16", accumulation=2)
+INPUTS = Recipe(offload="boundaries", checkpointing="per-layer", precision="bf16", accumulation=4)
+MATRIX = [
+    ("llama", 3, ALL),
+    ("llama", 10, Recipe(offload="activations")),
+    ("llama", 10, INPUTS),
+    ("llama", 3, Recipe(offload="boundaries", checkpointing="best")),
+    ("gqa", 3, Recipe(offload="activations", checkpointing=2, lora_rank=2)),
+    ("tied", 10, Recipe(offload="boundaries", checkpointing=2, chunked_loss=True)),
+    ("qwen3", 3, Recipe(offload="activations", checkpointing="attention")),
+    ("gemma", 3, Recipe(offload="activations", in_backward=True, optimizer="adamw-8bit")),
+    ("gpt2", 10, ALL),
+    ("gpt2", 3, Recipe(offload="activations", checkpointing="elementwise")),
+    ("bert", 3, Recipe(offload="activations", attention="eager", accumulation=8)),
+    ("vit", 3, INPUTS),
+    ("gemma3", 4, Recipe(offload="boundaries", every_n_layers=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "layers", "recipe"), MATRIX)
+def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recipe):
+    cfg = config(family, layers)
+    predicted = predict(cfg, batch_size=8, seq_len=16, recipe=recipe, target="cpu")
+    torch.manual_seed(0)
+    model, optimizer, undo = prepare(model_class(cfg)(cfg), recipe)
+    batch = example_batch(model, 8, 16)
+    if "pixel_values" in batch and recipe.weight_dtype == torch.bfloat16:
+        batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    train_step(model, optimizer, batch, recipe)
+    moves = offload_activations(model=model, what=recipe.offload)
+    with undo, MemoryTracker(model, optimizer, live=False) as tracker:
+        train_step(model, optimizer, batch, recipe, offload=moves)
+    assert_same(predicted, tracker)
+    assert predicted.moved == moves.bytes > 0
+    assert f"<td>{moves.bytes:,}</td>" in predicted._repr_html_()

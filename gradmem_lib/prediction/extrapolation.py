@@ -17,12 +17,13 @@ Part = tuple[np.ndarray, list]  # differences from sample to sample, and the ope
 @dataclass(frozen=True)
 class Trace:
     """The samples of one step: ``rows`` (samples, 9) as of a ``Timeline``, the operation behind each, where each part of the
-    step begins, and what was asked of a card's allocator (``allocator.replayed``)."""
+    step begins, what was asked of a card's allocator (``allocator.replayed``), and the bytes that were moved away."""
 
     rows: np.ndarray
     operations: tuple[str, ...]
     starts: tuple[int, ...]
     requests: tuple[int, ...] = ()
+    moved: int = 0
 
     def parts(self) -> list[Part]:
         """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""

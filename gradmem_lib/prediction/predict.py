@@ -41,7 +41,7 @@ class Prediction:
 
     The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
     sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
-    ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    ``moved``, what ``recipe.offload`` takes away on the way forward, and brings back later; ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
     """
 
     target: str
@@ -49,6 +49,7 @@ class Prediction:
     peak: MemorySnapshot
     peak_by_phase: dict[str, int]
     current: MemorySnapshot
+    moved: int = 0
     title: str = ""
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
@@ -73,14 +74,17 @@ class Prediction:
         pictures().show_timeline(self.timeline, title=self.title, budget=None, peak=self.peak)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>"
-            for name, n in self.peak.by_category.items()
+        total, moved = self.peak.by_category, {"moved, each way": self.moved} if self.moved else {}
+        rows, after = (
+            "".join(
+                f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items()
+            )
+            for part in (total, moved)
         )
         return (
             f"<table><thead><tr><th style='text-align:left'>bytes, predicted for {self.target}</th>"
             f"<th>at the peak ({self.peak.phase})</th></tr></thead>"
-            f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{self.peak.total:,}</th></tr></tbody></table>"
+            f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{self.peak.total:,}</th></tr>{after}</tbody></table>"
         )
 
 
@@ -134,8 +138,7 @@ def predict(
     source = _source(model_or_config)
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
     question = Question(source, recipe, batch_size, seq_len, target, batch, loss)
-    rows, traced = _rows(question, full)
-    return _prediction(rows, question, traced)
+    return _prediction(question, *_rows(question, full))
 
 
 def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
@@ -216,10 +219,11 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
 
 
-def _rows(question: Question, full: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The samples of the step, and the lengths of the short traces behind them (none: a full trace)."""
+def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...]]:
+    """The samples of the step, the bytes moved, and the lengths of the short traces behind them (none: a full trace)."""
     if full:
-        return _trace(question, None).rows.copy(), ()
+        trace = _trace(question, None)
+        return trace.rows.copy(), trace.moved, ()
     n = len(question.source.layers or ())
     unit = _unit(question.recipe, n) if n else None
     for pair in SHORT_TRACES if unit is not None else ():
@@ -231,32 +235,35 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, tuple[int, ...]]:
             break
         lesser = replace(question, recipe=recipe)
         try:
-            (one, folded), (two, _) = _step_parts(lesser, short), _step_parts(lesser, long)
+            (one, folded, moved), (two, _, more) = _step_parts(lesser, short), _step_parts(lesser, long)
         except CannotTrace:
             raise
         except Exception:
             break  # this model cannot do with fewer layers: the full trace will say so, or work
         steps = extrapolate(one, two, pair[0], n // size)
         if steps is not None:
-            return _joined(steps, folded), (short, long)
-    parts, folded = _step_parts(question, None)
-    return _joined([steps for steps, _ in parts], folded), ()
+            moved += (more - moved) * (n // size - pair[0])
+            return _joined(steps, folded), moved, (short, long)
+    parts, folded, moved = _step_parts(question, None)
+    return _joined([steps for steps, _ in parts], folded), moved, ()
 
 
-def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int]:
-    """The parts of a trace, and how many micro-batches were left out of it, all of them like the second.
+def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int, int]:
+    """The parts of a trace, how many micro-batches were left out of it, all of them like the second, and the bytes moved in all.
 
     Parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
     gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
     """
     k = question.recipe.accumulation
     if k > FEW and question.source.key is not None:
-        parts = _trace(question, layers, FEW).parts()
+        trace = _trace(question, layers, FEW)
+        parts = trace.parts()
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
         same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
-            return parts, k - FEW
-    return _trace(question, layers).parts(), 0
+            return parts, k - FEW, trace.moved * k // FEW
+    trace = _trace(question, layers)
+    return trace.parts(), 0, trace.moved
 
 
 def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
@@ -272,7 +279,7 @@ def _trace(question: Question, layers: int | None, micro_batches: int | None = N
     return _kept(_traces, KEPT_TRACES, key, lambda: traced(question, layers, micro_batches))
 
 
-def _prediction(rows: np.ndarray, question: Question, traced: tuple[int, ...]) -> Prediction:
+def _prediction(question: Question, rows: np.ndarray, moved: int, traced: tuple[int, ...]) -> Prediction:
     phases = {
         name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
     }
@@ -282,6 +289,7 @@ def _prediction(rows: np.ndarray, question: Question, traced: tuple[int, ...]) -
         peak=_snapshot(rows[rows[:, TOTAL].argmax()]),
         peak_by_phase=phases,
         current=replace(_snapshot(rows[-1]), phase="idle"),
+        moved=moved,
         title=f"{question.source.title}, predicted for {question.target}",
         traced_layers=traced,
         _question=question,

@@ -18,7 +18,7 @@ from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter, Watch
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
-from ..training.step import autocast, cut_batch, loss_of, step
+from ..training.step import autocast, cut_batch, loss_of, moving, step
 from . import allocator, corrections, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
@@ -67,8 +67,8 @@ class CpuRecorder(Recording):
         super().sample(func)
         self.operations.append(str(func))
 
-    def trace(self) -> Trace:
-        return Trace(self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests))
+    def trace(self, moved: int = 0) -> Trace:
+        return Trace(self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests), moved)
 
 
 class CudaRecorder(CpuRecorder):
@@ -174,6 +174,7 @@ def _traced(
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         recorder = RECORDERS[question.target](model, prepared.optimizer)
+        moves = moving(model, recipe)
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
             def mark(part: str) -> None:
@@ -182,7 +183,7 @@ def _traced(
                 mode.value = None if part == "forward" else 1.0
                 note(part)
 
-            how = {"loss": question.loss, "mark": mark, "micro_batches": micro_batches}
+            how = {"loss": question.loss, "mark": mark, "micro_batches": micro_batches, "offload": moves}
             step(model, prepared.optimizer, batch, recipe, **how)
 
         mode.value = 1.0
@@ -194,11 +195,12 @@ def _traced(
         used: set[int] = set()
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
-        kept = _kept(model)
+        kept, before = _kept(model), getattr(moves, "bytes", 0)
         with recorder:
             one_step(recorder.mark, micro_batches)
         settled = len(used) == len(trained) and kept == _kept(model)
-        return recorder.trace() if real_warm_up or settled else None
+        moved = getattr(moves, "bytes", 0) - before
+        return recorder.trace(moved) if real_warm_up or settled else None
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:

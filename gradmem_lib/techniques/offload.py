@@ -64,6 +64,7 @@ class offload_activations(saved_tensors_hooks):
 
     def close(self) -> None:
         """Remove the files that are left. A backward that needs them is an error afterwards."""
+        self._known.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -112,7 +113,7 @@ class _Moved:
         self._of, self._version = weakref.ref(storage), tensor._version
         self._nbytes, self._device, self._path = storage.nbytes(), tensor.device, path
         self._host: Tensor | None = None
-        self._back: tuple = (None, lambda: None)
+        self._node, self._back = None, lambda: None
         self._fake = storage.device.type == "meta"
         if self._device.type != "cpu":
             here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -128,17 +129,13 @@ class _Moved:
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
         """The saved tensor of this dtype, shape, stride and offset. One node's tensors share what they shared before."""
         node = graph_task(), number_of(current_node())
-        storage = self._back[1]() if self._back[0] == node else None
-        if storage is None:
-            with (
-                torch.enable_grad()
-            ):  # by which a tracker knows it for an activation, as it does what runs again
+        with torch.enable_grad():  # by which a tracker knows an activation, as it knows what runs again
+            flat = self._back() if self._node == node else None
+            if flat is None:
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-            storage = flat.untyped_storage()
-            self._fill(flat)
-            self._back = node, weakref.ref(storage)
-        shape, stride, offset = form
-        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, shape, stride)
+                self._fill(flat)
+                self._node, self._back = node, weakref.ref(flat)
+            return flat[: self._nbytes - self._nbytes % dtype.itemsize].view(dtype).as_strided(*form)
 
     def _fill(self, flat: Tensor) -> None:
         if self._host is not None:

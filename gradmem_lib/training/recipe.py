@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OPTIMIZERS, PRECISIONS, SELECTIVE
+from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE
 from ..techniques.schedules import checked_schedule
 
 
@@ -30,6 +30,7 @@ class Recipe:
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, a segment's number of layers, or a list of them
             (``checkpointing.checkpoint_layers`` says what each means); or a key of ``SELECTIVE`` for a part of each layer.
         every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
+        offload: a key of ``OFFLOAD``: what of a forward waits for its backward outside the memory that computes.
         accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
             of the linear layers that get one; empty means every linear layer but the output's.
@@ -44,6 +45,7 @@ class Recipe:
     attention: str | None = "fused"
     checkpointing: str | int | tuple | None = None
     every_n_layers: int | None = None
+    offload: str | None = None
     accumulation: int = 1
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class Recipe:
         _choose("precision", self.precision, (*PRECISIONS, None))
         _choose("optimizer", self.optimizer, OPTIMIZERS)
         _choose("attention", self.attention, (*ATTENTION, None))
+        _choose("offload", self.offload, (*OFFLOAD, None))
         _whole("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
@@ -112,6 +115,17 @@ class Recipe:
             raise ValueError(
                 f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "
                 "give one. every_n_layers=1 is per-layer"
+            )
+        layers = self.every_n_layers or (self.checkpointing not in (None, *SELECTIVE))
+        if self.offload == "boundaries" and not layers:
+            raise ValueError(
+                f"offload='boundaries' moves the inputs of checkpointed layers, and checkpointing={self.checkpointing!r} has none: "
+                "choose checkpointing='per-layer' with it, or offload='activations'"
+            )
+        if self.offload == "activations" and self.checkpointing == "best":
+            raise ValueError(
+                "'best' finds a schedule by what layers keep, and with offload='activations' they keep nothing: choose "
+                "checkpointing='per-layer', or offload='boundaries'"
             )
 
     @property

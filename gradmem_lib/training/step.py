@@ -1,7 +1,7 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
+from ..techniques.offload import offload_activations
 from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
 from .recipe import Recipe
@@ -43,6 +44,7 @@ def step(
     mark: Callable[[str], None] = lambda part: None,
     micro_batches: int | None = None,
     scaler: GradScaler | _FixedScale | torch.amp.GradScaler | None = None,
+    offload: offload_activations | None = None,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
 
@@ -57,17 +59,19 @@ def step(
         micro_batches: ends after so many of them: for a prediction, which knows that the rest are alike.
         scaler: looks for the factor of float16's loss from step to step, and skips a step whose gradients are not finite.
             Without one the factor is fixed, and nothing is skipped.
+        offload: moves what ``recipe.offload`` says, and counts it. Without one it is made.
 
     ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
     device = next(model.parameters()).device.type
+    moves = offload or moving(model, recipe)
     parts = list(cut_batch(batch, recipe))
     counts = [count_items(model, micro) for micro in parts][:micro_batches]  # counted are all of them
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
         mark("forward")
-        with autocast(device, recipe):
+        with autocast(device, recipe), moves:
             value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
         _check_loss(value, model)
         mark("backward")
@@ -75,10 +79,11 @@ def step(
 
     if scaler is None and recipe.precision == "autocast-fp16":
         scaler = _FixedScale()
-    done = accumulate_gradients(
-        zip(parts[:micro_batches], counts, strict=True), loss_and_count,
-        total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
-    )  # fmt: skip
+    with closing(moves):
+        done = accumulate_gradients(
+            zip(parts[:micro_batches], counts, strict=True), loss_and_count,
+            total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
+        )  # fmt: skip
     mark("step")
     if not isinstance(optimizer, list):  # else every parameter has been stepped in backward
         if scaler is None:
@@ -92,6 +97,11 @@ def step(
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
     return torch.autocast(device, dtype=recipe.autocast_dtype) if recipe.autocast_dtype else nullcontext()
+
+
+def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
+    """What is to be around a forward, to move what ``recipe.offload`` says."""
+    return offload_activations(model=model, what=recipe.offload) if recipe.offload else ExitStack()
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:

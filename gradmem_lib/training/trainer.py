@@ -17,6 +17,7 @@ from .adapters import adapters_of, merged_state
 from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
+from .step import moving
 
 OPTIM = {
     "adamw": "adamw_torch",
@@ -124,6 +125,7 @@ class RecipeTrainer(Trainer):
         self.recipe, self.memory = recipe, memory
         self._interrupt = _StopAfterStep()
         super().__init__(*given, **named)
+        self.moves = moving(self.model, recipe)
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
@@ -169,13 +171,14 @@ class RecipeTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
-        if self.recipe.chunked_loss:
-            with self.accelerator.autocast():
-                loss = chunked_loss(self.model, inputs)
-            outputs = {"loss": loss}
-        else:
-            outputs = model(**inputs)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        with self.moves:
+            if self.recipe.chunked_loss:
+                with self.accelerator.autocast():
+                    loss = chunked_loss(self.model, inputs)
+                outputs = {"loss": loss}
+            else:
+                outputs = model(**inputs)
+                loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None:
             count = label_count(self.model, inputs)
             if not loss.isfinite() and not count:
@@ -202,6 +205,7 @@ class RecipeTrainer(Trainer):
         raises ``KeyboardInterrupt``; ``train(resume_from_checkpoint=True)`` goes on from there. A second one stops at once.
         """
         with self.memory, self._interrupt, ExitStack() as undo:
+            undo.callback(self.moves.close)
             set_checkpointing(self.model, self.recipe, undo)
             try:
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
