@@ -25,6 +25,7 @@ from gradmem_lib.course.claims import (
     lesson_05_switches,
     lesson_06,
     lesson_07,
+    lesson_08,
     lesson_09,
 )
 from gradmem_lib.course.claims.__main__ import main
@@ -32,9 +33,7 @@ from gradmem_lib.units import MiB
 
 ROOT = Path(__file__).parent.parent
 LEDGER = ROOT / "LEDGER.md"
-HOLDS = (
-    "C02 C03 C04 C07 C10 C13 C14 C15 C16 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 C40 C42 C50 C52 C55"
-)
+HOLDS = "C02 C03 C04 C07 C10 C13 C14 C15 C16 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 C40 C42 C45 C50 C52 C55"
 ONLY_IF = "C01 C11 C26 C27 C30 C31 C33 C43 C44 C51 C53 C57 C58"
 NOT = "C05 C06 C08 C09 C12 C21 C23 C24 C37 C38 C41 C46 C47 C54 C56"
 VERDICT = {
@@ -176,11 +175,14 @@ MOVES = [
     ("C39", lesson_04_price, "_longest", lambda card, checkpointing: card, "does not hold"),
     ("C40", lesson_04_price, "chain", stub((1, 128)), "does not hold"),
     ("C50", lesson_04_price, "share_left", stub(0.5), "does not hold"),
+    ("C45", lesson_08, "part_of_the_saving", stub(0.5), "does not hold"),
+    ("C45", lesson_08, "extra_work", stub(0.2), "does not hold"),
+    ("C47", lesson_08, "_switched_on", stub("no layer"), "holds"),
     (
         "C53",
-        lesson_06,
+        lesson_08,
         "SHAPES",
-        lesson_06.SHAPES | {"Llama-2-70B": lesson_06.SHAPES["Llama-2-13B"]},
+        lesson_08.SHAPES | {"Llama-2-70B": lesson_08.SHAPES["Llama-2-13B"]},
         "does not hold",
     ),
     (

@@ -234,20 +234,6 @@ def checkpointing_kwargs() -> Finding:
     )
 
 
-@answers("C47")
-def checkpointing_auto() -> Finding:
-    found = {value: _switched_on(_trainer(gradient_checkpointing=value)) for value in ("auto", "no", False)}
-    return Finding(
-        own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
-        beyond=(yes('"no" leaves it off', found["no"] == found[False]),),
-        fails="Nothing looks at the memory: any text switches checkpointing on, always.",
-        holds="Where there is room, it stays off.",
-        why='The value is asked whether it is true, which every string with letters in it is, "no" as well. This model is tiny, and far '
-        "from any limit.",
-        figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
-    )
-
-
 @answers("C56")
 def max_seq_length() -> Finding:
     from transformers import TrainingArguments

@@ -160,33 +160,6 @@ def thirteen_billion() -> Finding:
     )
 
 
-@answers("C53")
-def key_value_cache() -> Finding:
-    shape, tokens = SHAPES["Llama-2-70B"], 32 * 2048
-    per_token = 2 * shape.layers * shape.kv_hidden * 2
-    cache, weights = per_token * tokens, 2 * shape.parameters
-    unshared = cache * shape.heads // shape.kv_heads
-    return Finding(
-        own=(about("70B, 32 x 2,048 tokens", 40 * GB, cache, "GB"),),
-        where=(
-            about("32 x 4,096 tokens", 40 * GB, 2 * cache, "GB"),
-            more("cache / weights, no shared heads", unshared / weights),
-        ),
-        only_if="the prompt has 2k tokens, too; the cache outweighs the weights only in models without shared heads.",
-        fails="Neither 2k tokens nor 4k tokens take that much.",
-        holds="2k tokens take that much.",
-        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 8 heads of keys and values serve 64 of queries. Its weights are "
-        f"{gb(weights)}: it takes {-(-weights // (per_token * 2048))} rows of 2,048 tokens to outweigh them.",
-        figures={
-            "bytes of keys and values a token, bf16": per_token,
-            "cache of 32 x 2048 tokens, bf16": cache,
-            "the same in bf16 without shared heads": unshared,
-            "weights in bf16": weights,
-            "rows of 2048 tokens that weigh as much as the weights, count": -(-weights // (per_token * 2048)),
-        },
-    )
-
-
 @answers("C54")
 def seven_billion_on_24() -> Finding:
     shape = SHAPES["Llama-2-7B"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 from ...compat import FakeTensorMode, model_from_config, storage_key
+from ...measure.operations import count_operations
 from ...techniques.shapes import Shape
 
 
@@ -33,9 +36,10 @@ def saved_tensors(
     return kept, sum(storages.values())
 
 
-def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> int:
-    """Bytes that a real Llama block of transformers in bf16 saves for backward, run at full size under
-    fake tensors."""
+def full_size_block(
+    shape: Shape, batch_size: int, seq_len: int, attention: str
+) -> tuple[nn.Module, list[torch.Tensor], Callable[[], torch.Tensor]]:
+    """A real Llama block of transformers in bf16 at full size under fake tensors, its rotary tables, and its forward."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -52,7 +56,6 @@ def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> 
         model = model_from_config(
             LlamaForCausalLM, config, attn_implementation=implementation, dtype=torch.bfloat16
         )
-        block = model.train().model.layers[0]
         x = torch.empty(batch_size, seq_len, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
         tables = [torch.empty(1, seq_len, shape.head_dim, dtype=torch.bfloat16) for _ in range(2)]
         mask = (
@@ -60,6 +63,20 @@ def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> 
             if attention == "eager"
             else None
         )
-        return saved_tensors(
-            lambda: block(x, attention_mask=mask, position_embeddings=tables), (*block.parameters(), *tables)
-        )[1]
+    block = model.train().model.layers[0]
+    return block, tables, lambda: block(x, attention_mask=mask, position_embeddings=tables)
+
+
+def block_saves(shape: Shape, batch_size: int, seq_len: int, attention: str) -> int:
+    """Bytes that such a block saves for backward."""
+    block, tables, forward = full_size_block(shape, batch_size, seq_len, attention)
+    return saved_tensors(forward, (*block.parameters(), *tables))[1]
+
+
+def block_operations(
+    shape: Shape, seq_len: int, attention: str, again: Callable[[nn.Module], AbstractContextManager]
+) -> int:
+    """Operations of such a block's forward and backward on one row, within ``again(block)``."""
+    block, _, forward = full_size_block(shape, 1, seq_len, attention)
+    with again(block):
+        return count_operations(lambda: forward().sum().backward())

@@ -1,0 +1,139 @@
+"""Lesson 08's answers: what recomputing a part or moving everything saves at the size of a 7B, what "auto" does, and a cache.
+
+Bytes are predicted for a CUDA card; operations are counted on a block of full size under fake tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import cache, partial
+
+from torch import nn
+
+from ...planning.models import find_model
+from ...prediction.predict import predict
+from ...techniques import accounting
+from ...techniques.checkpointing import checkpoint_layers
+from ...techniques.selective import checkpoint_parts
+from ...techniques.shapes import SHAPES
+from . import Finding, answers
+from .finding import GB, about, between, more, yes
+from .lesson_01 import SEVEN, gb
+from .lesson_05_switches import _switched_on, _trainer
+from .lesson_06 import activations, recipe
+from .saved import block_operations
+
+
+@cache
+def _predicted(attention: str, tokens: int, **changes):
+    """A step of Llama-2-7B on one row, with room for longer rows than it was made for."""
+    config = copy.deepcopy(find_model("Llama-2-7B")[0])
+    config.max_position_embeddings = max(tokens, config.max_position_embeddings)
+    return predict(
+        config, batch_size=1, seq_len=tokens, recipe=recipe(attention=attention, **changes), target="cuda"
+    )
+
+
+def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
+    """What ``part`` of each layer in a checkpoint takes off the activations, as a share of what whole layers take off."""
+    none, some, whole = (
+        activations(_predicted(attention, tokens, checkpointing=how)) for how in (None, part, "per-layer")
+    )
+    return (none - some) / (none - whole)
+
+
+@cache
+def extra_work(part: str | None, attention: str, tokens: int) -> float:
+    """The operations that it adds, as a share of a layer's step; ``None``: of whole layers in checkpoints."""
+    whole = partial(checkpoint_layers, every=1)
+    again = whole if part is None else partial(checkpoint_parts, part=part)
+    plain, more_of_it = (
+        block_operations(SEVEN, tokens, attention, how)
+        for how in (lambda block: nullcontext(), lambda block: again(nn.ModuleList([block])))
+    )
+    return more_of_it / plain - 1
+
+
+def _half_of_the_saving(half: str, attention: str, tokens: int) -> float:
+    """The same by the closed forms, with the half's norm in its checkpoint: of each layer the half's input stays."""
+    options = {"precision": "bf16", "attention": attention}
+    block = sum(accounting.block_activations(SEVEN, 1, tokens, **options).values())
+    mlp = sum(accounting.mlp_activations(SEVEN, 1, tokens, precision="bf16").values())
+    runs_again = mlp if half == "mlp" else block - mlp
+    boundary = 2 * tokens * SEVEN.hidden
+    saved = SEVEN.layers * (runs_again - boundary) - runs_again
+    return saved / (SEVEN.layers * (block - boundary) - block)
+
+
+@answers("C45")
+def attention_alone() -> Finding:
+    share = {
+        (part, attention, tokens): part_of_the_saving(part, attention, tokens)
+        for part, attention, tokens in (
+            ("attention", "eager", 2048), ("attention", "eager", 8192), ("attention", "fused", 2048), ("mlp", "fused", 2048))
+    }  # fmt: skip
+    work = {(part, attention): extra_work(part, attention, 2048)
+            for part, attention in (("attention", "eager"), (None, "eager"), ("mlp", "fused"))}  # fmt: skip
+    halves = {
+        f"by the closed forms, its norm in the checkpoint: {half}, {attention}, {tokens} tokens": f"{_half_of_the_saving(half, attention, tokens):.0%}"
+        for half, attention, tokens in share
+    }
+    return Finding(
+        own=(
+            between("share of the saving, 7B, 1 x 2048, eager", 0.6, 0.8, share["attention", "eager", 2048], "%"),
+            between("extra operations", 0.1, 0.15, work["attention", "eager"], "%"),
+        ),
+        beyond=(between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),),
+        holds="for eager attention, which stores scores; fused attention stores none, and the MLP is then the part to run again.",
+        fails="Attention alone keeps another share of the saving, or costs other work.",
+        why="The advice is as old as stored scores, and with them it gets better with length: "
+        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
+        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work[None, 'eager']:.0%}.",
+        figures={f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}" for (part, attention, tokens), found in share.items()}
+        | {f"extra operations of a layer's step, 2048 tokens: {part or 'whole layers'}, {attention}": f"{found:.1%}" for (part, attention), found in work.items()}
+        | halves,
+    )  # fmt: skip
+
+
+@answers("C47")
+def checkpointing_auto() -> Finding:
+    found = {value: _switched_on(_trainer(gradient_checkpointing=value)) for value in ("auto", "no", False)}
+    return Finding(
+        own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
+        beyond=(yes('"no" leaves it off', found["no"] == found[False]),),
+        fails="Nothing looks at the memory: any text switches checkpointing on, always.",
+        holds="Where there is room, it stays off.",
+        why='The value is asked whether it is true, which every string with letters in it is, "no" as well. This model is tiny, and far '
+        "from any limit.",
+        figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
+    )
+
+
+@answers("C53")
+def key_value_cache() -> Finding:
+    shape, rows, tokens = SHAPES["Llama-2-70B"], 32, 2048
+    cached = accounting.kv_cache_bytes(shape, rows, tokens)
+    per_token, weights = cached // (rows * tokens), 2 * shape.parameters
+    unshared = cached * shape.heads // shape.kv_heads
+    return Finding(
+        own=(about("70B, 32 x 2,048 tokens", 40 * GB, cached, "GB"),),
+        where=(
+            about("32 x 4,096 tokens", 40 * GB, accounting.kv_cache_bytes(shape, rows, 2 * tokens), "GB"),
+            more("cache / weights, no shared heads", unshared / weights),
+        ),
+        only_if="the prompt has 2k tokens, too; the cache outweighs the weights only in models without shared heads.",
+        fails="Neither 2k tokens nor 4k tokens take that much.",
+        holds="2k tokens take that much.",
+        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 8 heads of keys and values serve 64 of queries. Its weights are "
+        f"{gb(weights)}: it takes {-(-weights // (per_token * tokens))} rows of 2,048 tokens to outweigh them.",
+        figures={
+            "bytes of keys and values a token, bf16": per_token,
+            "cache of 32 x 2048 tokens, bf16": cached,
+            "the same in bf16 without shared heads": unshared,
+            "weights in bf16": weights,
+            "rows of 2048 tokens that weigh as much as the weights, count": -(
+                -weights // (per_token * tokens)
+            ),
+        },
+    )
