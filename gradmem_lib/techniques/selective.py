@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
@@ -95,7 +96,8 @@ class Tiled(Again):
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
-            with without_modes(), torch.random.fork_rng():
+            # Hooks of its own: a checkpoint around it would count what the check saves, and miss it in the second run.
+            with without_modes(), torch.random.fork_rng(), saved_tensors_hooks(_same, _same):
                 self._check(run, x[..., :2, :].detach().requires_grad_())
         again = [checkpoint(run, part, use_reentrant=False) for part in x.chunk(self.tiles, dim=-2)]
         return torch.cat(again, dim=-2)
@@ -113,6 +115,10 @@ class Tiled(Again):
                     "tile a module that treats each token by itself, such as an MLP"
                 )
         self.checked = True
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
