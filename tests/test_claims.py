@@ -7,9 +7,9 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from claim_moves import MOVES
 
 from gradmem_lib.course import claims
 from gradmem_lib.course.claims import (
@@ -18,14 +18,8 @@ from gradmem_lib.course.claims import (
     ledger,
     lesson_01,
     lesson_01_blocks,
-    lesson_03,
-    lesson_03_time,
-    lesson_04,
-    lesson_04_price,
     lesson_05_switches,
     lesson_06,
-    lesson_07,
-    lesson_08,
     lesson_09,
 )
 from gradmem_lib.course.claims.__main__ import main
@@ -125,75 +119,6 @@ def test_no_figure_and_no_verdict_is_typed():
 def plain(node: ast.AST) -> bool:
     """A number or a text that was written down, or arithmetic on nothing but those."""
     return not any(isinstance(inner, (ast.Name, ast.Call, ast.JoinedStr)) for inner in ast.walk(node))
-
-
-def stub(value):
-    return lambda *args, **kwargs: value
-
-
-def tracker(peak: int):
-    """A tracker whose figures depend on nothing."""
-    timeline = SimpleNamespace(
-        by_category={"activations": [peak, 0], "gradients": [0, peak], "parameters": [1, 1]},
-        phases=["forward", "backward"],
-    )
-    return SimpleNamespace(
-        timeline=timeline, peak=SimpleNamespace(total=2 * peak, by_category={"activations": peak})
-    )
-
-
-# An answer, what it measures with (a module and a name), what that would have to give, and the verdict then.
-MOVES = [
-    ("C11", lesson_07, "_mostly_activations", stub((10, 9)), "does not hold"),
-    (
-        "C44",
-        lesson_09,
-        "adapters_step",
-        lambda reentrant, enable, by_hand=False: (2 * enable, 1, ""),
-        "holds",
-    ),
-    ("C44", lesson_09, "adapters_step", stub((2, 1, "")), "does not hold"),
-    ("C02", lesson_01, "_destroyed", stub(0.0), "does not hold"),
-    ("C08", lesson_03, "_update", lambda rows, k: tracker(100 // k), "holds"),
-    ("C10", lesson_03, "_gradient_error", stub(0.5), "does not hold"),
-    ("C16", lesson_03_time, "_published", stub(0.9), "does not hold"),
-    ("C22", lesson_03, "_update", lambda rows, k, seq_len: tracker(100), "does not hold"),
-    ("C29", lesson_03_time, "_work", lambda k: (1, k, 1), "does not hold"),
-    ("C30", lesson_03, "_normalised", stub((0.0, 1)), "holds"),
-    (
-        "C31",
-        lesson_03_time,
-        "learning_rates",
-        stub({(4, 1): 1} | {(16, k): k / 4 for k in (1, 2, 4, 8)}),
-        "holds",
-    ),
-    ("C35", lesson_03, "_logged", stub((0.25, 0.25)), "does not hold"),
-    ("C19", lesson_04, "chain", lambda n, keeps, every: (1000 * n, n), "does not hold"),
-    ("C26", lesson_04, "llama_bytes", lambda layers, every: 100 // every, "holds"),
-    ("C28", lesson_04, "_best_equal", lambda n, keeps: (1, n), "does not hold"),
-    ("C20", lesson_04_price, "llama_work", stub(0.5), "does not hold"),
-    ("C39", lesson_04_price, "_longest", lambda card, checkpointing: card, "does not hold"),
-    ("C40", lesson_04_price, "chain", stub((1, 128)), "does not hold"),
-    ("C50", lesson_04_price, "share_left", stub(0.5), "does not hold"),
-    ("C45", lesson_08, "part_of_the_saving", stub(0.5), "does not hold"),
-    ("C45", lesson_08, "extra_work", stub(0.2), "does not hold"),
-    ("C47", lesson_08, "_switched_on", stub("no layer"), "holds"),
-    (
-        "C53",
-        lesson_08,
-        "SHAPES",
-        lesson_08.SHAPES | {"Llama-2-70B": lesson_08.SHAPES["Llama-2-13B"]},
-        "does not hold",
-    ),
-    (
-        "C55",
-        lesson_06,
-        "predicted",
-        stub(SimpleNamespace(peak=SimpleNamespace(total=10**12))),
-        "does not hold",
-    ),
-    ("C57", lesson_06, "_times", stub({"accumulated": 2.0, "checkpointed": 1.0}), "holds"),
-]
 
 
 @pytest.mark.parametrize(
