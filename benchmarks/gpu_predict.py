@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gradmem_lib.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.prediction import allocator
+from gradmem_lib.prediction import allocator, fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
-from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
@@ -333,7 +333,7 @@ def tried(case: Case, place, deadline: float) -> dict:
         ask = {"batch_size": case.rows, "seq_len": case.seq_len or None, "recipe": case.recipe}
         row["predicted"] = place.predicted(config, ask)
         row["seconds to predict"] = round(time.monotonic() - start, 2)
-        clear_cache()
+        fakes.forget()
         if row["predicted"]["allocated"] > MOST * place.total:
             room = format_bytes(place.total)
             return row | {

@@ -30,9 +30,10 @@ import psutil
 import torch
 from record import record
 
+from gradmem_lib.compat import attention_without_mask
+from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
-from gradmem_lib.prediction.predict import clear_cache, predict
-from gradmem_lib.prediction.trace import attention_without_mask
+from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.shapes import SHAPES, Shape
 from gradmem_lib.training.prepare import prepare, set_attention
 from gradmem_lib.training.recipe import Recipe
@@ -258,7 +259,7 @@ def against_formulas(name: str) -> dict:
     shape = Shape.from_config(config, name)
     found = {}
     for setting, recipe in SETTINGS.items():
-        clear_cache()
+        fakes.forget()
         ask = {"batch_size": BATCH, "seq_len": seq_len, "recipe": recipe}
         traces = {}
         seconds = timed(lambda: traces.update(full=predict(config, **ask, target="cpu", full=True)))  # noqa: B023

@@ -18,7 +18,6 @@ _HOMES = {
     "techniques.schedules": "best_segments extra_forwards schedule_peak uniform_segments",
     "techniques.lora": "LoRALinear",
     "techniques.precision": "GradScaler stochastic_round",
-    "measure.operations": "count_operations",
     "training.prepare": "prepare",
     "training.recipe": "Recipe",
     "training.step": "step",
@@ -42,6 +41,7 @@ _HOMES = {
     "course.dtypes": "operation_dtypes",
     "course.failure": "OutOfMemory out_of_memory",
     "course.guesses": "predict_first",
+    "course.operations": "count_operations",
     "units": "format_bytes parse_bytes",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -10,39 +10,29 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.overrides import _get_current_function_mode_stack
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
-from torch.utils.checkpoint import _checkpoint_hook as checkpoint_hook
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "checkpoint_hook",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-]
-
+FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
+checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 # A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
-NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+NO_VALUES = (
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)  # fmt: skip
 
 # Storages and operators.
 
@@ -58,6 +48,9 @@ def returns(func) -> list:
 
 
 _aten = torch.ops.aten
+read_device = (
+    torch.ops.prim.device.default
+)  # which autograd asks of a fake tensor some ten times an operation
 read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
@@ -112,20 +105,13 @@ def under_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-dispatch_modes: Callable[[], list] = (
-    _get_current_dispatch_mode_stack  # that are watching now, the outermost first
-)
+# That are watching now, the outermost first.
+dispatch_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 
 
 def whole(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
-
-
-def in_a_mode() -> bool:
-    """Whether something around this call looks at operations or at what autograd keeps: its effects cannot be told by a name."""
-    modes = dispatch_modes() or _get_current_function_mode_stack()
-    return bool(modes) or saved_tensor_hooks() is not None
 
 
 # Autograd's graph: which task runs (-1: no backward), which node, and how nodes are numbered as they are made.
@@ -276,58 +262,37 @@ def takes_fused_attention(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_sdpa", True))
 
 
-def attention_functions() -> tuple:
-    """What runs at this moment for each name of an attention, and of a mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    tables = (AttentionInterface, AttentionMaskInterface)
-    return tuple(pair for table in tables for pair in sorted(table._global_mapping.items()))
-
-
 @contextmanager
-def registered_attention(name: str, forward: Callable, mask: Callable) -> Iterator[None]:
-    """``forward`` and ``mask`` as the attention ``name`` inside the block. transformers has no public way to take a name back."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def attention_without_mask() -> Iterator[str]:
+    """A name for fused attention that transformers knows while the block runs, and that is the same under fake tensors.
 
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, mask)
-    try:
-        yield
-    finally:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+    With real tensors, transformers looks whether any token is masked or several sequences are packed in a row, and leaves the
+    mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
+    bytes that no real run has. Here both questions are answered with no. A window shorter than the sequence has its mask.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
 
-@contextmanager
-def packed_sequences_by(find: Callable[[Callable, Tensor], Tensor | None]) -> Iterator[None]:
-    """Inside, masks are built as if ``find(own, position_ids)`` had told which tokens share a row; ``own`` is transformers'."""
-    from transformers import masking_utils
+    def mask(*args, attention_mask=None, **kwargs):
+        return masking_utils.sdpa_mask(*args, **kwargs)
 
-    own = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: find(own, position_ids)
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = own
-
-
-@contextmanager
-def masks_without_padding() -> Iterator[None]:
-    """Inside, a mask for attention in both directions is left out as where no token is masked, which fake tensors cannot say."""
-    from transformers import masking_utils
-
-    own = masking_utils._ignore_bidirectional_mask_sdpa
+    def none_packed(position_ids):
+        find_packed(position_ids)  # for the memory that looking takes
 
     def left_out(padding_mask, kv_length, local_attention_size=None):
         if padding_mask is not None:
-            padding_mask.all()  # for the memory that looking takes
+            padding_mask.all()  # for the same
         return local_attention_size is None or kv_length < local_attention_size
 
-    masking_utils._ignore_bidirectional_mask_sdpa = left_out
-    try:
-        yield
-    finally:
-        masking_utils._ignore_bidirectional_mask_sdpa = own
+    with ExitStack() as undo:
+        for table, function in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, mask)):
+            table.register(name, function)
+            undo.callback(table._global_mapping.pop, name, None)  # there is no public way
+        undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", none_packed))
+        undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
+        yield name
 
 
 def model_from_config(cls, config, **options) -> nn.Module:

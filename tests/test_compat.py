@@ -123,15 +123,14 @@ def test_a_call_is_replaced_and_given_back():
 
 
 def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
-    from transformers import AttentionInterface, masking_utils
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     own = masking_utils.find_packed_sequence_indices
-    with pytest.raises(RuntimeError), compat.registered_attention("mine", len, len):
-        assert "mine" in list(AttentionInterface())
-        raise RuntimeError
-    assert "mine" not in list(AttentionInterface())
-    with compat.packed_sequences_by(lambda own, ids: None):
+    with pytest.raises(RuntimeError), compat.attention_without_mask() as name:
+        assert name in list(AttentionInterface()) and name in list(AttentionMaskInterface())
         assert masking_utils.find_packed_sequence_indices is not own
+        raise RuntimeError
+    assert name not in list(AttentionInterface()) and name not in list(AttentionMaskInterface())
     assert masking_utils.find_packed_sequence_indices is own
 
 

@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.extrapolation import repeated_layers
-from gradmem_lib.prediction.predict import clear_cache, predict
+from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -87,7 +87,7 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
 
 def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
     """As where the third one did something else than the second."""
-    traced = predict_module._trace
+    traced = predict_module.traced
 
     def odd(question, layers, micro_batches=None):
         trace = traced(question, layers, micro_batches)
@@ -97,7 +97,7 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
 
     ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
     full = predict(config("llama"), **ask, full=True)
-    monkeypatch.setattr(predict_module, "_trace", odd)
+    monkeypatch.setattr(predict_module, "traced", odd)
     assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
 
 
@@ -114,9 +114,9 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
 )
 def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
-    clear_cache()
+    fakes.forget()
     quick = predict(config(family), **ask).timeline.rows
-    clear_cache()
+    fakes.forget()
     monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
     assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
 
@@ -211,14 +211,3 @@ def test_any_module(odd):
     assert bool(predicted.traced_layers) == (odd is None)
     assert predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
     assert_same(predicted, tracked(model, x))
-
-
-def test_the_second_answer_comes_from_the_cache(monkeypatch):
-    clear_cache()
-    ask = {"batch_size": 2, "seq_len": 8, "target": "cpu"}
-    first = predict(config("llama"), **ask)
-    monkeypatch.setattr(predict_module, "traced", None)
-    again = predict(config("llama"), **ask)
-    assert again.peak == first.peak
-    with pytest.raises(TypeError):
-        predict(config("llama"), **(ask | {"seq_len": 9}))

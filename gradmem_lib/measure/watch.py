@@ -16,44 +16,23 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..compat import (
-    TorchDispatchMode,
-    Unguarded,
-    compiled_calls,
-    graph_task,
-    is_compiled,
-    listening,
-    returns,
-    storage_key,
-)
-from ..names import (
-    ACTIVATIONS,
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    IDLE,
-    OPTIMIZER,
-    OPTIMIZER_STEP,
-    OTHER,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from .. import compat, names
 from .recording import Recording
 from .storages import own_storage, storages_of, tensors_in
 
-Observe = Callable[[Any, tuple, dict | None, Any], None]
 
-
-class Watch(Unguarded, TorchDispatchMode):
+class Watch(compat.Unguarded, compat.TorchDispatchMode):
     """Hands every dispatched operation to ``observe(func, args, kwargs, out)``, when it has run."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, observe: Observe):
+    def __init__(self, observe: Callable[[Any, tuple, dict | None, Any], None]):
         super().__init__()
         self._observe = observe
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is compat.read_device and type(args[0]) is compat.FakeTensor:
+            return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -79,7 +58,6 @@ class Meter:
     Args:
         model: whose parameters, gradients and buffers are counted from the start. They must be on ``recording.device``.
         optimizers: whose states are; those that step inside the block are found.
-        mode: the dispatch mode that is given ``observe``.
         after_sample: is told ``(asked, func)`` after each sample: the bytes that it added, and what asked for them.
     """
 
@@ -89,11 +67,10 @@ class Meter:
         optimizers: Iterable[Optimizer],
         recording: Recording,
         *,
-        mode: Callable[[Observe], TorchDispatchMode] = Watch,
         after_sample: Callable[[int, object], None] | None = None,
     ):
         self.model, self.optimizers, self.recording = model, dict.fromkeys(optimizers), recording
-        self.mode, self.after_sample = mode, after_sample
+        self.after_sample = after_sample
         # Reentrant: a garbage collection inside the locked part may free tensors and run Python code.
         self.lock = threading.RLock()
         self.stack: list[nn.Module] = []
@@ -106,7 +83,7 @@ class Meter:
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
-            if is_compiled(module):
+            if compat.is_compiled(module):
                 raise compiled_error(name or type(module).__name__)
         with self._undo as undo:
             self.sync()
@@ -115,14 +92,11 @@ class Meter:
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            told_of = {
-                (nn.Module, "__call__"): self._told_of_calls,
-                (UntypedStorage, "resize_"): self._told_of_sizes,
-            }
-            for (home, name), told in told_of.items():
-                undo.enter_context(patch.object(home, name, told(getattr(home, name))))
-            undo.enter_context(compiled_calls(compiled_error))
-            undo.enter_context(self.mode(self.observe))
+            undo.enter_context(patch.object(nn.Module, "__call__", self._told_of_calls(nn.Module.__call__)))
+            resize = self._told_of_sizes(UntypedStorage.resize_)
+            undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
+            undo.enter_context(compat.compiled_calls(compiled_error))
+            undo.enter_context(Watch(self.observe))
             self._undo = undo.pop_all()
         return self
 
@@ -131,9 +105,9 @@ class Meter:
 
     def close(self) -> None:
         """Let go of the model; what was recorded keeps the names of its modules."""
-        names, recording = self.module_names(), self.recording
+        modules, recording = self.module_names(), self.recording
         for entry in recording.entries() + recording.run.gone + recording.lap.gone:
-            entry.module = name_of(entry.module, names)
+            entry.module = name_of(entry.module, modules)
         self.model, self.optimizers, self.stack = None, {}, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
@@ -145,12 +119,12 @@ class Meter:
             if recording.freed:
                 recording.drain()
             if self._stepping:
-                recording.phase = OPTIMIZER_STEP
-            elif graph_task() != -1:
-                recording.phase = BACKWARD
+                recording.phase = names.OPTIMIZER_STEP
+            elif compat.graph_task() != -1:
+                recording.phase = names.BACKWARD
                 self._in_forward = False  # nor is what follows the backward pass
             else:
-                recording.phase = FORWARD if self._in_forward else IDLE
+                recording.phase = names.FORWARD if self._in_forward else names.IDLE
             asked = 0
             for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
                 for storage in storages_of(tensor):
@@ -169,27 +143,28 @@ class Meter:
     def _add(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
         """Count ``storage`` if it is new, or has a new size; the bytes that it adds."""
         recording = self.recording
-        entry = recording.live.get(storage_key(storage))
+        entry = recording.live.get(compat.storage_key(storage))
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
         if _is_alias(func):
-            category = OTHER  # made before the block, or by code that does not dispatch
-        elif recording.phase == FORWARD:
-            category = ACTIVATIONS if self._with_grad else TEMPORARIES
-        elif recording.phase == BACKWARD:
+            category = names.OTHER  # made before the block, or by code that does not dispatch
+        elif recording.phase == names.FORWARD:
+            category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
+        elif recording.phase == names.BACKWARD:
             # Autograd computes gradients with grad mode off; on means that a forward is being recomputed.
-            category = ACTIVATIONS if torch.is_grad_enabled() else TEMPORARIES
-        elif recording.phase == OPTIMIZER_STEP:
-            category = TEMPORARIES
+            category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
+        elif recording.phase == names.OPTIMIZER_STEP:
+            category = names.TEMPORARIES
         elif (
             storage.nbytes()
             and torch.is_grad_enabled()
             and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         ):
-            category, recording.phase = ACTIVATIONS, FORWARD  # a forward pass written without modules
+            recording.phase = names.FORWARD  # a forward pass written without modules
+            category = names.ACTIVATIONS
         else:
-            category = OTHER
-        in_backward = category == TEMPORARIES and recording.phase == BACKWARD
+            category = names.OTHER
+        in_backward = category == names.TEMPORARIES and recording.phase == names.BACKWARD
         owner = "(backward)" if in_backward else self.stack[-1] if self.stack else ""
         return recording.enter(storage, category, owner, func)
 
@@ -218,7 +193,7 @@ class Meter:
                 self._hooked[parameter] = True
                 self._undo.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
-            self.tag(buffer, OTHER, name)
+            self.tag(buffer, names.OTHER, name)
         for optimizer in self._stepping:
             self._tag_states(optimizer)
         if recording.total != before:
@@ -226,16 +201,16 @@ class Meter:
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
         with self.lock:  # also called when its gradient has come
-            self.tag(parameter, PARAMETERS, self._name(parameter))
+            self.tag(parameter, names.PARAMETERS, self._name(parameter))
             if parameter.grad is not None:
-                self.tag(parameter.grad, GRADIENTS, self._name(parameter))
+                self.tag(parameter.grad, names.GRADIENTS, self._name(parameter))
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(id(parameter), "parameter")
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            self.tag(tensors_in((state,)), OPTIMIZER, self._name(parameter))
+            self.tag(tensors_in((state,)), names.OPTIMIZER, self._name(parameter))
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
@@ -282,10 +257,10 @@ class Meter:
     def _told_of_calls(self, call: Callable) -> Callable:
         # A hook on the model would be copied and pickled with it, and hooks on all modules cost twice as much as this.
         def __call__(module, *args, **kwargs):
-            if threading.get_ident() != self._thread and graph_task() == -1 and not listening():
+            if threading.get_ident() != self._thread and compat.graph_task() == -1 and not compat.listening():
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
-            if not self.stack and graph_task() == -1:
+            if not self.stack and compat.graph_task() == -1:
                 self._begin_forward(module, args, kwargs)
             self.stack.append(module)
             try:
@@ -293,7 +268,7 @@ class Meter:
             finally:
                 if self.stack:
                     self.stack.pop()
-                if not self.stack and not self._with_grad and graph_task() == -1:
+                if not self.stack and not self._with_grad and compat.graph_task() == -1:
                     self._in_forward = False
 
         return __call__
@@ -306,7 +281,7 @@ class Meter:
             )
 
     def _begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if is_compiled(module):
+        if compat.is_compiled(module):
             raise compiled_error(type(module).__name__)
         with self.lock:
             self._stepping.clear()  # a step that raised never came to its end
@@ -315,8 +290,8 @@ class Meter:
             # A batch that was made before the block; what is known stays what it is.
             for tensor in tensors_in((args, kwargs)):
                 for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
-                    if storage_key(storage) not in self.recording.live:
-                        self.recording.tag(storage, OTHER, "inputs")
+                    if compat.storage_key(storage) not in self.recording.live:
+                        self.recording.tag(storage, names.OTHER, "inputs")
                         self.sample()
 
     def _told_of_sizes(self, resize: Callable) -> Callable:
@@ -351,4 +326,4 @@ def compiled_error(name: str) -> RuntimeError:
 @cache
 def _is_alias(func: Any) -> bool:
     """Whether ``func`` returns (a view of) one of its arguments rather than new memory."""
-    return any(r.alias_info is not None for r in returns(func))
+    return any(r.alias_info is not None for r in compat.returns(func))

@@ -7,15 +7,21 @@ second opinion.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..compat import FakeTensor, FakeTensorMode, Unguarded, grouped_mm, read_value, schema, storage_key
+from ..compat import (
+    FakeTensor,
+    FakeTensorMode,
+    Unguarded,
+    grouped_mm,
+    read_device,
+    read_value,
+    schema,
+    storage_key,
+)
 
-DEVICE = torch.ops.prim.device.default  # asked for some ten times an operation, by autograd
-SET = torch.ops.aten.set_
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -25,7 +31,7 @@ Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came 
 _known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
-def settings() -> tuple:
+def _settings() -> tuple:
     """What is set for the whole process and changes what operators return."""
     cuda = torch.backends.cuda
     return (
@@ -39,6 +45,10 @@ def forget() -> None:
     _known.clear()
 
 
+def _as_it_is(func, args, out):
+    return out
+
+
 class QuickFakeMode(Unguarded, FakeTensorMode):
     """``FakeTensorMode`` that remembers. Everything that comes out is an ordinary ``FakeTensor``.
 
@@ -46,31 +56,27 @@ class QuickFakeMode(Unguarded, FakeTensorMode):
     ``value`` is what ``.item()`` returns; ``None``, as at the beginning, leaves that an error.
     """
 
-    def __init__(self, corrected: Callable | None = None):
+    def __init__(self, corrected: Callable = _as_it_is):
         super().__init__(allow_non_fake_inputs=True)
         self._corrected = corrected
         self.value: float | None = None
-        self._answers = _known.setdefault((corrected, settings()), {})
+        self._answers = _known.setdefault((corrected, _settings()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is DEVICE and type(args[0]) is FakeTensor:
+        if func is read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is read_value and self.value is not None:
             return self.value
-        key = self._key(func, args, kwargs)
+        key = self._key(func, args, kwargs or {})
         again = self._answers.get(key)
         if again is not None:
             return again(self, args)
-        before = _form(args[0]) if key is not None and args and type(args[0]) is FakeTensor else None
-        out = self._asked(func, types, args, kwargs or {})
-        if self._corrected is not None:
-            out = self._corrected(func, args, out)
-        if key is not None:
-            again = _again(func, args, out, before)
-            if again is not None:
-                self._answers[key] = again
+        out = self._corrected(func, args, self._asked(func, types, args, kwargs or {}))
+        again = None if key is None else _again(func, args, out)
+        if again is not None:
+            self._answers[key] = again
         return out
 
     def _asked(self, func, types, args, kwargs):
@@ -83,7 +89,7 @@ class QuickFakeMode(Unguarded, FakeTensorMode):
     def _key(self, func, args, kwargs) -> tuple | None:
         """What the result depends on; ``None`` where that is more than is looked at here."""
         parts: list = [func]
-        for value in args:
+        for value in (*args, *kwargs.items()):
             kind = type(value)
             if kind is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None or not _ordinary(value):
@@ -101,10 +107,6 @@ class QuickFakeMode(Unguarded, FakeTensorMode):
                 parts += (kind, value)  # 1, 1.0 and True are equal, and do not mean the same
             else:
                 return None
-        for name, value in (kwargs or {}).items():
-            if type(value) not in _PLAIN:
-                return None
-            parts += (name, type(value), value)
         return tuple(parts)
 
 
@@ -112,21 +114,12 @@ def _ordinary(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
-def _form(tensor: Tensor) -> tuple:
-    storage = tensor.untyped_storage()
-    return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage_key(storage), storage.nbytes(),
-    )  # fmt: skip
-
-
-def _again(func, args, out, before: tuple | None) -> Again | None:
-    """How to make ``out`` anew; ``None`` where that is not known. ``before`` is the first argument's form before the operation."""
-    arguments = schema(func).arguments
-    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    if written:
-        # Writing does not change a fake tensor, unless it changes its form (resize_, squeeze_, ...) or its storage (set_).
-        same = written == [0] and args and out is args[0] and before == _form(out)
-        return (lambda mode, args: args[0]) if same and func.overloadpacket is not SET else None
+def _again(func, args, out) -> Again | None:
+    """How to make ``out`` anew; ``None`` where that is not known."""
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema(func).arguments):
+        # Writing does not change a fake tensor, unless it changes its form or its storage (resize_, squeeze_, set_, ...).
+        same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
+        return (lambda mode, args: args[0]) if same else None
     if type(out) not in (tuple, list):
         return _one_again(out, args)
     kind, parts = type(out), [_one_again(one, args) for one in out]
@@ -138,27 +131,24 @@ def _again(func, args, out, before: tuple | None) -> Again | None:
 
 def _one_again(out, args) -> Again | None:
     if out is None or type(out) is int:
-        return partial(_plain, out)
+        return lambda mode, args: out
     if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or not _ordinary(out):
         return None
     if any(out is value for value in args):
         return None
-    form, storage = (out.shape, out.stride(), out.dtype, out.fake_device), out.untyped_storage()
-    for i, value in enumerate(args):
-        if type(value) is FakeTensor and storage_key(value.untyped_storage()) == storage_key(storage):
-            return partial(_view, i, out.storage_offset(), *form)
-    dense = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta").untyped_storage()
-    return None if out.storage_offset() or storage.nbytes() != dense.nbytes() else partial(_new, *form)
+    offset, shape, stride, dtype = out.storage_offset(), out.shape, out.stride(), out.dtype
+    device, storage = out.fake_device, out.untyped_storage()
+    keys = [storage_key(a.untyped_storage()) if type(a) is FakeTensor else None for a in args]
+    if storage_key(storage) in keys:
+        of = keys.index(storage_key(storage))
 
+        def view(mode, args):
+            inside = torch.empty(0, dtype=dtype, device="meta")
+            return FakeTensor(mode, inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
 
-def _new(shape, stride, dtype, device, mode, args) -> Tensor:
-    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+        return view
 
+    def new(mode, args):
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
-def _view(of: int, offset: int, shape, stride, dtype, device, mode, args) -> Tensor:
-    inside = torch.empty(0, dtype=dtype, device="meta")
-    return FakeTensor(mode, inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
-
-
-def _plain(value: int | None, mode, args) -> int | None:
-    return value
+    return None if offset or storage.nbytes() != new(out.fake_mode, ()).untyped_storage().nbytes() else new

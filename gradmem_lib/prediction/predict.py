@@ -5,9 +5,9 @@ it. ``MemoryTracker`` counts them as it counts real ones. Every layer of a deep 
 traces, of three and of four layers, say what the trace of all of them looks like, event by event.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,15 @@ from ..measure.timeline import MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES, SELECTIVE
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
-from . import allocator, fakes
-from .configs import find_config, model_class, most_positions, skeleton, title_of
-from .extrapolation import BY, PHASE, TOTAL, Part, Trace, extrapolate
-from .question import CannotTrace, Question, Source, config_key
+from . import allocator
+from .configs import find_config, most_positions, skeleton, title_of
+from .extrapolation import BY, PHASE, TOTAL, Part, extrapolate
+from .question import CannotTrace, Question, Source
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
 SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # in repeated units, which are layers or segments of layers
 SHORTEST = 3  # layers: with fewer, the first and the last are all there is
-KEPT_SOURCES, KEPT_TRACES = 8, 64
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
 REPLAYED = 2  # micro-batches for the allocator: a third asks for what the second has given back
 FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
@@ -62,8 +61,12 @@ class Prediction:
 
     def requests(self) -> tuple[int, ...]:
         """What the step asks of an allocator, in order, beginning with all that is there before it: see ``allocator.replayed``."""
-        few = self._question.recipe.accumulation > REPLAYED and self._question.source.key is not None
-        return _trace(self._question, None, REPLAYED if few else None).requests
+        return self._requests
+
+    @cached_property
+    def _requests(self) -> tuple[int, ...]:
+        few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
+        return traced(self._question, None, REPLAYED if few else None).requests
 
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""
@@ -172,29 +175,6 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
     return batch_size, seq_len
 
 
-_sources: OrderedDict[Any, Source] = OrderedDict()
-_traces: OrderedDict[Any, Trace] = OrderedDict()
-
-
-def _kept(answers: OrderedDict, most: int, key, make: Callable):
-    """What ``make()`` returned for ``key``, where that is not ``None``; the last ``most`` answers are kept."""
-    if key is None:
-        return make()
-    if key not in answers:
-        answers[key] = make()
-    answers.move_to_end(key)
-    if len(answers) > most:
-        answers.popitem(last=False)
-    return answers[key]
-
-
-def clear_cache() -> None:
-    """Forget every model and trace that ``predict`` has kept to answer faster."""
-    _sources.clear()
-    _traces.clear()
-    fakes.forget()
-
-
 def _source(given) -> Source:
     if isinstance(given, nn.Module):
         if any(compat.is_compiled(module) for module in given.modules()):
@@ -202,10 +182,9 @@ def _source(given) -> Source:
                 f"{type(given).__name__} is compiled with torch.compile, whose code has its own memory plan: give the module as it "
                 "was before (compiled._orig_mod)"
             )
-        return Source(given, type(given).__name__, None)
+        return Source(given, type(given).__name__, given=True)
     config = find_config(given)
-    key, title = config_key(model_class(config), config), title_of(given, config)
-    return _kept(_sources, KEPT_SOURCES, (key, title), lambda: Source(skeleton(config), title, key))
+    return Source(skeleton(config), title_of(given, config), given=False)
 
 
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
@@ -222,8 +201,8 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
 def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...]]:
     """The samples of the step, the bytes moved, and the lengths of the short traces behind them (none: a full trace)."""
     if full:
-        trace = _trace(question, None)
-        return trace.rows.copy(), trace.moved, ()
+        trace = traced(question, None)
+        return trace.rows, trace.moved, ()
     n = len(question.source.layers or ())
     unit = _unit(question.recipe, n) if n else None
     for pair in SHORT_TRACES if unit is not None else ():
@@ -255,14 +234,14 @@ def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int
     gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
     """
     k = question.recipe.accumulation
-    if k > FEW and question.source.key is not None:
-        trace = _trace(question, layers, FEW)
+    if k > FEW and not question.source.given:
+        trace = traced(question, layers, FEW)
         parts = trace.parts()
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
         same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
             return parts, k - FEW, trace.moved * k // FEW
-    trace = _trace(question, layers)
+    trace = traced(question, layers)
     return trace.parts(), 0, trace.moved
 
 
@@ -274,12 +253,7 @@ def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
     return rows
 
 
-def _trace(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
-    key = question.key and (question.key, layers, micro_batches)
-    return _kept(_traces, KEPT_TRACES, key, lambda: traced(question, layers, micro_batches))
-
-
-def _prediction(question: Question, rows: np.ndarray, moved: int, traced: tuple[int, ...]) -> Prediction:
+def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[int, ...]) -> Prediction:
     phases = {
         name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
     }
@@ -291,7 +265,7 @@ def _prediction(question: Question, rows: np.ndarray, moved: int, traced: tuple[
         current=replace(_snapshot(rows[-1]), phase="idle"),
         moved=moved,
         title=f"{question.source.title}, predicted for {question.target}",
-        traced_layers=traced,
+        traced_layers=layers,
         _question=question,
     )
 

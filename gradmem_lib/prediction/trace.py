@@ -3,8 +3,8 @@
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Self
 
 import torch
@@ -15,7 +15,7 @@ from .. import compat
 from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.tracker import checked_optimizers
-from ..measure.watch import Meter, Watch
+from ..measure.watch import Meter
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, moving, step
@@ -26,22 +26,13 @@ from .extrapolation import Trace
 from .question import CannotTrace, Question
 
 
-class _WatchFakes(Watch):
-    """Asking a fake tensor for its device is an operation too, and none that a real run has."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is fakes.DEVICE and type(args[0]) is compat.FakeTensor:
-            return args[0].fake_device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 class CpuRecorder(Recording):
     """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every sample."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(torch.device("cpu"))
         self.optimizers = checked_optimizers(optimizer)
-        self.meter = Meter(model, self.optimizers, self, mode=_WatchFakes)
+        self.meter = Meter(model, self.optimizers, self)
         self.operations: list[str] = []
         self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
         self.starts = [0]
@@ -101,23 +92,21 @@ class CudaRecorder(CpuRecorder):
         return nbytes
 
     def entered(self, entry) -> None:
-        super().entered(entry)
         self._numbers[id(entry)] = self._asked
         self.requests.append(entry.nbytes)
         self._asked += 1
 
     def left(self, entry) -> None:
-        super().left(entry)
         self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
 RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder}
 
 
-def traced(question: Question, layers: int | None, micro_batches: int | None) -> Trace:
+def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
     """The trace of one step; ``CannotTrace``, naming the operation, where its course depends on values."""
     try:
-        trace = _traced(question, layers, micro_batches, real_warm_up=question.source.key is None)
+        trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
     except compat.NO_VALUES as error:
         name = str(getattr(error, "func", error))
@@ -157,13 +146,13 @@ def _traced(
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        name = stack.enter_context(attention_without_mask())
+        name = stack.enter_context(compat.attention_without_mask())
         mode = stack.enter_context(fakes.QuickFakeMode(corrections.OF[question.target]))
         model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe)
         stack.callback(prepared.undo.close)
-        if cache and question.source.key is None:
+        if cache and question.source.given:
             model.config.use_cache = True  # a module is taken as it is, and so is what its own loop would do
         if compat.attention_of(model) == "sdpa":
             set_attention(model, name)
@@ -222,30 +211,3 @@ def _kept(model: nn.Module) -> list[int]:
     """What modules hold besides their parameters."""
     held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
     return [id(value) for values in held for value in values if isinstance(value, Tensor)]
-
-
-@contextmanager
-def attention_without_mask() -> Iterator[str]:
-    """A name for fused attention that transformers knows while the block runs, and that is the same under fake tensors.
-
-    With real tensors, transformers looks whether any token is masked or several sequences are packed in a row, and leaves the
-    mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
-    bytes that no real run has. Here both questions are answered with no. A window shorter than the sequence has its mask.
-    """
-    from transformers import masking_utils
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    def mask(*args, attention_mask=None, **kwargs):
-        return masking_utils.sdpa_mask(*args, **kwargs)
-
-    def none_packed(find_packed, position_ids):
-        find_packed(position_ids)  # for the memory that looking takes
-        return None
-
-    name = "gradmem_fused"
-    with (
-        compat.registered_attention(name, sdpa_attention_forward, mask),
-        compat.packed_sequences_by(none_packed),
-        compat.masks_without_padding(),
-    ):
-        yield name
