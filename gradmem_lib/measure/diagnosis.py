@@ -31,36 +31,20 @@ class Technique:
 OF_THE_BATCH = dict.fromkeys(("activations", "temporaries", "other"), PASSES)
 OF_THE_TRAINED = {"gradients": PHASES, "optimizer": PHASES, "temporaries": STEP}
 TECHNIQUES = (
-    Technique(
-        "smaller micro-batches, or shorter rows", "little time, while they keep the card busy", OF_THE_BATCH
-    ),
-    Technique(
-        "checkpointing",
-        "up to a third more work (half if frozen)",
-        {"activations": PASSES},
-        "layers",
-    ),
-    Technique(
-        "the loss in chunks", "almost nothing", {"activations": PASSES, "temporaries": PASSES}, "outside"
-    ),
+    Technique("smaller micro-batches, or shorter rows", "little time, while they keep the card busy",
+              OF_THE_BATCH),
+    Technique("checkpointing", "up to a third more work (half if frozen)", {"activations": PASSES}, "layers"),
+    Technique("the loss in chunks", "almost nothing", {"activations": PASSES, "temporaries": PASSES},
+              "outside"),
     Technique("an optimizer that works in place (fused)", "nothing", {"temporaries": STEP}),
-    Technique(
-        "8-bit or factored states",
-        "approximate moments, another learning rate",
-        {"optimizer": PHASES, "temporaries": STEP},
-    ),
-    Technique(
-        "gradients that do not wait (a step in backward)",
-        "no accumulation, no clipping of the whole",
-        {"gradients": PHASES, "temporaries": STEP},
-    ),
+    Technique("8-bit or factored states", "approximate moments, another learning rate",
+              {"optimizer": PHASES, "temporaries": STEP}),
+    Technique("gradients that do not wait (a step in backward)", "no accumulation, no clipping of the whole",
+              {"gradients": PHASES, "temporaries": STEP}),
     Technique("fewer gradients and states (LoRA)", "a smaller space to learn in", OF_THE_TRAINED),
-    Technique(
-        "LoRA on weights in 4 bits (QLoRA)",
-        "that, a rounded model, and time to unpack it",
-        {"parameters": PHASES} | OF_THE_TRAINED,
-    ),
-)
+    Technique("LoRA on weights in 4 bits (QLoRA)", "that, a rounded model, and time to unpack it",
+              {"parameters": PHASES} | OF_THE_TRAINED),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -199,12 +199,9 @@ class MemoryTracker:
         names = self._meter.module_names()
         holders = [
             Holder(
-                entry.nbytes,
-                CATEGORIES[entry.category],
-                name_of(entry.module, names),
-                str(entry.op).removesuffix(".default"),
+                e.nbytes, CATEGORIES[e.category], name_of(e.module, names), str(e.op).removesuffix(".default")
             )
-            for entry in self._recording.entries(peak)
+            for e in self._recording.entries(peak)
         ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 

@@ -55,10 +55,8 @@ class Allocator:
         self._next = 0  # the address of the next segment: segments never touch, so that they never merge
         self._segments: dict[int, int] = {}  # address: bytes
         self._used: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether in the pool of small ones
-        self._free: dict[bool, list[tuple[int, int]]] = {
-            True: [],
-            False: [],
-        }  # by pool: sorted (bytes, address)
+        # By pool: sorted (bytes, address).
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._begins: dict[int, int] = {}  # a free block's address: its bytes
         self._ends: dict[int, int] = {}  # where a free block ends: its bytes
 

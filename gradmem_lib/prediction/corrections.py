@@ -4,7 +4,7 @@ Found by running PyTorch's own samples of every operator (``torch.testing``) for
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from math import inf
 
 import torch
@@ -15,12 +15,6 @@ from .question import CannotTrace
 aten = torch.ops.aten
 PAGE = 4096  # oneDNN begins each part of an LSTM's workspace on a page of its own
 NO_REDUCTION = 0
-
-
-def _corrected(table: dict[object, Callable], func, args, out):
-    """``out`` as the target's kernel for ``func`` makes it; ``CannotTrace`` where nobody can foresee that."""
-    correct = table.get(func)
-    return out if correct is None else correct(args, out)
 
 
 def _viewed(args, out):
@@ -142,5 +136,6 @@ _ON_CPU = _EVERYWHERE | {
 }
 _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
 _ON_CARD[aten.native_layer_norm.default] = _with_float32_statistics
-# By target: ``(func, args, out) -> out``.
-OF = {"cpu": partial(_corrected, _ON_CPU), "cuda": partial(_corrected, _ON_CARD)}
+# By target and operator: from its arguments and PyTorch's fake, ``out`` as the target's kernel makes it; or ``CannotTrace``,
+# where nobody can foresee that.
+OF: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

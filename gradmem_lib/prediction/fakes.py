@@ -11,23 +11,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..compat import (
-    FakeTensor,
-    FakeTensorMode,
-    Unguarded,
-    grouped_mm,
-    read_device,
-    read_value,
-    schema,
-    storage_key,
-)
+from .. import compat
+from ..compat import FakeTensor, storage_key
+from . import corrections
 
 KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came out, made anew
-# By what is the same for a whole trace: corrections, and what is set around it.
+# By what is the same for a whole trace: its target, and what is set around it.
 _known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
@@ -45,35 +38,33 @@ def forget() -> None:
     _known.clear()
 
 
-def _as_it_is(func, args, out):
-    return out
-
-
-class QuickFakeMode(Unguarded, FakeTensorMode):
+class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
     """``FakeTensorMode`` that remembers. Everything that comes out is an ordinary ``FakeTensor``.
 
-    ``corrected(func, args, out)`` returns what the operator's real kernel returns where PyTorch's fake is wrong about it.
+    Where PyTorch's fake is wrong about what the real kernels of ``target`` return, they are right (see ``corrections.py``).
     ``value`` is what ``.item()`` returns; ``None``, as at the beginning, leaves that an error.
     """
 
-    def __init__(self, corrected: Callable = _as_it_is):
+    def __init__(self, target: str | None = None):
         super().__init__(allow_non_fake_inputs=True)
-        self._corrected = corrected
+        self._corrections = corrections.OF.get(target, {})
         self.value: float | None = None
-        self._answers = _known.setdefault((corrected, _settings()), {})
+        self._answers = _known.setdefault((target, _settings()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is read_device and type(args[0]) is FakeTensor:
+        if func is compat.read_device and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if func is read_value and self.value is not None:
+        if func is compat.read_value and self.value is not None:
             return self.value
         key = self._key(func, args, kwargs or {})
         again = self._answers.get(key)
         if again is not None:
             return again(self, args)
-        out = self._corrected(func, args, self._asked(func, types, args, kwargs or {}))
+        out = self._asked(func, types, args, kwargs or {})
+        if func in self._corrections:
+            out = self._corrections[func](args, out)
         again = None if key is None else _again(func, args, out)
         if again is not None:
             self._answers[key] = again
@@ -81,7 +72,7 @@ class QuickFakeMode(Unguarded, FakeTensorMode):
 
     def _asked(self, func, types, args, kwargs):
         """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
-        if func is not grouped_mm or args[0].dtype == torch.bfloat16:
+        if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
@@ -116,7 +107,7 @@ def _ordinary(tensor: Tensor) -> bool:
 
 def _again(func, args, out) -> Again | None:
     """How to make ``out`` anew; ``None`` where that is not known."""
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema(func).arguments):
+    if any(a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments):
         # Writing does not change a fake tensor, unless it changes its form or its storage (resize_, squeeze_, set_, ...).
         same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
         return (lambda mode, args: args[0]) if same else None

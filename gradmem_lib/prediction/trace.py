@@ -19,7 +19,7 @@ from ..measure.watch import Meter
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, moving, step
-from . import allocator, corrections, cuda_kernels, fakes
+from . import allocator, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
 from .extrapolation import Trace
@@ -147,7 +147,7 @@ def _traced(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         name = stack.enter_context(compat.attention_without_mask())
-        mode = stack.enter_context(fakes.QuickFakeMode(corrections.OF[question.target]))
+        mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe)
