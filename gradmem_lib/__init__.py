@@ -30,7 +30,6 @@ _HOMES = {
     "planning.report": "Plan",
     "view.decisions": "show_decisions",
     "view.descent": "show_losses show_paths",
-    "view.explorer": "explore",
     "view.frontier": "show_frontier",
     "view.schedule_explorer": "explore_schedule",
     "view.schedule_record": "record_schedule",
@@ -39,13 +38,14 @@ _HOMES = {
     "course.check": "check",
     "course.doctor": "doctor",
     "course.dtypes": "operation_dtypes",
+    "course.explorer": "explore",
     "course.failure": "OutOfMemory out_of_memory",
     "course.guesses": "predict_first",
     "course.operations": "count_operations",
     "units": "format_bytes parse_bytes",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = {"accounting": "techniques.accounting"}
+_MODULES = {"accounting": "course.accounting"}
 __all__ = sorted([*_HOME, *_MODULES])
 
 moved.register()

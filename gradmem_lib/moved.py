@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
-    "accounting": "techniques.accounting",
+    "accounting": "course.accounting",
     "accumulation": "techniques.accumulation",
     "adam": "techniques.adam",
     "checkpointing": "techniques.checkpointing",

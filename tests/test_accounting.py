@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, names, predict
-from gradmem_lib.course import models
+from gradmem_lib.course import accounting, models
+from gradmem_lib.course.accounting import PRECISIONS
 from gradmem_lib.course.check import get
 from gradmem_lib.course.claims.saved import saved_tensors
 from gradmem_lib.course.judging import judge
 from gradmem_lib.names import CATEGORIES
-from gradmem_lib.techniques import accounting
-from gradmem_lib.techniques.accounting import PRECISIONS
 from gradmem_lib.techniques.shapes import SHAPES, Shape
 
 DTYPES = {

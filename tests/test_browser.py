@@ -46,7 +46,7 @@ NOTEBOOKS = {
         "tracker.show()",
         PRINT,
     ],
-    "explorer.ipynb": ["from gradmem_lib.view.explorer import explore\nexplore()"],
+    "explorer.ipynb": ["from gradmem_lib.course.explorer import explore\nexplore()"],
     "schedule.ipynb": ["from gradmem_lib import explore_schedule\nexplore_schedule()"],
 }
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gradmem_lib.course import accounting, explorer
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.cost import beyond
 from gradmem_lib.prediction import allocator
-from gradmem_lib.techniques import accounting
 from gradmem_lib.units import GiB, format_bytes
-from gradmem_lib.view import bars, explorer
+from gradmem_lib.view import bars
 
 ROOT = Path(__file__).resolve().parent.parent
 

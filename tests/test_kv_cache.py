@@ -7,8 +7,8 @@ import pytest
 import torch
 from families import MIXTURES, PAIRS, STATES, TEXT, tiny_config
 
+from gradmem_lib.course.accounting import SHAPES, kv_cache_bytes
 from gradmem_lib.prediction.configs import model_class
-from gradmem_lib.techniques.accounting import SHAPES, kv_cache_bytes
 
 ROWS, FEW, MANY = 2, 5, 12  # some families have a window of 8 tokens
 CAUSAL = [*TEXT, *MIXTURES, *STATES]

@@ -237,7 +237,7 @@ def executed(env_live: str, monkeypatch) -> list[list]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
         RUN.format(live=False), PLOT, LEFT, "show_timeline(tracker.timeline, title='a layer')",
-        "from gradmem_lib.view.explorer import explore\nexplore()",
+        "from gradmem_lib.course.explorer import explore\nexplore()",
         "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))", "tracker.plot()",
     ]  # fmt: skip
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])

@@ -6,8 +6,8 @@ beside the closed forms of ``accounting``.
 
 from __future__ import annotations
 
-from ...techniques import accounting
 from ...units import GiB
+from .. import accounting
 from . import Finding, answers
 from .finding import GB, about, in_unit
 from .lesson_01 import SEVEN, gb

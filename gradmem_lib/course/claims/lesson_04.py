@@ -14,10 +14,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...measure.tracker import MemoryTracker
-from ...techniques import accounting
 from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.schedules import best_segments, uniform_segments
-from .. import models
+from .. import accounting, models
 from . import Finding, answers
 from .finding import Figure, about, less, more
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...techniques import accounting
 from ...techniques.schedules import uniform_segments
-from .. import models
+from .. import accounting, models
 from . import Finding, answers, bert_large
 from .finding import about, at_least, between
 from .lesson_04 import (

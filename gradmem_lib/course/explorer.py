@@ -17,11 +17,11 @@ from pathlib import Path
 from ..names import ATTENTION
 from ..planning.cards import CARDS, find_card
 from ..planning.cost import beside
-from ..techniques import accounting
 from ..units import format_bytes
-from .bars import bar_svg, plot_bars
-from .live import show_explorer
-from .style import display_size, png
+from ..view.bars import bar_svg, plot_bars
+from ..view.live import show_explorer
+from ..view.style import display_size, png
+from . import accounting
 
 PLAIN_TEXT = "Memory explorer"
 REST = 0.15  # seconds without a change, before a trace begins

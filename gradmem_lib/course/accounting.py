@@ -1,7 +1,7 @@
 """Where a training step's bytes go, in closed form: parameters, gradients, optimizer, activations, logits.
 
 Every function takes plain numbers and returns plain numbers of bytes, so that a formula can be read beside
-the lesson that derives it. Batches are ``batch_size`` x ``seq_len`` tokens.
+the lesson that derives it. Batches are ``batch_size`` x ``seq_len`` tokens. The library itself counts, with ``predict``.
 """
 
 import math
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..names import CATEGORIES
-from .schedules import segments_for
-from .shapes import SHAPES as SHAPES
-from .shapes import Shape as Shape
+from ..techniques.schedules import segments_for
+from ..techniques.shapes import SHAPES as SHAPES
+from ..techniques.shapes import Shape as Shape
 
 FLOAT32, INT64 = 4, 8  # bytes of one number
 
