@@ -13,10 +13,10 @@ from torch import nn
 
 from ...planning.models import find_model
 from ...prediction.predict import predict
-from ...techniques import accounting
 from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.selective import checkpoint_parts
 from ...techniques.shapes import SHAPES
+from .. import accounting
 from . import Finding, answers
 from .finding import GB, about, between, more, yes
 from .lesson_01 import SEVEN, gb
