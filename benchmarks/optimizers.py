@@ -1,7 +1,7 @@
-"""Optimizers on SmolLM2-135M, on the CPU: bytes of states, bytes of a step's temporaries, time of a step, and the loss on held-out
-text after as many updates at each of three learning rates.
+"""Optimizers on the matrices of SmolLM2-135M's last layers, on the CPU: bytes of states, bytes of a step's temporaries, time of a
+step, and the loss on held-out text after as many updates at each of three learning rates.
 
-    python benchmarks/optimizers.py [--steps 12]
+    python benchmarks/optimizers.py [--steps 8]
     python benchmarks/optimizers.py --dry-run    with a tiny model; writes nothing
 
 Every run starts from the same float32 weights and sees the same rows in the same order. Steps are timed on weights that all
@@ -27,92 +27,87 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.training.prepare import make_optimizer
 from gradmem_lib.training.recipe import Recipe
 
-ROWS, SEQ_LEN, HELD_OUT, ROUNDS = 4, 64, 16, 5
+ROWS, SEQ_LEN, HELD_OUT, ROUNDS, LAYERS = 4, 64, 16, 3, 6
 BASE, TIME = "adamw", "time of a step, to AdamW's"
-ADAM_RATES = (1e-5, 1e-4, 3e-4)
+ADAM_RATES = (1e-4, 3e-4, 1e-3)
 
 
-class Muon(torch.optim.Optimizer):
-    """torch's Muon for the layers' matrices, and AdamW for embeddings and vectors, which Muon is not for."""
-
-    def __init__(self, model: torch.nn.Module, lr: float):
-        embeddings = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}  # fmt: skip
-        matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings]
-        own = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in own]
-        self.parts = (
-            torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, foreach=False),
-        )
-        super().__init__(model.parameters(), {"lr": lr})
-
-    def step(self, closure=None) -> None:
-        for part in self.parts:
-            part.step()
+def _of(**choices) -> Callable:
+    return lambda parameters, lr: make_optimizer(parameters, Recipe(**choices), lr)
 
 
-def _recipe(model: torch.nn.Module, lr: float, **choices) -> torch.optim.Optimizer:
-    return make_optimizer(list(model.parameters()), Recipe(**choices), lr)
-
-
-# Name: how it is made for a model at a rate, and three rates. torch's Adafactor takes one relative to a weight's size.
-OPTIMIZERS: dict[str, tuple[Callable, tuple[float, float, float]]] = {
-    name: (partial(_recipe, optimizer=name), rates)
-    for name, rates in (
-        (BASE, ADAM_RATES),
-        ("adamw-foreach", ADAM_RATES),
-        ("adamw-fused", ADAM_RATES),
-        ("adamw-8bit", ADAM_RATES),
-        ("adafactor", ADAM_RATES),
-        ("adafactor-torch", (3e-4, 1e-3, 3e-3)),
-        ("sgd", (1e-2, 1e-1, 3e-1)),
-    )
-} | {
-    "sgd, momentum 0.9": (partial(_recipe, optimizer="sgd", momentum=0.9), (1e-3, 1e-2, 3e-2)),
-    "lion": (lambda model, lr: Lion(model.parameters(), lr=lr), (1e-6, 1e-5, 3e-5)),
-    "muon, and adamw for the rest": (Muon, ADAM_RATES),
+# Name: how it is made of parameters and a rate, and three rates. Those of torch's Adafactor are relative to a weight's size.
+OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
+    BASE: (_of(optimizer=BASE), ADAM_RATES),
+    "adamw-foreach": (_of(optimizer="adamw-foreach"), ()),  # the same update
+    "adamw-fused": (_of(optimizer="adamw-fused"), ()),
+    "adamw-8bit": (_of(optimizer="adamw-8bit"), ADAM_RATES),
+    "adafactor": (_of(optimizer="adafactor"), ADAM_RATES),
+    "adafactor-torch": (_of(optimizer="adafactor-torch"), (3e-4, 1e-3, 3e-3)),
+    "lion": (Lion, ADAM_RATES),
+    "sgd": (_of(optimizer="sgd"), (1e-1, 3e-1, 1.0)),
+    "sgd, momentum 0.9": (_of(optimizer="sgd", momentum=0.9), (1e-2, 3e-2, 1e-1)),
+    "muon": (partial(torch.optim.Muon, weight_decay=0.0), (3e-3, 1e-2, 3e-2)),
 }
 
 
-def data(dry: bool, steps: int) -> tuple[Callable, torch.Tensor, torch.Tensor]:
-    """(make a fresh model, token ids (steps, rows, tokens) to train on, held-out ids (rows, tokens))."""
+class Subject:
+    """The last layers of a model, whose matrices are trained, behind what its frozen layers make of the rows, once for all runs."""
+
+    def __init__(self, model: torch.nn.Module, train: torch.Tensor, held_out: torch.Tensor, layers: int):
+        self.model, whole, norm = model.requires_grad_(False), model.model.layers, model.model.norm
+        model.model.layers, model.model.norm = whole[:-layers], torch.nn.Identity()
+        with torch.no_grad():
+            self.batches = [
+                (model.model(input_ids=ids, use_cache=False)[0], ids) for ids in train.split(ROWS)
+            ]
+            self.held_out = [
+                (model.model(input_ids=ids, use_cache=False)[0], ids) for ids in held_out.split(ROWS)
+            ]
+        model.model.layers, model.model.norm = whole[-layers:], norm
+        self.matrices = [p.requires_grad_() for p in model.model.layers.parameters() if p.ndim == 2]
+        self.start = [p.detach().clone() for p in self.matrices]
+
+    def reset(self) -> None:
+        with torch.no_grad():
+            for p, old in zip(self.matrices, self.start, strict=True):
+                p.copy_(old)
+
+    def loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.model(inputs_embeds=batch[0], labels=batch[1], use_cache=False).loss
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        return statistics.mean(self.loss(batch).item() for batch in self.held_out)
+
+
+def subject(dry: bool, steps: int) -> Subject:
     from gradmem_lib.course import models, texts
 
     if dry:
-        tiny = {"layers": 1, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 512, (ROWS * steps + HELD_OUT, SEQ_LEN), generator=generator)
-        return lambda: models.tiny_llama(**tiny), ids[:-HELD_OUT].view(steps, ROWS, -1), ids[-HELD_OUT:]
-    tokenizer = models.smollm2()[1]
+        tiny = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
+        ids = torch.randint(0, 512, (ROWS * (steps + 1), 16), generator=torch.Generator().manual_seed(0))
+        return Subject(models.tiny_llama(**tiny), ids[ROWS:], ids[:ROWS], 2)
+    model, tokenizer = models.smollm2()
     train, held_out = texts.datasets(tokenizer, seq_len=SEQ_LEN, rows=ROWS * steps, held_out=HELD_OUT)
-    return lambda: models.smollm2()[0].train(), train.ids.view(steps, ROWS, -1), held_out.ids
+    return Subject(model.train(), train.ids, held_out.ids, LAYERS)
 
 
-@torch.no_grad()
-def loss_on(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
-
-
-def trained(
-    fresh: Callable, made: Callable, lr: float, batches: torch.Tensor, held_out: torch.Tensor
-) -> float:
+def trained(on: Subject, made: Callable, lr: float) -> float:
     """The held-out loss after an update on each batch."""
-    gc.collect()
-    model = fresh()
-    optimizer = made(model, lr)
-    for ids in batches:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    on.reset()
+    optimizer = made(on.matrices, lr=lr)
+    for batch in on.batches:
+        on.loss(batch).backward()
         optimizer.step()
-        for p in model.parameters():
-            p.grad = None
-    return round(loss_on(model, held_out), 4)
+        optimizer.zero_grad()
+    return round(on.held_out_loss(), 4)
 
 
 def step_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Of a second step: bytes of states, and what is there for a while beside all that stays."""
-    parts = list(getattr(optimizer, "parts", [optimizer]))
     optimizer.step()
-    with MemoryTracker(model, parts, live=False) as tracker:
+    with MemoryTracker(model, optimizer, live=False) as tracker:
         optimizer.step()
     states, extra = tracker.current.by_category["optimizer"], tracker.peak.total - tracker.current.total
     return {"state bytes": states, "temporaries of a step, bytes": extra}
@@ -134,25 +129,33 @@ def step_times(steps: dict[str, Callable], rounds: int) -> dict[str, float]:
 
 def table(dry: bool, steps: int) -> dict:
     """A row for each optimizer."""
-    fresh, batches, held_out = data(dry, steps)
-    model = fresh()
-    before = round(loss_on(model, held_out), 4)
-    model(input_ids=batches[0], labels=batches[0], use_cache=False).loss.backward()
-    shared = {name: made(model, 1e-9) for name, (made, _) in OPTIMIZERS.items()}
-    rows = {name: step_bytes(model, optimizer) for name, optimizer in shared.items()}
-    times = step_times({name: optimizer.step for name, optimizer in shared.items()}, ROUNDS)
-    parameters = sum(p.numel() for p in model.parameters())
-    del shared, model
+    on = subject(dry, steps)
+    before = round(on.held_out_loss(), 4)
+    on.loss(on.batches[0]).backward()
+    rows, timed = {}, {}
+    for name, (made, _) in OPTIMIZERS.items():
+        optimizer = made(on.matrices, lr=1e-9)
+        rows[name] = step_bytes(on.model, optimizer)
+        timed[name] = optimizer.step
+    times = step_times(timed, ROUNDS)
+    timed.clear()
+    on.model.zero_grad()
+    parameters = sum(p.numel() for p in on.matrices)
     for name, (made, rates) in OPTIMIZERS.items():
-        losses = {f"{lr:g}": trained(fresh, made, lr, batches, held_out) for lr in rates}
+        gc.collect()
         rows[name] |= {
             "state bytes a parameter": round(rows[name]["state bytes"] / parameters, 3),
+            "largest matrices that fit into the temporaries": round(
+                rows[name]["temporaries of a step, bytes"] / max(p.nbytes for p in on.matrices), 2
+            ),
             TIME: times[name],
-            "held-out loss, by learning rate": losses,
+            "held-out loss, by learning rate": {f"{lr:g}": trained(on, made, lr) for lr in rates},
         }
         print(shown(name, rows[name]), flush=True)
+    layers = f"{len(on.matrices) // 7} last layers of {'a tiny model' if dry else 'SmolLM2-135M'}"
     return {
-        "what": f"{'a tiny model' if dry else 'SmolLM2-135M'}, float32, {steps} updates on {ROWS} x {SEQ_LEN} tokens, loss on {HELD_OUT} rows",
+        "what": f"the matrices of the {layers}, float32, {steps} updates on {ROWS} x {on.batches[0][1].shape[1]} tokens",
+        "rows held out": sum(len(ids) for _, ids in on.held_out),
         "parameters": parameters,
         "clock": "CPU time of one thread",
         "rounds": ROUNDS,
@@ -173,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=12, help="updates of each run")
+    parser.add_argument("--steps", type=int, default=8, help="updates of each run")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model; writes nothing")
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()
