@@ -15,7 +15,7 @@ from ..compare import difference
 from ..exercise import Exercise, Mistake, Seen, Unseen, measure
 from .settings import flat, gradients_of
 
-DISK_CARD, DISK_LAYERS, DISK_WIDTH, DISK_ROWS = "1.4 MB", 6, 64, 256
+DISK_CARD, DISK_LAYERS, DISK_WIDTH, DISK_ROWS = "1.6 MB", 6, 64, 256
 
 
 class Disk:
