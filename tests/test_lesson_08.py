@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradmem_lib import MemoryTracker, accounting, tiled
+from gradmem_lib import MemoryTracker, accounting, count_operations, offload_activations, tiled
 from gradmem_lib.course import models
 from gradmem_lib.course.exercises import lesson_08, lesson_08_moving, lesson_08_numbers
-from gradmem_lib.measure.operations import count_operations
-from gradmem_lib.techniques.offload import offload_activations
 from gradmem_lib.units import parse_bytes
 
 TEXT = Path(__file__).parent.parent / "solutions" / "08_recompute_or_move.py"
