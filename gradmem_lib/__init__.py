@@ -12,6 +12,7 @@ _HOMES = {
     "techniques.adam": "Adam AdamW",
     "techniques.accumulation": "Accumulated accumulate_gradients split",
     "techniques.losses": "count_targets next_token_loss",
+    "techniques.optimizers": "AdamW8bit",
     "techniques.checkpointing": "checkpoint_layers",
     "techniques.offload": "offload_activations",
     "techniques.selective": "checkpoint_parts tiled",

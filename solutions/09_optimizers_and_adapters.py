@@ -1,0 +1,752 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 09 · Optimizers and adapters
+#
+# *60 minutes, and 7 more for optional exercises. You need: lessons 02 and 05, and the dtypes of lesson 07.*
+#
+# AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
+# weights. What does each choice save, and what does it do to the update? After this lesson you can
+#
+# - say how many bytes an optimizer keeps, how many its step needs for a moment, and where it is the wrong choice;
+# - write a quantizer, Lion, LoRA, a clipping for steps in backward, and a loss in chunks;
+# - train SmolLM2's task under 300 MiB, with every weight or with adapters.
+
+# %%
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from transformers import AutoModelForCausalLM
+
+from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, check, known_model
+from gradmem_lib import predict, predict_first, prepare
+from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
+
+# %% [markdown]
+# ## 1 · Two bills
+#
+# An optimizer takes memory twice. Its **states** stay from step to step. Its **temporaries** come and go within a
+# step. `cost` measures both on the matrices in a small Llama's layers: states in bytes a weight, and temporaries in
+# sizes of the largest matrix.
+
+
+# %%
+def cost(name, make):
+    llama = models.tiny_llama()
+    weights = [p for p in llama.model.layers.parameters() if p.ndim == 2]
+    optimizer = make(weights, lr=1e-3)
+    for p in weights:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with MemoryTracker(llama, optimizer, live=False) as tracker:
+        optimizer.step()
+    states = tracker.current.by_category["optimizer"] / sum(p.numel() for p in weights)
+    on_top = (tracker.peak.total - tracker.current.total) / max(p.nbytes for p in weights)
+    print(f"{name:<12}states {states:.3f} a weight, temporaries {on_top:.2f} matrices")
+    return states
+
+
+# %%
+adamw = partial(optim.AdamW, foreach=False)
+momentum = partial(optim.SGD, momentum=0.9, foreach=False)
+for name, make in {"AdamW": adamw, "momentum": momentum}.items():
+    cost(name, make)
+
+# %% [markdown]
+# In float32, AdamW keeps 8 bytes a weight. You now bring them down in four ways.
+#
+# ## 2 · One byte a number
+#
+# A byte is one of 256 values. A **code** is a sorted table of 256 numbers from −1 (or 0) to 1. Divide a number by the
+# largest magnitude around it, its **absmax**, and store the index of the nearest number in the code. If a whole tensor
+# shared one absmax, a single large number would push all others towards 0. So each **block** of 256 neighbours has its
+# own absmax, in float32. This is *blockwise quantization* ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861)).
+
+# %%
+guess_a = predict_first(
+    "9.a", "AdamW's two moments: how many bytes a weight?", unit="bytes a weight"
+)
+
+# %% [markdown]
+# ### Exercise 9.1 · moments in 8 bits
+#
+# ●●○ · 4 minutes · trains: blockwise quantization: what is stored, and what is read back
+#
+# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last one may be shorter, and one may be
+# all zeros). Return `indices` (n,), the *nearest* entry of `code` for each number over its block's absmax, as uint8;
+# `absmax`, one a block; and `back` (n,), the numbers read back from these two.
+#
+# <details><summary>Hint 1: blocks</summary>
+#
+# `F.pad(x, (0, -len(x) % block)).view(-1, block)` has one block in each row.
+#
+# <details><summary>Hint 2: the nearest</summary>
+#
+# The border between two values is their middle: `torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)`.
+#
+# <details><summary>Hint 3: zeros</summary>
+#
+# `absmax.clamp(min=1e-30)` as the divisor keeps 0 / 0 away.
+#
+# </details></details></details>
+
+
+# %%
+def quantize(x, code, block):
+    ### BEGIN SOLUTION
+    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+    absmax = rows.abs().amax(dim=1)
+    scaled = rows / absmax.clamp(min=1e-30)[:, None]
+    indices = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)
+    back = (code[indices] * absmax[:, None]).flatten()[: len(x)]
+    return indices.flatten()[: len(x)].to(torch.uint8), absmax, back
+    ### END SOLUTION
+
+
+quantize = check("9.1", quantize)
+
+# %%
+guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", AdamW8bit), 3))
+
+# %% [markdown]
+# The rest is two codes, which all tensors share. Like bitsandbytes' kernel, `AdamW8bit` is one operator, inside which
+# nobody sees temporaries.
+#
+# Which code is good? Take a real second moment v: squared gradients of one of SmolLM2's matrices. One code has equal
+# distances. The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
+
+# %%
+short = runs.size().short
+LAYERS, UPDATES, TRIES, SEQ, HELD = (1, 1, 1, 16, 2) if short else (6, 8, 3, 64, 16)
+model, tokenizer = models.smollm2()
+training, held_out = texts.datasets(tokenizer, seq_len=SEQ, rows=32, held_out=HELD)
+ids = training.ids[:2]
+model(input_ids=ids, labels=ids).loss.backward()
+weight = model.model.layers[20].mlp.down_proj.weight
+gradient = weight.grad.clone()
+model.zero_grad()
+
+# %%
+v = gradient.square().flatten()
+ratios = torch.cat([torch.zeros(1), torch.logspace(-7, 0, 255)])
+for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.items():
+    back = quantize(v, code, 256)[2]
+    error = ((back - v).abs() / v).nanmedian()
+    print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
+
+# %% [markdown]
+# (The error is the median.) Where v is rounded to 0, AdamW divides m by `eps` alone, and that weight leaps. So blocks are
+# not enough. With equal ratios every number keeps about two digits.
+#
+# ## 3 · Sums, signs and matrices
+#
+# **Adafactor** keeps the sums of v's rows and of its columns, and makes v from them when it needs it (exercise 9.2, at
+# the end). It keeps no m. Lesson 05 set its rate, and its `eps` for bf16.
+#
+# **Lion** keeps m and no v. Its update is a *sign*: every weight moves by exactly lr.
+
+# %% [markdown]
+# ### Exercise 9.3 · Lion: a sign, and one state
+#
+# ●●○ · 4 minutes · trains: what an optimizer keeps, and what its update needs
+#
+# Lion keeps one momentum m. For each parameter with a gradient g: shrink the parameter as AdamW does, by 1 − lr ·
+# weight_decay. Then subtract lr times the **sign** of beta1 · m + (1 − beta1) · g. Last, m becomes
+# beta2 · m + (1 − beta2) · g. Write `step`. m lives in `self.state[p]`, in the parameter's dtype. Settings come from the
+# parameter's group.
+#
+# <details><summary>Hint 1: the state</summary>
+#
+# `self.state[p]` is a dict, empty at first. `setdefault("exp_avg", torch.zeros_like(p))` makes m once.
+#
+# <details><summary>Hint 2: the blend</summary>
+#
+# `m.lerp(p.grad, 1 - beta1)` is a new tensor. `m.lerp_` changes m.
+#
+# </details></details>
+
+
+# %%
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        ### BEGIN SOLUTION
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.sub_(lr * m.lerp(p.grad, 1 - beta1).sign())
+                m.lerp_(p.grad, 1 - beta2)
+        ### END SOLUTION
+
+
+Lion = check("9.3", Lion)
+
+# %% [markdown]
+# **Muon** keeps m, and treats it as a *matrix*. A matrix stretches some directions more than others, by its *singular
+# values*, and in a gradient a few of them are far above the rest. Muon makes all of them about equal, by five rounds of
+# matrix products (Newton-Schulz). Embeddings and norms are left to AdamW.
+
+# %%
+lone = nn.Parameter(torch.zeros(64, 64))
+lone.grad = torch.linalg.qr(torch.randn(64, 64))[0] * torch.logspace(0, -2, 64)
+optim.Muon([lone], lr=1.0, weight_decay=0.0).step()
+for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
+    values = torch.linalg.svdvals(matrix)
+    print(f"{name:<9} singular values from {values[0]:.2f} to {values[-1]:.2f}")
+
+# %%
+adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
+muon = partial(optim.Muon, weight_decay=0.0)
+for name, make in {"Adafactor": adafactor, "Lion": Lion, "Muon": muon}.items():
+    cost(name, make)
+
+# %% [markdown]
+# ## 4 · One table
+#
+# Bytes are half of the answer. How well does SmolLM2 predict held-out text after the same tokens? Learning rates do not
+# carry over from one optimizer to another. So each one gets three, and `*` marks its best.
+#
+# We train the matrices of the last six layers, which all of these optimizers can take. This takes about ten minutes.
+# (The stored notebook makes one short update of one layer, at one rate.)
+
+# %%
+model.requires_grad_(False)
+layers = model.model.layers[-LAYERS:]
+matrices = [p.requires_grad_() for p in layers.parameters() if p.ndim == 2]
+start = [p.detach().clone() for p in matrices]
+
+
+def trial(make, rate):
+    for p, old in zip(matrices, start, strict=True):
+        p.data.copy_(old)
+    optimizer = make(matrices, lr=rate)
+    for ids in training.ids[: 4 * UPDATES].split(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model(input_ids=held_out.ids, labels=held_out.ids).loss.item()
+
+
+# %% tags=["nbval-ignore-output"]
+rates = {"AdamW": (adamw, 3e-4), "8-bit AdamW": (AdamW8bit, 3e-4)}
+rates |= {"Adafactor": (adafactor, 1e-3), "Lion": (Lion, 3e-4)}
+rates |= {"Muon": (muon, 1e-2), "momentum": (momentum, 3e-2)}
+for name, (make, rate) in rates.items():
+    tried = [rate, rate / 3, rate * 3][:TRIES]
+    losses = {each: round(trial(make, each), 3) for each in tried}
+    print(f"{name:<12}*{min(losses, key=losses.get):.0e}", losses)
+
+# %% [markdown]
+# Together with the bytes, this says where each is the wrong choice:
+#
+# | optimizer | its update | wrong where |
+# |---|---|---|
+# | momentum | the mean gradient | gradients differ much in size, as in a Transformer |
+# | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
+# | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
+# | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
+# | Muon | all directions alike | weights are no matrices, or time is short |
+#
+# ## 5 · Gradients that do not wait
+#
+# Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as its
+# gradient is complete, and frees the gradient. On the tiny Llama the largest one is left, 8.4 of 29.4 MB.
+# Whatever needs *all* gradients at once breaks:
+#
+# - **accumulation**, which adds them up over micro-batches;
+# - a **scaler** (lesson 07), which looks at all of them before any step;
+# - **clipping**, which divides by the norm of the whole gradient.
+#
+# `Recipe` refuses the first two. `Trainer`'s layer-wise optimizers, such as `optim="galore_adamw_layerwise"`, refuse
+# accumulation, and leave no gradient to clip. Here is a clipping that works:
+
+# %% [markdown]
+# ### Exercise 9.4 · clipping where no gradient waits
+#
+# ●●● · 6 minutes · trains: steps in backward, and what the whole norm costs where gradients are freed
+#
+# The whole norm is known when backward has ended, and by then the gradients are freed. So run backward **twice**: the
+# first pass measures the norm, and the second one steps. Write `clip_in_backward(model, loss_of, lr, max_norm)`:
+# `loss_of(model)` makes the loss, as often as you call it. Each trained parameter takes one step of plain gradient
+# descent by its gradient times min(1, max_norm / norm). Return the norm. Leave no hook and no gradient. Budget: **3.2
+# MB**. The weights are 2.1 MB, and so are all gradients.
+#
+# <details><summary>Hint 1: the first pass</summary>
+#
+# Its hook adds `p.grad.square().sum().item()` to a list, and sets `p.grad = None`. The norm is the root of the sum.
+#
+# <details><summary>Hint 2: hooks</summary>
+#
+# `handle = p.register_post_accumulate_grad_hook(f)` is for parameters that require a gradient. `handle.remove()` takes
+# the hook off.
+#
+# <details><summary>Hint 3: the second pass</summary>
+#
+# Under `torch.no_grad()`: `p.add_(p.grad, alpha=-lr * factor)`, then `p.grad = None`.
+#
+# </details></details></details>
+
+
+# %%
+def clip_in_backward(model, loss_of, lr, max_norm):
+    ### BEGIN SOLUTION
+    squares, factor = [], 0.0  # in the first pass nothing moves
+
+    @torch.no_grad()
+    def hook(p):
+        squares.append(p.grad.square().sum().item())
+        p.add_(p.grad, alpha=-lr * factor)
+        p.grad = None
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+    loss_of(model).backward()
+    norm = math.sqrt(sum(squares))
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    loss_of(model).backward()
+    [handle.remove() for handle in handles]
+    return norm
+    ### END SOLUTION
+
+
+# %%
+clip_in_backward = check("9.4", clip_in_backward)
+
+# %% [markdown]
+# The price is a second forward and backward. If each parameter is clipped by its *own* norm, one pass is enough, but
+# the update has another direction.
+#
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. P has the r largest singular
+# directions of a matrix's gradient G as its columns, and is renewed every few hundred steps. AdamW runs on the small
+# matrix PᵀG, of r rows, and P maps its update back. How much of a real gradient, of 576 rows, does P keep?
+
+# %%
+U = torch.linalg.svd(gradient, full_matrices=False).U
+for rank in (4, 16, 64):
+    P = U[:, :rank]
+    kept = (P.T @ gradient).norm() / gradient.norm()
+    print(f"rank {rank}: {kept:.0%} of the gradient")
+
+# %% [markdown]
+# (A gradient of few tokens, as here, has a low rank anyway.) G itself is as large as ever, so GaLore goes with steps in
+# backward.
+#
+# ## 6 · Adapters
+#
+# Lesson 05 used LoRA. Now write it:
+#
+# $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
+
+# %% [markdown]
+# ### Exercise 9.5 · LoRA from its formula
+#
+# ●●○ · 4 minutes · trains: what trains, where it starts, and what the first step moves
+#
+# Write the module `LoRA(base, rank, alpha)` around an `nn.Linear`: its output is base(x) + alpha / rank · B(A(x)). A is
+# (rank, in) and starts random, B is (out, rank) and starts at zero. The base is frozen, and A and B are trained. Budget
+# for a base of 512 × 512 and rank 8: **1.4 MB**, so B · A must never be written out.
+#
+# <details><summary>Hint 1: parameters</summary>
+#
+# `nn.Parameter(tensor)`, put on `self`, is a parameter of the module. `base.requires_grad_(False)` freezes the base.
+#
+# <details><summary>Hint 2: the product</summary>
+#
+# `F.linear(x, self.A)` is x times A transposed, (…, rank).
+#
+# </details></details>
+
+
+# %%
+class LoRA(nn.Module):
+    def __init__(self, base, rank, alpha):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.base, self.scale = base.requires_grad_(False), alpha / rank
+        self.A = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank))
+        ### END SOLUTION
+
+    def forward(self, x):
+        """x: (..., in). Return (..., out)."""
+        ### BEGIN SOLUTION
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.A), self.B)
+        ### END SOLUTION
+
+
+LoRA = check("9.5", LoRA)
+
+# %% [markdown]
+# B starts at zero, so the first output is the base's. A's gradient comes through B, so the first step moves B alone. If
+# A started at zero too, nothing would ever move.
+#
+# Now Llama-2-7B, in bf16, on one row of 2,048 tokens. With every weight trained, its activations are at most 12.06 GiB.
+
+# %%
+guess_b = predict_first(
+    "9.b", "With LoRA of rank 16: how many GiB of activations?", unit="GiB"
+)
+
+# %%
+seven, GiB = known_model("Llama-2-7B")[1], 2**30
+for rank in (None, 16):
+    for schedule in ("per-layer", None):
+        choice = {"lora_rank": rank, "checkpointing": schedule}
+        recipe = Recipe(precision="bf16", optimizer="adamw-fused", **choice)
+        run = predict(seven, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
+        most = max(run.timeline.by_category["activations"]) / GiB
+        print(f"{choice}: peak {run.peak.total / GiB:.2f}, activations {most:.2f} GiB")
+guess_b.reveal(measured=round(most, 2), what="predicted")
+
+# %% [markdown]
+# LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer, to
+# reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
+# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.** (These adapters are in bf16. PEFT
+# keeps them in float32 unless told otherwise. Then each layer keeps a float32 copy of its input, and activations are
+# 17.38 GiB.)
+#
+# Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
+# one. Must you call it?
+
+# %%
+claims.show("C44")
+
+# %% [markdown]
+# transformers 5.23 calls it for you when you switch checkpoints on.
+#
+# **DoRA** ([Liu et al. 2024](https://arxiv.org/abs/2402.09353)) also trains one number for each output: the length of
+# its row of W + BA (`use_dora=True` in PEFT). For these lengths it writes W + BA out in every forward. So it needs more
+# temporaries and more time.
+#
+# **Merging** adds (α / r) B A to W, and the adapter is gone. But in bf16 the sum is rounded (lesson 07):
+
+# %%
+base = weight.detach().bfloat16()
+merged = (base.float() + 1e-4 * torch.randn(weight.shape)).bfloat16()
+print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
+
+# %% [markdown]
+# These weights are about 0.2, and the additions 0.0001. Unmerged they count. Merged in bf16, most are lost. So merge in
+# float32, or do not merge. Then one base serves **several adapters**:
+# `make_trainer(...).save_model()` writes PEFT's format, a small file each. `peft.PeftModel.from_pretrained(base,
+# folder)` loads one, `load_adapter` another, and `set_adapter` chooses.
+#
+# ## 7 · The base in 4 bits
+#
+# Frozen weights may be rough. **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps them in 4 bits:
+# a code of 16 numbers, in blocks of 64. Weights are spread about like a normal distribution, so **NF4** has its numbers
+# at that distribution's *quantiles*, closer together where more weights are:
+
+
+# %%
+def quantiles(n):
+    return torch.special.ndtri(torch.linspace(0.5, 0.9677083, n))
+
+
+nf4 = torch.cat([-quantiles(8)[1:].flip(0), quantiles(9)]) / quantiles(9)[-1]
+print(*(f"{value:.2f}" for value in nf4))
+w = weight.detach().flatten()
+for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
+    error = quantize(w, code, 64)[2] - w
+    print(f"{name:<6}error {error.norm() / w.norm():.1%} of a weight")
+
+# %% [markdown]
+# **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
+# quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
+#
+# **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees it.
+# Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept* until
+# backward. And until July 2024 bitsandbytes kept the input x, which a frozen layer does not need. Users saw QLoRA need
+# *more* than LoRA ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both mistakes:
+
+
+# %%
+class KeepsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return F.linear(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return None, d_y @ ctx.layer.dequantized(d_y.dtype)
+
+
+def keeps_matrix(layer, x):
+    return F.linear(x, layer.dequantized(x.dtype))
+
+
+# %% [markdown]
+# SmolLM2 has 106,168,320 weights in 4 bits. With adapters on queries and values, `KeepsInput` keeps two bf16 tensors
+# more in each of the 30 layers: the MLP's input, 576 numbers a token, and `down_proj`'s, 1,536.
+
+# %%
+question = "From how many tokens on does this QLoRA need more than LoRA?"
+guess_c = predict_first("9.c", question, unit="tokens")
+
+# %%
+small = known_model("SmolLM2-135M")[1]
+settings = {"precision": "bf16", "lora_rank": 32, "lora_targets": ("q_proj", "v_proj")}
+
+
+def peak(tokens, forward=None, **changes):
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16)
+        prepare(net, Recipe(**settings | changes))
+    for layer in net.modules():
+        if forward and hasattr(layer, "packed"):  # a layer in 4 bits
+            layer.forward = partial(forward, layer)
+    ask = {"seq_len": tokens, "recipe": Recipe(precision=None), "target": "cpu"}
+    return predict(net, batch_size=1, **ask).peak.total / 2**20
+
+
+# %%
+print("tokens    LoRA   QLoRA   keeps input   keeps matrix   (MiB)")
+over = []
+for tokens in (1024, 2048):
+    ways = [peak(tokens)]
+    for forward in (None, KeepsInput.apply, keeps_matrix):
+        ways.append(peak(tokens, forward, quantized_base=True))
+    over.append(ways[2] - ways[0])
+    print("{:>6}{:>8,.0f}{:>8,.0f}{:>14,.0f}{:>15,.0f}".format(tokens, *ways))
+turn = 1024 - 1024 * over[0] / (over[1] - over[0])
+formula = 106_168_320 * (2 - 0.5159) / (30 * 2 * (576 + 1536))
+guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
+
+# %% [markdown]
+# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear layers
+# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. Even a good QLoRA is the wrong choice
+# where weights are a small part of the peak: it rounds the base, and takes time in every pass.
+#
+# ## 8 · The loss
+#
+# With weights in 4 bits and checkpoints, the logits are the largest part. A loss in chunks has to treat them as the
+# model does: some models scale logits, and Gemma 2 caps them.
+
+# %% [markdown]
+# ### Exercise 9.7 · a loss in chunks
+#
+# ●●● · 5 minutes · trains: a gradient made on the way forward, so that the logits need not come back
+#
+# Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap), where
+# z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the loss, and the
+# gradients of `hidden` and `weight` too. Budget: **8 MB**. The logits alone are 12. `summed_loss` is for one chunk.
+#
+# <details><summary>Hint 1: the gradients of a chunk</summary>
+#
+# Let autograd make them. `hidden.detach().requires_grad_()` and the same of `weight` collect gradients of their own in
+# `.grad`. Compute a chunk's loss under `torch.enable_grad()`, since forward runs without it, and call `backward()`.
+#
+# <details><summary>Hint 2: the mean</summary>
+#
+# Count the labels of all chunks first. `summed_loss` is a chunk's sum. Divide it by this count.
+#
+# <details><summary>Hint 3: backward</summary>
+#
+# It gets the gradient of the loss, a number. Multiply both gradients by it. Return `None` for `labels` and `cap`.
+#
+# </details></details></details>
+
+
+# %%
+def summed_loss(rows, weight, labels, cap):
+    logits = cap * torch.tanh(rows @ weight.T / cap)
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+# %%
+class ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, cap):
+        ### BEGIN SOLUTION
+        total, count = 0.0, (labels != -100).sum()
+        hidden, weight = (t.detach().requires_grad_() for t in (hidden, weight))
+        for i in range(0, len(hidden), 64):
+            with torch.enable_grad():
+                loss = summed_loss(hidden[i : i + 64], weight, labels[i : i + 64], cap)
+                (loss / count).backward()
+            total += loss.detach() / count
+        ctx.save_for_backward(hidden.grad, weight.grad)
+        return total
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        ### BEGIN SOLUTION
+        return *(gradient * d_loss for gradient in ctx.saved_tensors), None, None
+        ### END SOLUTION
+
+
+# %%
+ChunkedLoss = check("9.7", ChunkedLoss)
+
+# %% [markdown]
+# Forward leaves two gradients and no logits. Backward only multiplies them by a number. PyTorch 2.13 has
+# `F.linear_cross_entropy`. Does it do the same?
+
+# %%
+hidden = torch.randn(512, 64, requires_grad=True)
+head = nn.Parameter(0.02 * torch.randn(8192, 64))
+labels = torch.randint(0, 8192, (512,))
+given, pieces = (hidden, head, labels), nn.LinearCrossEntropyOptions()
+for name, loss_of in {
+    "logits at once": lambda: F.cross_entropy(hidden @ head.T, labels),
+    "linear_cross_entropy": lambda: F.linear_cross_entropy(*given),
+    "with options": lambda: F.linear_cross_entropy(*given, options=pieces),
+    "yours": lambda: ChunkedLoss.apply(*given, 30.0),
+}.items():
+    hidden.grad = head.grad = None
+    with MemoryTracker(live=False) as tracker:
+        loss_of().backward()
+    print(f"{name:<22}{tracker.peak.total:>12,} bytes")
+
+# %% [markdown]
+# It saves nothing, unless it is given options. (Yours holds several tables of a chunk, for the cap and its gradient.)
+# Neither it nor the course's `chunked_loss` knows caps, and `Recipe(chunked_loss=True)` refuses a model that has them.
+# [Liger's](https://arxiv.org/abs/2410.10989) kernels write a chunk's gradient over its logits, so one table is enough,
+# and they take caps.
+#
+# ## 9 · Under 300 MiB
+#
+# Now everything at once, on models like SmolLM2 with any number of layers. How many layers fit with every weight
+# trained, and how many with adapters?
+
+# %% [markdown]
+# ### Exercise 9.8 · SmolLM2's task under 300 MiB
+#
+# ●●● · 4 minutes · trains: choosing by the parts of the peak, twice on the same card
+#
+# The batch is 8 rows of 128 tokens, and the card has **300 MiB**. Write `under_300()`, which returns two pairs `(layers,
+# Recipe)`: at least 12 layers with **every weight** trained, and at least 40 with **adapters** of rank 16 on every linear
+# layer. `smollm2_peak(layers, recipe)` predicts a peak in seconds, and the check uses it, too.
+#
+# <details><summary>Hint 1: every weight</summary>
+#
+# `print(smollm2_peak(12, recipe).by_category)`. Which part is the largest? Each of the lesson's parts takes one away:
+# states, gradients that wait, logits, activations.
+#
+# <details><summary>Hint 2: adapters</summary>
+#
+# What is frozen needs no gradient and no states. So it need not be exact either.
+#
+# <details><summary>Hint 3: names</summary>
+#
+# `in_backward`, `chunked_loss`, `checkpointing`, `lora_rank`, `quantized_base`; `optimizer="adafactor-torch"`.
+#
+# </details></details></details>
+
+
+# %%
+def under_300():
+    ### BEGIN SOLUTION
+    small = {"precision": "bf16", "checkpointing": "per-layer", "chunked_loss": True}
+    every_weight = Recipe(optimizer="adafactor-torch", in_backward=True, **small)
+    adapters = Recipe(optimizer="adamw-8bit", lora_rank=16, quantized_base=True, **small)
+    return (12, every_weight), (40, adapters)
+    ### END SOLUTION
+
+
+under_300 = check("9.8", under_300)
+
+# %%
+print(*(smollm2_peak(*choice) for choice in under_300()), sep="\n")
+
+# %% [markdown]
+# With every weight, the twelve layers are 135 MiB. At the end of backward come three tables of the embedding's size, 54
+# MiB each, as in lesson 05. Thirteen layers do not fit. With adapters the activations are what is left.
+#
+# ## 10 · What you can now do
+#
+# - **An optimizer has two bills**, states and temporaries. Compare optimizers at their own best rates.
+# - **8 bits need blocks and a code with equal ratios**, so that v never becomes 0.
+# - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
+# - **Adapters save states and gradients, not activations.** So checkpoints matter more.
+# - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
+# - **A loss in chunks** makes its gradients on the way forward. It has to know the model's caps and scales.
+#
+# ## More practice
+#
+# Nothing later needs these two.
+
+# %% [markdown]
+# ### Exercise 9.2 · a second moment from row and column sums
+#
+# ●●○ · 4 minutes · optional · trains: two vectors in place of a matrix, and what they can say of it
+#
+# Write `adafactor_second_moment(grad, row, column, beta2, eps)` for a matrix `grad`. Square it and add `eps`. Then `row`
+# and `column` keep moving averages, with `beta2` and in place, of the sums of its rows and of its columns. Return v: the
+# product of row sum and column sum, divided by the sum of everything.
+#
+# <details><summary>Hint 1: sums</summary>
+#
+# The sum of each row goes along the last dimension, `squares.sum(1)`.
+#
+# <details><summary>Hint 2: the averages</summary>
+#
+# `row.lerp_(sums, 1 - beta2)` is `row = beta2 * row + (1 - beta2) * sums`, in place.
+#
+# <details><summary>Hint 3: v</summary>
+#
+# `torch.outer(row, column) / row.sum()`
+#
+# </details></details></details>
+
+
+# %%
+def adafactor_second_moment(grad, row, column, beta2, eps):
+    """grad: (rows, columns). Return v, of the same shape."""
+    ### BEGIN SOLUTION
+    squares = grad.square() + eps
+    row.lerp_(squares.sum(1), 1 - beta2)
+    column.lerp_(squares.sum(0), 1 - beta2)
+    return torch.outer(row, column) / row.sum()
+    ### END SOLUTION
+
+
+adafactor_second_moment = check("9.2", adafactor_second_moment)
+
+# %% [markdown]
+# ### Exercise 9.6 · the bytes of NF4
+#
+# ●○○ · 3 minutes · optional · trains: adding up what a quantized matrix keeps beside its 4 bits
+#
+# Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers has
+# its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax. A last
+# block or group that is not full counts as well.
+#
+# <details><summary>Hint: round up</summary>
+#
+# `-(-a // b)` is a / b, rounded up.
+#
+# </details>
+
+
+# %%
+def nf4_bytes(numbers, block, group):
+    ### BEGIN SOLUTION
+    blocks = -(-numbers // block)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // group) + 4
+    ### END SOLUTION
+
+
+nf4_bytes = check("9.6", nf4_bytes)
