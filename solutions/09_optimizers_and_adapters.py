@@ -249,7 +249,7 @@ def trial(make, rate):
 # %% tags=["nbval-ignore-output"]
 rates = {"AdamW": (adamw, 3e-4), "8-bit AdamW": (AdamW8bit, 3e-4)}
 rates |= {"Adafactor": (adafactor, 1e-3), "Lion": (Lion, 3e-4)}
-rates |= {"Muon": (muon, 1e-2), "momentum": (momentum, 3e-2)}
+rates |= {"Muon": (muon, 1e-2), "momentum": (momentum, 1e-2)}
 for name, (make, rate) in rates.items():
     tried = [rate, rate / 3, rate * 3][:TRIES]
     losses = {each: round(trial(make, each), 3) for each in tried}
@@ -264,7 +264,7 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | weights are no matrices, or time is short |
+# | Muon | all directions alike | batches are small: its products cost what 2,300 tokens cost |
 #
 # ## 5 · Gradients that do not wait
 #
@@ -475,8 +475,9 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 #
 # **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees it.
 # Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept* until
-# backward. And until July 2024 bitsandbytes kept the input x, which a frozen layer does not need. Users saw QLoRA need
-# *more* than LoRA ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both mistakes:
+# backward. And until [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the
+# input x, which a frozen layer does not need. In such ways QLoRA came to need *more* than LoRA
+# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both:
 
 
 # %%
@@ -535,8 +536,10 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
 # QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear layers
-# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. Even a good QLoRA is the wrong choice
-# where weights are a small part of the peak: it rounds the base, and takes time in every pass.
+# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. A third way: PEFT's
+# `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles many activations.
+#
+# Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
 #
 # ## 8 · The loss
 #
