@@ -12,6 +12,7 @@ from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
 from ..techniques.lora import linear_layers, linear_sizes
+from ..techniques.schedules import first_layers
 from ..training.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
 from .cards import Card
@@ -172,6 +173,9 @@ def run_again(work: Work, recipe: Recipe) -> float:
         raise ValueError(
             f"checkpointing={recipe.checkpointing!r} is predicted and trained, and not weighed by plan: its time is not known"
         )
+    first = first_layers(recipe.checkpointing)
+    if first is not None and work.layers:
+        return min(first / work.layers, 1.0)
     return 1.0 if recipe.checkpointing is not None else 0.0
 
 

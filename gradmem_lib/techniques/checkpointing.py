@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..compat import is_compiled, plain_call, replace_call, stand_in, storage_key, tree_flatten
 from .layer_bytes import LayerBytes, layer_bytes
 from .layers import find_layers
-from .schedules import Schedule, safe_segments, segments_for, total_layers
+from .schedules import Schedule, first_layers, safe_segments, segments_for, total_layers
 
 
 def checkpoint_layers(
@@ -32,12 +32,13 @@ def checkpoint_layers(
             one's output; or a transformers model, in which the list of layers is found, or several (an encoder's and a
             decoder's), each of which gets a schedule of its own.
         every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about sqrt(n) of them; a list of
-            segment lengths, first segment first, in which a list is a segment made of segments; or ``"best"``, which
+            segment lengths, first segment first, in which a list is a segment made of segments; ``"first-k"`` for the first
+            k layers one by one (of several lists, the first list's come first), and the others kept; or ``"best"``, which
             measures what each layer keeps and needs at the beginning of the first training forward (two extra forwards
             and a backward of the layers, one at a time) and takes ``safe_segments``: never a higher peak than one a layer,
             whatever logits and loss need after the layers.
         keep_last: whether the last segment is kept rather than run again. ``None``: yes for a list, no for an int and
-            ``"sqrt"``, and ``"best"`` chooses.
+            ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` says it itself.
 
     Modules, parameters and state dicts stay what they are, and so do layers in eval mode and without gradients. Hooks on a
     layer fire whenever it really runs (the last one that runs again is left before its end, once nothing more is needed). In
@@ -61,12 +62,16 @@ def checkpoint_layers(
     if keep_last is None and every != "best":
         keep_last = lengths
     whole = isinstance(layers_or_model, nn.Sequential)
-    return CheckpointedLayers(
-        {
-            name: _Segments(layers, owner, whole, segments_for(every, len(layers)), keep_last)
-            for name, (layers, owner) in found.items()
-        }
-    )
+    made, first = {}, first_layers(every)
+    for name, (layers, owner) in found.items():
+        if first is not None:
+            here = min(first, len(layers))
+            every, keep_last, first = f"first-{here}", here < len(layers), first - here
+        made[name] = _Segments(layers, owner, whole, segments_for(every, len(layers)), keep_last)
+    if first:
+        total = sum(len(layers) for layers, _ in found.values())
+        raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
+    return CheckpointedLayers(made)
 
 
 class CheckpointedLayers(AbstractContextManager):
@@ -161,10 +166,12 @@ class _Segments:
         ends = list(accumulate(map(total_layers, schedule)))
         place = bisect(ends, i)
         item, stop = schedule[place], ends[place]
+        kept = self.keep_last and stop == len(self.layers)
+        if kept and isinstance(item, int):
+            return self._run(1, i, x, rest)  # nothing runs again
         start = stop - total_layers(item)
         if i == start:
             run = partial(self._run, item, start, rest=rest)
-            kept = self.keep_last and stop == len(self.layers)
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
         elif problem := self._problem(i, x, rest, waiting):
             raise RuntimeError(

@@ -219,15 +219,21 @@ def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) 
     """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
     ``more``: names that are taken besides."""
     names = *CHECKPOINTING, *more
-    if _is_count(every) or (isinstance(every, str) and every in names):
+    if _is_count(every) or (isinstance(every, str) and (every in names or first_layers(every) is not None)):
         return every
     if isinstance(every, (list, tuple)) and every:
         total_layers(every)
         return _nest(tuple, every)
     raise ValueError(
         f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment (a whole number of "
-        "at least 1), or a list of segment lengths such as [4, 3, 2]"
+        "at least 1), 'first-5' for the first 5 layers one by one (fit finds how many), or a list of segment lengths such as [4, 3, 2]"
     )
+
+
+def first_layers(every: Any) -> int | None:
+    """The k of ``"first-k"``: so many layers run again, one by one, and the others are kept. ``None`` for another schedule."""
+    number = every.removeprefix("first-") if isinstance(every, str) else ""
+    return int(number) if number != every and number.isdecimal() else None
 
 
 def segments_for(every: Any, n: int) -> Schedule | None:
@@ -235,6 +241,9 @@ def segments_for(every: Any, n: int) -> Schedule | None:
     every = checked_schedule(every)
     if every == "best":
         return None
+    first = first_layers(every)
+    if first is not None:
+        every = (1,) * first + (n - first,) * (first < n)
     if not isinstance(every, tuple):
         return uniform_segments(n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every))
     if total_layers(every) != n:

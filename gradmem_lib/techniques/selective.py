@@ -96,17 +96,15 @@ class Tiled(Again):
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
-            # Hooks of its own: a checkpoint around it would count what the check saves, and miss it in the second run.
-            with without_modes(), torch.random.fork_rng(), saved_tensors_hooks(_same, _same):
+            # A checkpoint of the whole layer around this call must not notice.
+            with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
                 self._check(run, x[..., :2, :].detach().requires_grad_())
-        again = [checkpoint(run, part, use_reentrant=False) for part in x.chunk(self.tiles, dim=-2)]
-        return torch.cat(again, dim=-2)
+        parts = x.chunk(self.tiles, dim=-2)
+        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
     def _check(self, run: Callable, two: Tensor) -> None:
         """The gradient of one token's output must be 0 at the other token."""
-        out = run(two)
-        for i in range(two.shape[-2]):
-            one = out[..., i, :]
+        for i, one in enumerate(run(two).unbind(-2)):
             (found,) = torch.autograd.grad(one, two, torch.rand_like(one), retain_graph=True)
             found[..., i, :] = 0
             if found.any():
@@ -115,10 +113,6 @@ class Tiled(Again):
                     "tile a module that treats each token by itself, such as an MLP"
                 )
         self.checked = True
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
