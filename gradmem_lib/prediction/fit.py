@@ -1,5 +1,6 @@
 """As few layers run again as a budget allows, by prediction."""
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from torch import nn
@@ -13,17 +14,11 @@ from .predict import predict
 
 
 def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **asked) -> Recipe:
-    """``recipe`` with the fewest layers that must run again: ``checkpointing`` ``None`` or ``"first-k"``.
+    """``recipe`` with as few layers run again as ``budget`` allows: ``checkpointing`` is ``None`` or ``"first-k"``.
 
-    The peak that ``predict`` says for it is at most ``budget``, and above it for one layer less. It is the first layers that run
-    again: backward comes to them last, when what the others kept is gone.
-
-    Args:
-        budget: bytes, or text such as ``"800 MiB"``: of live tensors, as a ``MemoryTracker``'s. On a card, what its allocator
-            holds beside them, workspace and context need room too (``plan`` adds them up).
-        asked: ``batch_size``, ``seq_len``, ``batch``, ``loss``, ``target``: see ``predict``, which says what else they raise.
-
-    ``ValueError`` for a recipe with checkpoints of its own, and, with the lowest peak, where no number of layers is enough.
+    Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``), and above it for one layer less. Counted are live
+    tensors: what else a card holds, ``plan`` adds up. The first layers run again, which backward reaches when the others are gone.
+    ``asked``: what ``predict`` takes besides. ``ValueError``, with the lowest peak, where no number of layers is enough.
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
@@ -42,45 +37,30 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
             peaks[k] = predict(model_or_config, recipe=recipes[k], **asked).peak.total
         return peaks[k] <= limit
 
-    if fits(0):
-        return recipes[0]
-    enough = next((k for k in range(n, 0, -1) if fits(k)), None)  # n, but for bytes that a checkpoint adds
-    if enough is None:
+    # The last to try are all layers, and a few less: a checkpoint adds some bytes too.
+    most = 0 if fits(0) else next((k for k in range(n, 0, -1) if fits(k)), None)
+    if most is None:
         lowest = min(peaks.values())
         raise ValueError(
-            f"budget={budget!r} is less than any number of layers run again needs: at least {lowest:,} bytes "
-            f"({format_bytes(lowest)}). Take a smaller batch (accumulation), another precision or optimizer, or chunked_loss"
+            f"budget={budget!r} is not enough, however many layers run again: this step needs at least {lowest:,} bytes "
+            f"({format_bytes(lowest)}). Take a smaller batch, accumulation, chunked_loss, or another precision or optimizer"
         )
-    too_few = 0
-    while enough - too_few > 1:
-        middle = (enough + too_few) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return recipes[enough]
+    return recipes[bisect_left(range(most), True, key=fits)]
 
 
 def checkpoint_layers(
-    layers_or_model: nn.Module,
-    every,
-    *,
-    keep_last: bool | None = None,
-    budget: int | str | None = None,
-    **asked,
-) -> checkpointing.CheckpointedLayers:
+    layers_or_model: nn.Module, every, *, keep_last: bool | None = None, budget: int | str | None = None, **asked
+) -> checkpointing.CheckpointedLayers:  # fmt: skip
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
 
-    Args:
-        every: ``"fit"``: as few layers as ``budget`` allows (see ``fit``, which takes ``asked``; without a ``recipe``, the model is
-            trained as it is, with AdamW). All else, and ``keep_last``, as ``techniques.checkpointing.checkpoint_layers`` says.
+    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which takes ``asked``; without a ``recipe``, the model is trained as
+    it is, with AdamW. All else, and ``keep_last``, is as ``techniques.checkpointing.checkpoint_layers`` says.
     """
-    if every == "fit":
-        if budget is None:
-            raise ValueError(
-                'every="fit" needs a budget, such as budget="800 MiB", and batch_size and seq_len, or a batch'
-            )
-        as_it_is = Recipe(precision=None, attention=None)
-        every = fit(layers_or_model, budget, **{"recipe": as_it_is} | asked).checkpointing or "first-0"
-    elif budget is not None or asked:
+    if every == "fit" and budget is not None:
+        asked = {"recipe": Recipe(precision=None, attention=None)} | asked
+        every = fit(layers_or_model, budget, **asked).checkpointing or "first-0"
+    elif every == "fit" or budget is not None or asked:
         raise ValueError(
-            f'every={every!r} takes no {", ".join(["budget"] * (budget is not None) + [*asked])}: they are for "fit"'
+            'every="fit" needs a budget, and batch_size and seq_len or a batch, which are for it alone'
         )
     return checkpointing.checkpoint_layers(layers_or_model, every, keep_last=keep_last)
