@@ -131,3 +131,23 @@ def test_tiles_and_checkpoints_are_put_on_once():
     module = mlp()
     with tiled(module, 2), pytest.raises(RuntimeError, match="checkpointed already"):
         tiled(module, 2)
+
+
+def test_a_first_step_may_be_inside_a_checkpointed_layer():
+    model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
+    batch = example_batch(model, 2, 16)
+
+    def step() -> tuple[list[torch.Tensor], int]:
+        model.zero_grad()
+        with MemoryTracker(model, live=False) as tracker:
+            model(**batch).loss.backward()
+        kept = max(tracker.timeline.by_category["activations"])
+        return [p.grad.clone() for p in model.parameters()], kept
+
+    with checkpoint_layers(model, 1):
+        expected, whole = step()
+        for layer in model.model.layers:
+            tiled(layer.mlp, 4)
+        found, cut = step()
+    torch.testing.assert_close(found, expected)
+    assert cut < whole
