@@ -1,111 +1,87 @@
-"""What lesson 09 says in figures that none of its cells prints."""
+"""Lesson 09's exercises beside the library and torch: what they call right is what runs."""
 
-from dataclasses import replace
-from pathlib import Path
+from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from gradmem_lib import MemoryTracker, Recipe, known_model, predict, prepare, step
-from gradmem_lib.course import models, smollm2_peak
-from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
-from gradmem_lib.techniques.quantized import Linear4bit, nf4_values
-from gradmem_lib.units import GiB, MiB
-
-SOURCE = Path(__file__).parent.parent / "solutions" / "09_optimizers_and_adapters.py"
-TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
-SEVEN = known_model("Llama-2-7B")[1]
-BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
+from gradmem_lib.course.exercises import lesson_09, lesson_09_adapters, lesson_09_capstone, lesson_09_loss
+from gradmem_lib.course.exercises.lesson_09_backward import clip_in_backward, clip_setting
+from gradmem_lib.techniques import optimizers
+from gradmem_lib.techniques.quantized import BLOCK, SCALES_BLOCK, Linear4bit
 
 
-def most_gradients(recipe: Recipe) -> int:
-    llama, ids = models.tiny_llama(), torch.zeros(1, 16, dtype=torch.long)
-    optimizer = prepare(llama, recipe).optimizer
-    with MemoryTracker(llama, optimizer, live=False) as tracker:
-        step(llama, optimizer, {"input_ids": ids, "labels": ids}, recipe)
-    return max(tracker.timeline.by_category["gradients"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_exercise_9_1_stores_what_the_8_bit_optimizer_stores(signed):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    x, code = x if signed else x * x, optimizers.code_table(signed, None)
+    indices, absmax, back = lesson_09.quantize(x, code, optimizers.BLOCK)
+    theirs = optimizers.quantized_blocks(x, code)
+    assert torch.equal(indices, theirs[0]) and torch.equal(absmax, theirs[1])
+    assert torch.equal(back, optimizers.dequantized_blocks(*theirs, code))
 
 
-def test_the_gradients_that_are_left_by_a_step_in_backward():
-    left, all_of_them = (most_gradients(Recipe(in_backward=way)) for way in (True, False))
-    assert f"the largest one is left, {left / 1e6:.1f} of {all_of_them / 1e6:.1f} MB." in TEXT
-
-
-@pytest.mark.parametrize("recipe", [{"accumulation": 2}, {"precision": "autocast-fp16"}])
-def test_a_recipe_refuses_what_needs_all_gradients(recipe):
-    with pytest.raises(ValueError, match="in_backward"):
-        Recipe(in_backward=True, **recipe)
-
-
-def test_small_tensors_stay_in_float32():
-    assert f"below {SMALLEST_8BIT:,} numbers they stay in float32" in TEXT
-    for numbers, dtype in ((SMALLEST_8BIT - 1, torch.float32), (SMALLEST_8BIT, torch.uint8)):
-        layer = nn.Linear(numbers, 1, bias=False)
-        optimizer = prepare(layer, Recipe(optimizer="adamw-8bit")).optimizer
-        layer.weight.grad = torch.ones_like(layer.weight)
+def test_exercise_9_2_is_torchs_adafactor_where_no_eps_matters():
+    p = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
+    row, column, beta2 = torch.zeros(5).double(), torch.zeros(3).double(), 0.0
+    optimizer = torch.optim.Adafactor([p], lr=1.0, beta2_decay=-0.8, eps=(1e-30, 1e-3), d=1e9)
+    for step in (1, 2):
+        beta2 = 1 - step**-0.8
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        before, rho = p.detach().clone(), max(1e-3, p.detach().norm().item() / math.sqrt(p.numel()))
         optimizer.step()
-        assert optimizer.state[layer.weight]["exp_avg"].dtype == dtype
+        v = lesson_09.adafactor_second_moment(p.grad, row, column, beta2, 0.0)
+        moved = (before - p.detach()) / (rho * min(1.0, 1 / math.sqrt(step)))
+        assert torch.allclose(moved, p.grad / v.sqrt(), rtol=1e-6)
 
 
-def seven(recipe: Recipe):
-    found = predict(SEVEN, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
-    return found.peak.total, {part: max(n) for part, n in found.timeline.by_category.items()}
+def test_exercise_9_3_keeps_one_state_and_moves_every_weight_by_lr():
+    p = nn.Parameter(torch.ones(100, 10))
+    optimizer = lesson_09.Lion([p], lr=0.1)
+    p.grad = torch.full_like(p, -3.0)
+    optimizer.step()
+    (m,) = optimizer.state[p].values()
+    assert m.nbytes == p.nbytes and torch.allclose(p, torch.tensor(1.1))
 
 
-def test_what_lora_takes_off_a_7b():
-    every_weight, parts = seven(BF16)
-    lora, left = seven(replace(BF16, lora_rank=16))
-    assert f"activations are at most {parts['activations'] / GiB:.2f} GiB." in TEXT
-    gone = sum(parts[name] - left[name] for name in ("gradients", "optimizer"))
-    assert f"LoRA removes {gone / GiB:.0f} GiB of gradients and states" in TEXT
-    rerun = {"checkpointing": "per-layer"}
-    assert seven(replace(BF16, **rerun))[0] == pytest.approx(every_weight, rel=1e-3)
-    checkpointed = seven(replace(BF16, lora_rank=16, **rerun))[0]
-    assert f"With LoRA they take {100 * (1 - checkpointed / lora):.0f} % off." in TEXT
+def test_exercise_9_4_takes_the_step_that_clipping_everything_at_once_takes():
+    with torch.random.fork_rng(devices=[]):
+        (mine, x), (theirs, _) = clip_setting(), clip_setting()
+    norm = clip_in_backward(mine, lambda model: model(x).square().mean(), 0.1, 2.0)
+    theirs(x).square().mean().backward()
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    whole = nn.utils.clip_grad_norm_(trained, 2.0)
+    torch.optim.SGD(trained, lr=0.1).step()
+    assert norm == pytest.approx(whole.item(), rel=1e-5) and norm > 2.0
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
 
 
-def test_the_code_that_it_makes_is_nf4s():
-    def quantiles(n):
-        return torch.special.ndtri(torch.linspace(0.5, 0.9677083, n))
-
-    made = torch.cat([-quantiles(8)[1:].flip(0), quantiles(9)]) / quantiles(9)[-1]
-    torch.testing.assert_close(made, nf4_values(), atol=1e-6, rtol=1e-5)
-
-
-def test_the_bytes_of_a_weight_in_4_bits():
-    layer = Linear4bit(nn.Linear(1024, 1024, bias=False).requires_grad_(False))
-    nbytes = sum(p.nbytes for p in layer.parameters()) - 4  # one float32 for the mean
-    assert nbytes / 2**20 == 0.5 + 1 / 64 + 4 / (64 * 256)
-    assert "0.5 + 4/64 = 0.5625" in TEXT and f"4/(64 · 256) = {nbytes / 2**20:.4f} bytes" in TEXT
+@pytest.mark.parametrize("shape", [(64, 512), (33, 17), (100, 1000)])
+def test_exercise_9_6_counts_the_bytes_of_a_layer_in_4_bits(shape):
+    layer = Linear4bit(nn.Linear(*shape, bias=False).requires_grad_(False))
+    bytes_ = sum(p.nbytes for p in layer.parameters())
+    assert lesson_09_adapters.nf4_bytes(math.prod(shape), BLOCK, SCALES_BLOCK) == bytes_
 
 
-def test_the_weights_in_4_bits_and_what_they_save():
-    config = known_model("SmolLM2-135M")[1]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        prepare(model, Recipe(precision="bf16", lora_rank=32, quantized_base=True))
-    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
-    assert f"SmolLM2 has {count:,} weights in 4 bits" in TEXT
-    assert f"QLoRA saves {count * (2 - 0.5159) / MiB:.0f} MiB at any length" in TEXT
+def test_exercise_9_7_is_autograds_loss_and_its_logits_are_what_the_card_has_not():
+    hidden, weight, labels = lesson_09_loss._batch(1000, 32, 3000, torch.float32, 5)
+    lesson_09_loss.ChunkedLoss.apply(hidden, weight, labels, 5.0).backward()
+    found = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    logits = 5.0 * torch.tanh(hidden @ weight.T / 5.0)
+    F.cross_entropy(logits, labels).backward()
+    for mine, theirs in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    assert logits.nbytes == 12_000_000 > lesson_09_loss.LOSS_CARD
 
 
-def test_what_is_at_the_peak_of_300_mib():
-    small = {"precision": "bf16", "checkpointing": "per-layer", "chunked_loss": True}
-    recipe = Recipe(optimizer="adafactor-torch", in_backward=True, **small)
-    parts = smollm2_peak(12, recipe).by_category
-    assert f"the twelve layers are {parts['parameters'] / MiB:.0f} MiB." in TEXT
-    tables = [parts[name] / MiB for name in ("gradients", "activations", "temporaries")]
-    assert (
-        tables == pytest.approx([54] * 3, abs=0.1)
-        and "three tables of the embedding's size, 54 MiB each" in TEXT
-    )
-    assert smollm2_peak(13, recipe).total > 300 * MiB and "Thirteen layers do not fit" in TEXT
-
-
-def test_the_time_of_muons_products():
-    """Five rounds of X X', A A and B X, against forward and backward: 6 operations a weight and token."""
-    n, m = 576, 1536  # SmolLM2's MLP
-    tokens = 5 * (4 * n * n * m + 2 * n**3) / (6 * n * m)
-    assert f"its products cost what {round(tokens, -2):,.0f} tokens cost" in TEXT
+def test_the_recipes_that_exercise_9_8_takes_for_right_are_right():
+    (layers, every_weight), adapters = lesson_09_capstone.under_300()
+    assert lesson_09_capstone.what_is_in_the_way(layers, every_weight) == ""
+    assert lesson_09_capstone.what_is_in_the_way(*adapters) == ""
+    assert lesson_09_capstone.smollm2_peak(layers + 1, every_weight).total > lesson_09_capstone.CARD_300
