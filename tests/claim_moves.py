@@ -65,6 +65,7 @@ MOVES = [
     ("C50", lesson_04_price, "share_left", stub(0.5), "does not hold"),
     ("C45", lesson_08, "part_of_the_saving", stub(0.5), "does not hold"),
     ("C45", lesson_08, "extra_work", stub(0.2), "does not hold"),
+    ("C48", lesson_08, "taken_off", stub(0.5), "does not hold"),
     ("C47", lesson_08, "_switched_on", stub("no layer"), "holds"),
     (
         "C53",

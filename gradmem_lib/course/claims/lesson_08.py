@@ -11,6 +11,8 @@ from functools import cache, partial
 
 from torch import nn
 
+from ...planning.cards import CARDS
+from ...planning.cost import OPERATIONS_KEPT
 from ...planning.models import find_model
 from ...prediction.predict import predict
 from ...techniques.checkpointing import checkpoint_layers
@@ -18,7 +20,7 @@ from ...techniques.selective import checkpoint_parts
 from ...techniques.shapes import SHAPES
 from .. import accounting
 from . import Finding, answers
-from .finding import GB, about, between, more, yes
+from .finding import GB, Figure, about, between, more, yes
 from .lesson_01 import SEVEN, gb
 from .lesson_05_switches import _switched_on, _trainer
 from .lesson_06 import activations, recipe
@@ -44,15 +46,17 @@ def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
 
 
 @cache
-def extra_work(part: str | None, attention: str, tokens: int) -> float:
-    """The operations that it adds, as a share of a layer's step; ``None``: of whole layers in checkpoints."""
+def layer_operations(part: str | None, attention: str, tokens: int) -> int:
+    """Of one layer's forward and backward on one row, with ``part`` of it in a checkpoint; ``"per-layer"``: all of it."""
     whole = partial(checkpoint_layers, every=1)
-    again = whole if part is None else partial(checkpoint_parts, part=part)
-    plain, more_of_it = (
-        block_operations(SEVEN, tokens, attention, how)
-        for how in (lambda block: nullcontext(), lambda block: again(nn.ModuleList([block])))
-    )
-    return more_of_it / plain - 1
+    again = whole if part == "per-layer" else partial(checkpoint_parts, part=part)
+    how = nullcontext if part is None else again
+    return block_operations(SEVEN, tokens, attention, lambda block: how(nn.ModuleList([block])))
+
+
+def extra_work(part: str, attention: str, tokens: int) -> float:
+    """The operations that it adds, as a share of a layer's step."""
+    return layer_operations(part, attention, tokens) / layer_operations(None, attention, tokens) - 1
 
 
 def _half_of_the_saving(half: str, attention: str, tokens: int) -> float:
@@ -74,7 +78,7 @@ def attention_alone() -> Finding:
             ("attention", "eager", 2048), ("attention", "eager", 8192), ("attention", "fused", 2048), ("mlp", "fused", 2048))
     }  # fmt: skip
     work = {(part, attention): extra_work(part, attention, 2048)
-            for part, attention in (("attention", "eager"), (None, "eager"), ("mlp", "fused"))}  # fmt: skip
+            for part, attention in (("attention", "eager"), ("per-layer", "eager"), ("mlp", "fused"))}  # fmt: skip
     halves = {
         f"by the closed forms, its norm in the checkpoint: {half}, {attention}, {tokens} tokens": f"{_half_of_the_saving(half, attention, tokens):.0%}"
         for half, attention, tokens in share
@@ -89,9 +93,9 @@ def attention_alone() -> Finding:
         fails="Attention alone keeps another share of the saving, or costs other work.",
         why="The advice is as old as stored scores, and with them it gets better with length: "
         f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
-        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work[None, 'eager']:.0%}.",
+        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work['per-layer', 'eager']:.0%}.",
         figures={f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}" for (part, attention, tokens), found in share.items()}
-        | {f"extra operations of a layer's step, 2048 tokens: {part or 'whole layers'}, {attention}": f"{found:.1%}" for (part, attention), found in work.items()}
+        | {f"extra operations of a layer's step, 2048 tokens: {part}, {attention}": f"{found:.1%}" for (part, attention), found in work.items()}
         | halves,
     )  # fmt: skip
 
@@ -108,6 +112,47 @@ def checkpointing_auto() -> Finding:
         "from any limit.",
         figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
     )
+
+
+def taken_off(what: str, tokens: int, **how) -> float:
+    """The share that moving, or another way, takes off the activations of a step, or off its whole ``"peak"``."""
+    size = (lambda step: step.peak.total) if what == "peak" else activations
+    share = 1 - size(_predicted("fused", tokens, **how)) / size(_predicted("fused", tokens))
+    return round(share, 4) + 0.0  # moving leaves a handful of bytes, and no share has the sign of -0
+
+
+@answers("C48")
+def moved_activations() -> Finding:
+    moving, boundaries = {"offload": "activations"}, {"checkpointing": "per-layer", "offload": "boundaries"}
+    crossing = 2 * _predicted("fused", 2048, **moving).moved
+    again = SEVEN.layers * (
+        layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
+    )
+    card = CARDS["A100 80GB"]
+    needed = crossing / (again / (OPERATIONS_KEPT * card.half))
+    ways = {
+        "moved": moving,
+        "checkpointed": {"checkpointing": "per-layer"},
+        "checkpointed, and their inputs moved": boundaries,
+    }
+    return Finding(
+        own=(between("off the activations of a 7B, 1 x 2,048", 0.8, 0.9, taken_off("activations", 2048, **moving), "%", within=0.1),),
+        beyond=(
+            between("off the peak of a step, all weights trained", 0.8, 0.9, taken_off("peak", 2048, **moving), "%"),
+            Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
+        ),
+        holds="for the activations; the peak of a step falls only where activations make it, and checkpoints save nearly as much.",
+        fails="Moving takes another share off the activations.",
+        why=f"One checkpoint a layer takes {taken_off('activations', 2048, checkpointing='per-layer'):.0%} off without a bus. To be as fast as "
+        f"computing again on an A100, at half its rated speed, a bus would have to carry {needed / GB:.0f} GB a second. Moving the inputs of "
+        f"checkpointed layers alone sends {gb(2 * _predicted('fused', 2048, **boundaries).moved)} over it.",
+        figures={
+            f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}": f"{taken_off(what, tokens, **how):.1%}"
+            for tokens in (2048, 8192) for what in ("activations", "peak") for name, how in ways.items()
+        }
+        | {"bytes over the bus, away and back": crossing, "operations that checkpoints repeat": again},
+        needs="a card to be timed; the bytes are predicted",
+    )  # fmt: skip
 
 
 @answers("C53")
