@@ -40,7 +40,7 @@ from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
 #
 # An optimizer takes memory twice. Its **states** stay from step to step. Its **temporaries** come and go within a
 # step. `cost` measures both on the matrices in a small Llama's layers: states in bytes a weight, and temporaries in
-# sizes of the largest matrix.
+# copies of the largest matrix.
 
 
 # %%
@@ -85,8 +85,8 @@ guess_a = predict_first(
 #
 # ●●○ · 4 minutes · trains: blockwise quantization: what is stored, and what is read back
 #
-# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last one may be shorter, and one may be
-# all zeros). Return `indices` (n,), the *nearest* entry of `code` for each number over its block's absmax, as uint8;
+# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last one may be shorter, and one
+# may be all zeros). Return `indices` (n,), the *nearest* entry of `code` for each number over its block's absmax, as uint8;
 # `absmax`, one a block; and `back` (n,), the numbers read back from these two.
 #
 # <details><summary>Hint 1: blocks</summary>
@@ -148,8 +148,8 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (The error is the median.) Where v is rounded to 0, AdamW divides m by `eps` alone, and that weight leaps. So blocks are
-# not enough. With equal ratios every number keeps about two digits.
+# (The error is the median, relative.) Where v is rounded to 0, AdamW divides m by `eps` alone, and that weight leaps. So
+# blocks are not enough. With equal ratios every number keeps about two digits.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -212,20 +212,15 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     values = torch.linalg.svdvals(matrix)
     print(f"{name:<9} singular values from {values[0]:.2f} to {values[-1]:.2f}")
 
-# %%
-adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
-muon = partial(optim.Muon, weight_decay=0.0)
-for name, make in {"Adafactor": adafactor, "Lion": Lion, "Muon": muon}.items():
-    cost(name, make)
-
 # %% [markdown]
 # ## 4 · One table
 #
-# Bytes are half of the answer. How well does SmolLM2 predict held-out text after the same tokens? Learning rates do not
-# carry over from one optimizer to another. So each one gets three, and `*` marks its best.
+# Now the bytes of all six, and the other half of the answer: how well does SmolLM2 predict held-out text after the same
+# tokens? Learning rates do not carry over from one optimizer to another. So each one gets three, and `*` marks the
+# best.
 #
-# We train the matrices of the last six layers, which all of these optimizers can take. This takes about ten minutes.
-# (The stored notebook makes one short update of one layer, at one rate.)
+# We train the matrices of the last six layers, which all of these optimizers can take. This takes some minutes. (The
+# stored notebook makes one short update of one layer, at one rate.)
 
 # %%
 model.requires_grad_(False)
@@ -247,20 +242,23 @@ def trial(make, rate):
 
 
 # %% tags=["nbval-ignore-output"]
-rates = {"AdamW": (adamw, 3e-4), "8-bit AdamW": (AdamW8bit, 3e-4)}
-rates |= {"Adafactor": (adafactor, 1e-3), "Lion": (Lion, 3e-4)}
-rates |= {"Muon": (muon, 1e-2), "momentum": (momentum, 1e-2)}
+adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
+muon = partial(optim.Muon, weight_decay=0.0)
+rates = {"momentum": (momentum, 1e-2), "AdamW": (adamw, 3e-4)}
+rates |= {"8-bit AdamW": (AdamW8bit, 3e-4), "Adafactor": (adafactor, 1e-3)}
+rates |= {"Lion": (Lion, 3e-4), "Muon": (muon, 1e-2)}
 for name, (make, rate) in rates.items():
+    cost(name, make)
     tried = [rate, rate / 3, rate * 3][:TRIES]
     losses = {each: round(trial(make, each), 3) for each in tried}
-    print(f"{name:<12}*{min(losses, key=losses.get):.0e}", losses)
+    print(f"{'':<11}*{min(losses, key=losses.get):.0e}", losses)
 
 # %% [markdown]
 # Together with the bytes, this says where each is the wrong choice:
 #
 # | optimizer | its update | wrong where |
 # |---|---|---|
-# | momentum | the mean gradient | gradients differ much in size, as in a Transformer |
+# | momentum | a mean of gradients | gradients differ much in size, as in a Transformer |
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
@@ -424,6 +422,9 @@ guess_b.reveal(measured=round(most, 2), what="predicted")
 # keeps them in float32 unless told otherwise. Then each layer keeps a float32 copy of its input, and activations are
 # 17.38 GiB.)
 #
+# Two more choices: α / r keeps the addition's size when you change r. And *where*: with adapters on queries and values
+# alone, activations are 9.17 GiB, since fewer layers keep their input, and there is less to train.
+#
 # Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
 # one. Must you call it?
 
@@ -536,8 +537,9 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
 # QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear layers
-# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. A third way: PEFT's
-# `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles many activations.
+# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. PEFT's
+# `prepare_model_for_kbit_training` is a third way: it casts norms and embeddings to float32, which doubles many
+# activations.
 #
 # Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
 #
@@ -734,7 +736,7 @@ adafactor_second_moment = check("9.2", adafactor_second_moment)
 # ●○○ · 3 minutes · optional · trains: adding up what a quantized matrix keeps beside its 4 bits
 #
 # Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers has
-# its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax. A last
+# its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax values. A last
 # block or group that is not full counts as well.
 #
 # <details><summary>Hint: round up</summary>

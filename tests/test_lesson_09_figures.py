@@ -64,6 +64,8 @@ def test_what_lora_takes_off_a_7b():
     assert seven(replace(BF16, **rerun))[0] == pytest.approx(every_weight, rel=1e-3)
     checkpointed = seven(replace(BF16, lora_rank=16, **rerun))[0]
     assert f"With LoRA they take {100 * (1 - checkpointed / lora):.0f} % off." in TEXT
+    few = seven(replace(BF16, lora_rank=16, lora_targets=("q_proj", "v_proj")))[1]["activations"]
+    assert f"on queries and values alone, activations are {few / GiB:.2f} GiB" in TEXT
 
 
 def test_the_code_that_it_makes_is_nf4s():
