@@ -48,9 +48,8 @@ def returns(func) -> list:
 
 
 _aten = torch.ops.aten
-read_device = (
-    torch.ops.prim.device.default
-)  # which autograd asks of a fake tensor some ten times an operation
+# Which autograd asks of a fake tensor some ten times an operation.
+read_device = torch.ops.prim.device.default
 read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward

@@ -70,10 +70,8 @@ class offload_activations(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> tuple:
         if not self._moves(tensor):
-            return (
-                None,
-                tensor if tensor.is_leaf else tensor.detach(),
-            )  # with its graph it would keep itself alive
+            # With its graph it would keep itself alive.
+            return None, tensor if tensor.is_leaf else tensor.detach()
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         moved = self._known.get(key, lambda: None)()
@@ -113,7 +111,8 @@ class _Moved:
         self._of, self._version = weakref.ref(storage), tensor._version
         self._nbytes, self._device, self._path = storage.nbytes(), tensor.device, path
         self._host: Tensor | None = None
-        self._node, self._back = None, lambda: None
+        self._node: tuple[int, int] | None = None
+        self._back = lambda: None
         self._fake = storage.device.type == "meta"
         if self._device.type != "cpu":
             here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

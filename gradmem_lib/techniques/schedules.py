@@ -21,9 +21,8 @@ from ..names import CHECKPOINTING
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
-Sizes = (
-    int | Sequence[int]
-)  # bytes, or whole multiples of any unit: one number for all layers, or one for each
+# Bytes, or whole multiples of any unit: one number for all layers, or one for each.
+Sizes = int | Sequence[int]
 
 
 def uniform_segments(n: int, k: int) -> list[int]:

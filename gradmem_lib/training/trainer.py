@@ -353,8 +353,7 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
     defaults["dataloader_pin_memory"] = torch.cuda.is_available()
     if recipe.optimizer == "adafactor-torch":
         defaults["learning_rate"] = RELATIVE_RATE
-    if (
-        recipe.optimizer == "adamw-8bit"
-    ):  # made here; bitsandbytes' would be refused where it is not installed
+    if recipe.optimizer == "adamw-8bit":
+        # Made here: bitsandbytes' would be refused where it is not installed.
         chosen["optim"] = "adamw_torch"
     return defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
