@@ -14,6 +14,7 @@ from torch import nn
 from ...planning.cards import CARDS
 from ...planning.cost import OPERATIONS_KEPT
 from ...planning.models import find_model
+from ...prediction.fit import fit
 from ...prediction.predict import predict
 from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.selective import checkpoint_parts
@@ -22,7 +23,7 @@ from .. import accounting
 from . import Finding, answers
 from .finding import GB, Figure, about, between, more, yes
 from .lesson_01 import SEVEN, gb
-from .lesson_05_switches import _switched_on, _trainer
+from .lesson_05_switches import _switched_on, _tiny, _trainer
 from .lesson_06 import activations, recipe
 from .saved import block_operations
 
@@ -100,17 +101,35 @@ def attention_alone() -> Finding:
     )  # fmt: skip
 
 
+def _fitted(share: float) -> str:
+    """Which layers ``every="fit"`` runs again where a step gets this share of the bytes that it needs without checkpoints."""
+    asked = {"batch_size": 64, "seq_len": 32}
+    room = predict(_tiny(), **asked).peak.total
+    return (fit(_tiny(), int(share * room), **asked).checkpointing or "no layer").replace(
+        "first-", "the first "
+    )
+
+
 @answers("C47")
 def checkpointing_auto() -> Finding:
     found = {value: _switched_on(_trainer(gradient_checkpointing=value)) for value in ("auto", "no", False)}
+    fitted = {share: _fitted(share) for share in (1, 0.8, 0.5)}
     return Finding(
         own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
-        beyond=(yes('"no" leaves it off', found["no"] == found[False]),),
+        beyond=(
+            yes('"no" leaves it off', found["no"] == found[False]),
+            yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
+        ),
         fails="Nothing looks at the memory: any text switches checkpointing on, always.",
         holds="Where there is room, it stays off.",
         why='The value is asked whether it is true, which every string with letters in it is, "no" as well. This model is tiny, and far '
-        "from any limit.",
-        figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()},
+        f'from any limit. checkpoint_layers(model, every="fit", budget=...) predicts the step: with half the bytes that it needs, '
+        f"{fitted[0.5]} of 4 layers run again.",
+        figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()}
+        | {
+            f'every="fit" with {share:.0%} of the bytes runs again': layers
+            for share, layers in fitted.items()
+        },
     )
 
 
