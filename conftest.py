@@ -18,6 +18,7 @@ SECONDS = {
     "03_gradient_accumulation.ipynb": 110,
     "test_browser.py": 105,
     "07_mixed_precision.ipynb": 80,
+    "08_recompute_or_move.ipynb": 80,
     "test_predict_traces.py": 85,
     "test_exercises.py": 75,
     "test_browser_lessons.py": 70,

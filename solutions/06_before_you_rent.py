@@ -578,7 +578,7 @@ print("The next faster one does not fit:", found.next_faster)
 # Before you see the next verdicts, add up weights, gradients and states in your head. That decides most of them.
 
 # %%
-claims.show("C23", "C25", "C51", "C53", "C55")
+claims.show("C23", "C25", "C51", "C55")
 
 # %% [markdown]
 # ## 5 · What others measured
@@ -698,8 +698,8 @@ for name, option in options.items():
 # - **Predict your own module**: `predict(module, batch=, loss=)`. Then measure one step.
 # - **Spend what is left**: unused memory is time given away.
 #
-# Lesson 07 is about mixed precision. `python -m gradmem_lib plan --help` is for your model and your card. `LEDGER.md` has
-# every claim that these lessons put to the test.
+# Lesson 07 is about mixed precision, lesson 08 about recomputing and moving. `python -m gradmem_lib plan --help` is for
+# your model and your card. `LEDGER.md` has every claim that these lessons put to the test.
 
 # %% [markdown]
 # ## More practice

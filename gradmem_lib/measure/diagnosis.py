@@ -34,6 +34,7 @@ TECHNIQUES = (
     Technique("smaller micro-batches, or shorter rows", "little time, while they keep the card busy",
               OF_THE_BATCH),
     Technique("checkpointing", "up to a third more work (half if frozen)", {"activations": PASSES}, "layers"),
+    Technique("moving activations off the card", "two trips over the bus", {"activations": PASSES}),
     Technique("the loss in chunks", "almost nothing", {"activations": PASSES, "temporaries": PASSES},
               "outside"),
     Technique("an optimizer that works in place (fused)", "nothing", {"temporaries": STEP}),

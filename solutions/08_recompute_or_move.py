@@ -1,0 +1,715 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 08 · Recompute or move
+#
+# *60 minutes. You need: lessons 01, 04 and 06.*
+#
+# Activations do not fit. A checkpoint forgets them and computes them again. They could also leave the card, wait
+# somewhere else and come back. Which of the two is cheaper, for which tensors, and on which card? After this lesson you can
+#
+# - write a checkpoint that repeats the cheap operations and keeps the costly ones;
+# - write hooks that move activations away, and say when a bus is faster than computing again;
+# - recompute only as much as a budget asks for;
+# - say what fills a card at 32,000 tokens, and what a key-value cache adds.
+#
+# No card was at hand. Bytes are measured on the CPU or predicted, and times come from data sheets.
+
+# %%
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy as Policy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradmem_lib import MemoryTracker, Recipe, accounting, check, checkpoint_layers
+from gradmem_lib import checkpoint_parts, count_operations, predict, predict_first
+from gradmem_lib.course import claims, models, texts
+
+# %% [markdown]
+# ## 1 · Repeat what is cheap
+#
+# Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all of the
+# work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it, and their
+# results take as many bytes. So a layer could keep the results of its products, and repeat everything else. Our model is
+# the first nine layers of SmolLM2. `kept` gives the most bytes of activations in a step.
+
+# %%
+smol, tokenizer = models.smollm2()
+smol.config.num_hidden_layers = 9
+del smol.model.layers[9:]
+ids = texts.batch(tokenizer, batch_size=1, seq_len=64)
+
+
+def step():
+    smol.zero_grad()
+    smol.model(input_ids=ids).last_hidden_state.square().mean().backward()
+
+
+def kept():
+    with MemoryTracker(smol, live=False) as tracker:
+        step()
+    return max(tracker.timeline.by_category["activations"])
+
+
+# %%
+question = "Repeat all but products and attention: how many per cent fewer bytes?"
+guess_a = predict_first("8.a", question, unit="percent")
+
+# %% [markdown]
+# PyTorch's checkpoint takes a **policy** for this: a function that it asks about every operation. The answer is
+# `MUST_SAVE`, or `PREFER_RECOMPUTE`. `op` is an operation, such as `torch.ops.aten.mm.default`, a matrix product. Here is a
+# policy that keeps what is costly, and a `with` block in which every layer is checkpointed by a policy:
+
+# %%
+KEEP, REPEAT = Policy.MUST_SAVE, Policy.PREFER_RECOMPUTE
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    return KEEP if op in PRODUCTS or "attention" in str(op) else REPEAT
+
+
+@contextmanager
+def by_policy(make):
+    def two_contexts():
+        return create_selective_checkpoint_contexts(make())
+
+    smol.activation_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": two_contexts}
+    )
+    yield
+    smol.activation_checkpointing_disable()
+
+
+# %%
+points = {}
+
+
+def look(name):
+    points[name] = kept(), count_operations(step)
+    print(f"{name:<22}{points[name][0]:>12,} bytes{points[name][1]:>17,} operations")
+
+
+look("nothing")
+with by_policy(lambda: keep_products):
+    look("elementwise")
+guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["nothing"][0]))
+
+# %% [markdown]
+# Two fifths of the bytes are gone, and no product runs twice. A policy may also count.
+
+# %% [markdown]
+# ### Exercise 8.1 · a policy
+#
+# ●●○ · 5 minutes · trains: telling a checkpoint, operation by operation, what to keep
+#
+# Write `every_second_product()`, which returns a new policy. Of the matrix products of its layer, the policy keeps the
+# first, the third and so on. Everything else runs again. Some versions of PyTorch ask once more in the second run, where
+# `ctx.is_recompute` is true: the answers must be the same.
+#
+# <details><summary>Hint 1: what is asked</summary>
+#
+# `policy(ctx, op, *args, **kwargs)`. A product is `op in PRODUCTS`. Return `KEEP` or `REPEAT`.
+#
+# <details><summary>Hint 2: where to count</summary>
+#
+# In `counts = [0, 0]`, made inside `every_second_product`, so that each layer begins anew: `counts[ctx.is_recompute] += 1`.
+#
+# </details></details>
+
+
+# %%
+def every_second_product():
+    """Return policy(ctx, op, *args, **kwargs)."""
+    ### BEGIN SOLUTION
+    counts = [0, 0]
+
+    def policy(ctx, op, *args, **kwargs):
+        if op not in PRODUCTS:
+            return REPEAT
+        counts[ctx.is_recompute] += 1
+        return KEEP if counts[ctx.is_recompute] % 2 else REPEAT
+
+    return policy
+    ### END SOLUTION
+
+
+every_second_product = check("8.1", every_second_product)
+
+# %% [markdown]
+# How much does a policy repeat? PyTorch's counter of operations is `FlopCounterMode`. Before you trust it, look at what
+# it counts. Fused attention with 8 heads of 64 numbers, on 128 tokens, should be 4 · 8 · 128² · 64 operations:
+
+# %%
+q = torch.randn(1, 8, 128, 64)
+with FlopCounterMode(display=False) as counter:
+    F.scaled_dot_product_attention(q, q, q)
+print(f"counted: {counter.get_total_flops()}   expected: {4 * 8 * 128**2 * 64:,}")
+
+# %% [markdown]
+# It does not know the CPU's kernel, and says nothing about it.
+
+# %% [markdown]
+# ### Exercise 8.2 · what runs again
+#
+# ●●○ · 5 minutes · trains: counting operations with a counter that does not see all of them
+#
+# `plain()` and `checkpointed()` each run a whole step. Write `repeated(plain, checkpointed)`: how many operations the
+# second one runs more than the first. A multiplication and an addition are two. `FlopCounterMode` has no formula for
+# the CPU's fused attention, so you hand it one: two products, from the shapes (rows, heads, tokens, size of a head).
+#
+# <details><summary>Hint 1: the counter</summary>
+#
+# `with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:`, then
+# `counter.get_total_flops()`.
+#
+# <details><summary>Hint 2: the formula</summary>
+#
+# Queries times keys: each of `rows · heads · queries · keys` scores takes `size` multiplications and as many additions.
+# Scores times values: as many again.
+#
+# </details></details>
+
+# %%
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def formula(query, key, value, *args, out_val=None, **kwargs):
+    """Operations of fused attention. query, key, value: shapes (rows, heads, tokens, size of a head)."""
+    ### BEGIN SOLUTION
+    rows, heads, queries, size = query
+    return 2 * (2 * rows * heads * queries * key[2] * size)
+    ### END SOLUTION
+
+
+def repeated(plain, checkpointed):
+    """plain, checkpointed: functions without arguments that run forward and backward."""
+    ### BEGIN SOLUTION
+    counts = []
+    for step in (plain, checkpointed):
+        with FlopCounterMode(display=False, custom_mapping={FUSED: formula}) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+    return counts[1] - counts[0]
+    ### END SOLUTION
+
+
+repeated = check("8.2", repeated)
+
+# %% [markdown]
+# `count_operations` counts like this. Now measure lesson 04's schedules, single parts of each layer (`checkpoint_parts`)
+# and your policy. Before you run it: which of them would you take, if you may repeat an eighth of the work?
+
+# %%
+for name, every in {"every layer": 1, "√n": "sqrt", "best": "best"}.items():
+    with checkpoint_layers(smol, every):
+        step()  # "best" measures the layers in its first step
+        look(name)
+for part in ("attention", "mlp"):
+    with checkpoint_parts(smol, part):
+        look(part)
+with by_policy(every_second_product):
+    look("every second product")
+
+# %%
+from gradmem_lib import show_frontier
+
+show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
+
+# %% [markdown]
+# The line is a **frontier**: no other way keeps fewer bytes for as few operations. √n is not on it, as lesson 04 found.
+# Attention alone is not on it either, although much advice names it. Fused attention never stores the scores, so there is
+# little to save. The advice is older than the kernel, as the claim shows for a 7B.
+
+# %%
+claims.show("C45")
+
+# %% [markdown]
+# ## 2 · Move
+#
+# What backward needs can also wait elsewhere. Under `saved_tensors_hooks(pack, unpack)`, autograd gives every tensor that
+# it saves to `pack`, and keeps what `pack` returns. In backward, `unpack` gets that, and must return the tensor. PyTorch's
+# `save_on_cpu` moves each of them from the card to the host's memory. On a CPU it does nothing, but you can count what
+# would leave:
+
+# %%
+leaves = Counter()
+weights = {p.untyped_storage().data_ptr() for p in smol.parameters()}
+
+
+def pack(tensor):
+    of_weight = tensor.untyped_storage().data_ptr() in weights
+    leaves["weights" if of_weight else "activations"] += tensor.nbytes
+    return tensor
+
+
+with saved_tensors_hooks(pack, lambda tensor: tensor):
+    step()
+print({name: f"{n:,}" for name, n in leaves.items()}, "of", f"{points['nothing'][0]:,}")
+
+# %% [markdown]
+# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained. And an
+# activation that two operations save leaves twice. You can do better.
+
+# %% [markdown]
+# ### Exercise 8.3 · saved tensors that move
+#
+# ●●○ · 5 minutes · trains: hooks that see each tensor that autograd saves
+#
+# Write `pack` and `unpack` of `Disk`. Autograd calls `pack` with each tensor that it saves, and keeps what `pack`
+# returns instead. In backward, it calls `unpack` with that. Write each tensor to a file of its own in `folder`. The
+# weights stay, since they are in memory anyway. Same gradients; budget for a step: **1.6 MB**, where it takes 3.6 MB now.
+#
+# <details><summary>Hint 1: the weights</summary>
+#
+# What autograd saves of a weight is often a view of it. `tensor.untyped_storage().data_ptr() in self.stay` finds
+# them all. Return such a tensor as it is.
+#
+# <details><summary>Hint 2: too many bytes</summary>
+#
+# `torch.save` writes the whole storage of a view: `torch.save(tensor.detach().clone(), path)`.
+#
+# <details><summary>Hint 3: wrong gradients</summary>
+#
+# Count the files for their names. An `id` or a `data_ptr` comes again as soon as a tensor is gone.
+#
+# </details></details></details>
+
+
+# %%
+class Disk:
+    def __init__(self, folder, weights):
+        self.folder, self.number = folder, 0
+        self.stay = {w.untyped_storage().data_ptr() for w in weights}
+
+    def pack(self, tensor):
+        ### BEGIN SOLUTION
+        if tensor.untyped_storage().data_ptr() in self.stay:
+            return tensor
+        self.number += 1
+        path = f"{self.folder}/{self.number}.pt"
+        torch.save(tensor.detach().clone(), path)
+        return path
+        ### END SOLUTION
+
+    def unpack(self, packed):
+        ### BEGIN SOLUTION
+        return packed if isinstance(packed, torch.Tensor) else torch.load(packed)
+        ### END SOLUTION
+
+
+Disk = check("8.3", Disk)
+
+# %% [markdown]
+# `offload_activations` does this, with one file for each storage. From a card it moves to **pinned** memory of the host,
+# which the system may not swap out, so that the card can copy by itself.
+
+# %%
+question = "All that is saved moves: how many per cent of the activations stay?"
+guess_b = predict_first("8.b", question, unit="percent")
+
+# %%
+from gradmem_lib import offload_activations
+
+smol.zero_grad()
+with MemoryTracker(smol, title="nine layers, activations moved to files") as tracker:
+    with offload_activations(model=smol) as moved:
+        loss = smol.model(input_ids=ids).last_hidden_state.square().mean()
+    loss.backward()
+stay = max(tracker.timeline.by_category["activations"])
+print(f"{moved.bytes:,} bytes moved in {moved.tensors} storages, at most {stay:,} here")
+guess_b.reveal(measured=round(100 * stay / points["nothing"][0]))
+
+# %% [markdown]
+# What stays is the boundary between two layers, and what backward just works on. The price is the way: each byte goes there and back.
+#
+# ### When is the bus faster?
+
+# %% [markdown]
+# ### Exercise 8.4 · break-even
+#
+# ●○○ · 2 minutes · trains: seconds on a bus against seconds of arithmetic
+#
+# Write `break_even(nbytes, operations, bandwidth, speed)`: how many times as long it takes to move `nbytes` away and
+# back as to compute them again by so many `operations`. `bandwidth` is in bytes a second each way, `speed` in
+# operations a second.
+#
+# <details><summary>Hint</summary>
+#
+# Seconds over seconds. The bytes cross the bus twice, and nothing overlaps.
+#
+# </details>
+
+
+# %%
+def break_even(nbytes, operations, bandwidth, speed):
+    ### BEGIN SOLUTION
+    return (2 * nbytes / bandwidth) / (operations / speed)
+    ### END SOLUTION
+
+
+break_even = check("8.4", break_even)
+
+# %% [markdown]
+# Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We count half of the operations a second in a card's
+# data sheet, and all of a bus's. **Below 1, moving is faster.** The first columns move all that the layer keeps. The last
+# one moves only its input, the boundary, over the card's own bus.
+
+# %%
+from gradmem_lib import find_card
+
+BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
+
+seven = accounting.SHAPES["Llama-2-7B"]
+
+
+def forward(tokens):
+    """Operations of one layer's forward. Causal attention needs half of the pairs."""
+    attention = 4 * tokens**2 * seven.hidden / 2
+    return 2 * tokens * sum(seven.matrices.values()) + attention
+
+
+everything = sum(accounting.block_activations(seven, 1, 2048).values())
+boundary = 2 * 2048 * seven.hidden  # bytes in bf16
+print(" " * 15, *(f"{bus:>11}" for bus in BUSES), "   boundary")
+for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB"):
+    card = find_card(name)
+    ways = [(everything, bus) for bus in BUSES.values()] + [(boundary, BUSES["PCIe 4"])]
+    ratios = [break_even(n, forward(2048), bus, card.half / 2) for n, bus in ways]
+    print(f"{name:<15}", *(f"{ratio:>11.2f}" for ratio in ratios))
+
+# %% [markdown]
+# Read one row, and then one column. On a slow card moving can win. On a fast card it loses by far, unless the bus is as
+# fast as NVLink-C2C. **The faster the card, the dearer is the way.** But the boundary alone is cheap to move everywhere,
+# with less than a twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. In
+# transformers that is `activation_checkpointing_enable(offload=True)`, from 5.17 on, and here
+# `Recipe(checkpointing="per-layer", offload="boundaries")`. Both copy on the *stream* that computes, one after the other. On
+# a second stream a copy can hide behind the computing.
+
+# %%
+claims.show("C48")
+
+# %% [markdown]
+# ## 3 · As much as the budget asks
+#
+# A run that is 5 % too large does not need a checkpoint on every layer. `torch.compile` has an option for this:
+# `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (what it
+# keeps by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack problem**:
+# keep what is dearest to repeat, within the budget. The next cell compiles a chain of lesson 04 as `torch.compile` does, in
+# a form that the tracker can watch.
+
+# %%
+import torch._functorch.config as functorch_config
+from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
+
+chain = models.chain(6, width=64, keeps=5)
+x = torch.randn(256, 64, requires_grad=True)
+
+
+def boundaries(moment):
+    return round((moment.total - moment.by_category["parameters"]) / x.nbytes)
+
+
+# %%
+guess_c = predict_first("8.c", "Which budget has the lowest peak?", unit="of 1")
+
+# %%
+print("budget  after forward  at the peak (boundaries)")
+peaks = {}
+for budget in (1.0, 0.5, 0.3, 0.2, 0.1, 0.0):
+    with functorch_config.patch(activation_memory_budget=budget):
+        compiled = aot_module(chain, nop, partition_fn=min_cut_rematerialization_partition)
+        compiled(x).square().sum().backward()  # compiles
+    with MemoryTracker(chain, live=False) as tracker:
+        loss = compiled(x).square().sum()
+        after = boundaries(tracker.current)
+        loss.backward()
+    peaks[budget] = boundaries(tracker.peak)
+    print(f"{budget:>6}{after:>15}{peaks[budget]:>13}")
+guess_c.reveal(measured=min(peaks, key=peaks.get))
+
+# %% [markdown]
+# The smaller the budget, the less is kept after forward, as asked. But the *peak* turns round at 0.2. With a budget of 0,
+# nearly everything is repeated at the beginning of backward, and is there at once: lesson 04's single segment. **The budget
+# is for what is kept, not for the peak.** So try several, and measure.
+#
+# For a promise about the peak, choose among schedules whose peak falls step by step: checkpoint the first k layers, each by
+# itself, and keep the others. Backward comes to the first layers last, when what the others kept is gone.
+
+# %% [markdown]
+# ### Exercise 8.5 · as few layers as the budget allows
+#
+# ●●○ · 4 minutes · trains: searching with few predictions, on a second model
+#
+# `peak(k)` predicts a step's peak in bytes when the first `k` layers run again. Write
+# `layers_to_recompute(peak, layers, budget)`: the smallest `k` from 0 to `layers` whose peak is at most `budget`. Some
+# `k` always fits, and `peak` never grows with `k`. A prediction is slow: call `peak` at most eight times for 63 layers.
+# Then a GPT-2 of 8 layers trains with your `k`, in **2.07 MB**.
+#
+# <details><summary>Hint 1: halve</summary>
+#
+# The answer lies between `low = 0` and `high = layers`. Ask in the middle. If it fits, `high = middle`.
+#
+# <details><summary>Hint 2: otherwise</summary>
+#
+# The middle does not fit, so the answer is above it: `low = middle + 1`. Stop when both are the same.
+#
+# </details></details>
+
+
+# %%
+def layers_to_recompute(peak, layers, budget):
+    ### BEGIN SOLUTION
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        if peak(middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+    ### END SOLUTION
+
+
+layers_to_recompute = check("8.5", layers_to_recompute)
+
+# %% [markdown]
+# `fit` searches like this with `predict`, for a recipe. Here it is LoRA on the nine layers, which needs 470 MiB:
+
+# %%
+import copy
+
+from gradmem_lib import fit, prepare
+from gradmem_lib import step as train_step
+
+sizes = {"batch_size": 2, "seq_len": 128, "target": "cpu"}
+recipe = fit(smol.config, "430 MiB", recipe=Recipe(lora_rank=8), **sizes)
+expected = predict(smol.config, recipe=recipe, **sizes).peak.total
+print(f"{recipe.checkpointing}: {expected:,} bytes predicted")
+
+# %%
+made = prepare(copy.deepcopy(smol), recipe)
+rows = texts.batch(tokenizer, batch_size=2, seq_len=128)
+with MemoryTracker(made.model, made.optimizer, budget="430 MiB", live=False) as tracker:
+    for _ in range(2):
+        train_step(made.model, made.optimizer, {"input_ids": rows, "labels": rows}, recipe)
+print(f"{tracker.peak.total:,} measured")
+
+# %% [markdown]
+# The promise is kept, to the byte. `checkpoint_layers(model, every="fit", budget="430 MiB", batch_size=2, seq_len=128)`
+# does it to a model of yours. Transformers has an option that sounds like it:
+
+# %%
+claims.show("C47")
+
+# %% [markdown]
+# ## 4 · Long sequences
+#
+# What grows with the number of tokens, and what with its square? The table is for one row of a 7B in bf16: all that one
+# layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32.
+
+# %%
+print("tokens         eager          fused     boundaries         logits   (GiB)")
+for n in (2048, 8192, 32768, 131072):
+    eager = sum(accounting.block_activations(seven, 1, n, attention="eager").values())
+    fused = sum(accounting.block_activations(seven, 1, n).values())
+    parts = eager, fused, 32 * 2 * n * seven.hidden, 4 * n * seven.vocab
+    print(f"{n:>7,}", *(f"{nbytes / 2**30:>14,.2f}" for nbytes in parts))
+
+# %% [markdown]
+# The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and only
+# the *time* with its square. Which of them is the peak? Take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090.
+
+# %%
+question = "LoRA, a checkpoint a layer, one row of 32,768 tokens: the peak in GiB?"
+guess_d = predict_first("8.d", question, unit="GiB")
+
+# %%
+from gradmem_lib import known_model
+
+config = known_model("Llama-2-7B")[1]
+config.max_position_embeddings = 32768
+sizes = {"batch_size": 1, "seq_len": 32768, "target": "cuda"}
+recipe = {"precision": "bf16", "optimizer": "adamw-fused", "lora_rank": 16}
+long = []
+for change in (
+    {"checkpointing": "per-layer"},
+    {"chunked_loss": True},
+    {"offload": "boundaries"},
+):
+    recipe |= change
+    long.append(predict(config, recipe=Recipe(**recipe), **sizes))
+    parts = long[-1].peak.by_category | {"total": long[-1].peak.total}
+    large = (f"{part} {n / 2**30:.1f}" for part, n in parts.items() if n > 2**29)
+    print(f"{change!s:<32}", ", ".join(large), "GiB")
+guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
+
+# %%
+card = find_card("RTX 4090")
+print(f"over the bus: {long[-1].moved / BUSES['PCIe 4']:.1f} s", end=", ")
+print(f"a forward: {32 * forward(32768) / (card.half / 2):.1f} s")
+
+# %% [markdown]
+# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and
+# at the loss the logits with their gradients. The loss in chunks (lesson 06) takes the logits away. Then the peak is in the
+# backward of a layer, and **the checkpoints themselves are the largest part of the activations**. Moved away, they leave a
+# run that fits. The way takes a few per cent of the forward that it can hide behind.
+#
+# What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's. An MLP
+# works on each token by itself, so it can take the sequence in slices, each in a checkpoint of its own.
+
+# %% [markdown]
+# ### Exercise 8.6 · an MLP in tiles
+#
+# ●●○ · 3 minutes · trains: cutting a long sequence where tokens do not meet
+#
+# Write `tiled_mlp(mlp, x, tiles)`: `mlp(x)` for `x` (rows, tokens, width), with the tokens cut into so many tiles, each
+# in a checkpoint of its own. Same gradients; budget for 250 tokens in 5 tiles: **0.8 MB**, where the plain MLP takes
+# 1.8 MB.
+#
+# <details><summary>Hint</summary>
+#
+# `x.tensor_split(tiles, dim=1)` cuts, `torch.cat(parts, dim=1)` joins, and `use_reentrant=False`.
+#
+# </details>
+
+
+# %%
+def tiled_mlp(mlp, x, tiles):
+    ### BEGIN SOLUTION
+    parts = [
+        checkpoint(mlp, part, use_reentrant=False) for part in x.tensor_split(tiles, dim=1)
+    ]
+    return torch.cat(parts, dim=1)
+    ### END SOLUTION
+
+
+tiled_mlp = check("8.6", tiled_mlp)
+
+# %% [markdown]
+# `tiled(mlp, tiles)` does the same to a module that you have. Here it works inside checkpointed layers:
+
+# %%
+from gradmem_lib import tiled
+
+with checkpoint_layers(smol, 1):
+    tiles = [tiled(layer.mlp, 8) for layer in smol.model.layers]
+    look("every layer, 8 slices")
+for tile in tiles:
+    tile.remove()
+
+# %% [markdown]
+# A third of the rest is gone, for a sixth more operations: each MLP now runs three times, in forward, in its layer's second
+# run and in its slice's own.
+
+# %% [markdown]
+# ## 5 · The key-value cache
+#
+# A model that writes text keeps the keys and values of all tokens so far, layer by layer, so that it need not compute them
+# again for the next token. Training has no use for such a cache. But many training runs stop to evaluate or to generate.
+
+# %% [markdown]
+# ### Exercise 8.7 · the key-value cache
+#
+# ●○○ · 3 minutes · trains: what is kept of each token, and what grouped heads share
+#
+# Write `kv_cache(config, rows, tokens, bytes_per_number)`: the bytes of the keys and values that generation keeps of
+# `rows` sequences. The config has `num_hidden_layers`, `num_key_value_heads` and `head_dim`, the width of a head.
+#
+# <details><summary>Hint</summary>
+#
+# Each layer keeps one key and one value per token and key-value head. Several query heads share such a pair.
+#
+# </details>
+
+
+# %%
+def kv_cache(config, rows, tokens, bytes_per_number):
+    ### BEGIN SOLUTION
+    width = config.num_key_value_heads * config.head_dim
+    return 2 * config.num_hidden_layers * width * rows * tokens * bytes_per_number
+    ### END SOLUTION
+
+
+kv_cache = check("8.7", kv_cache)
+
+# %%
+smol.eval()
+with torch.no_grad():
+    for use_cache in (False, True):
+        with MemoryTracker(smol, live=False) as tracker:
+            smol(input_ids=ids, use_cache=use_cache)
+        print(f"use_cache={use_cache!s:<6} peak {tracker.peak.total:,}")
+print("your formula:", f"{kv_cache(smol.config, 1, 64, 4):,}")
+claims.show("C53")
+
+# %% [markdown]
+# The difference is the cache, to the byte. It grows with every row and every token, and a training run that just fits has
+# no room for it. So evaluate with `use_cache=False`, and generate few rows at a time. (In training with checkpoints a cache
+# would keep what the checkpoints drop. Transformers and `checkpoint_layers` leave it out.)
+#
+#
+# ## 6 · Frozen layers
+#
+# Train only the last two layers of all 30. The layers before them get no gradient and keep nothing, so checkpoints have
+# nothing to do there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`: the
+# embedding's output then requires a gradient, which reentrant checkpoints need (lesson 04). What does that cost here?
+
+# %%
+question = "28 of 30 layers frozen, checkpoints on: how many times the work?"
+guess_e = predict_first("8.e", question, unit="times")
+
+# %%
+smol = models.smollm2()[0].requires_grad_(False)
+smol.model.layers[-2:].requires_grad_(True)
+plain = count_operations(step)
+smol.activation_checkpointing_enable()
+more = count_operations(step) / plain
+smol.disable_input_require_grads()
+print(f"with it {more:.2f} times, without it {count_operations(step) / plain:.2f} times")
+guess_e.reveal(measured=round(more, 2))
+
+# %% [markdown]
+# With it, backward goes on through 28 frozen layers, and each runs again, for a gradient that nobody uses. Without it only
+# two layers run again. So call `disable_input_require_grads()` where nothing below the first trained layer learns, or
+# checkpoint the trained layers alone: `checkpoint_layers(smol.model.layers[-2:], 1)`.
+#
+# ## 7 · Recompute, move or shrink?
+#
+# Here is lesson 06's chart for section 4's run, with checkpoints already on. "At best" counts whole parts:
+
+# %%
+from gradmem_lib import show_decisions
+
+show_decisions(long[0], card="23 GiB")
+
+# %% [markdown]
+# If activations are the peak, go down this list, and predict after each step:
+#
+# 1. **Shrink** what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller micro-batches.
+# 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
+# 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
+# 4. **Recompute in slices** when one layer alone is too large.
+#
+# ## 8 · What you can now do
+#
+# - **A policy keeps what is costly and repeats what is cheap.** Count with a counter that sees every kernel.
+# - **Moving is bytes over a bus against operations over a speed.** Weights need not leave, and a storage leaves once.
+# - **A compiler's budget is for what is kept.** The peak turns round. `fit` keeps a promise about the peak.
+# - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer.
