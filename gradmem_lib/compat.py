@@ -299,6 +299,21 @@ def model_from_config(cls, config, **options) -> nn.Module:
     return cls._from_config(config, **options)
 
 
+# peft.
+
+
+def inside_peft(model: nn.Module) -> nn.Module:
+    """The transformers model that ``peft`` has put adapters into; ``model`` itself where it has not. ``ValueError`` for prompts."""
+    if not type(model).__module__.startswith("peft."):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__} trains a prompt, whose tokens come before those of each row and are not in the labels that "
+            "a step counts: give adapters inside the layers (LoraConfig, IA3Config, ...), or train with Trainer itself"
+        )
+    return model.get_base_model()
+
+
 # FSDP.
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import tiny_config
+from predicted import assert_same, measured
 from torch import nn
 
 from gradmem_lib.course import models
+from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -75,3 +80,21 @@ def test_quantized_base_needs_lora_and_no_autocast():
         Recipe(quantized_base=True, lora_rank=4, precision="autocast-bf16")
     with pytest.raises(ValueError, match="add LoRA first"):
         quantized.quantize_base(models.tiny_llama())
+
+
+@pytest.mark.parametrize("family", ["t5", "mamba", "jamba"])
+def test_families_that_read_weights_themselves_take_a_4bit_base(family):
+    """T5 looks at its ``wo.weight``; mixers of states multiply by weights without a call."""
+    recipe = Recipe(lora_rank=2, precision="bf16", attention=None, quantized_base=True)
+    torch.manual_seed(0)
+    asked = predict(tiny_config(family), batch_size=2, seq_len=16, recipe=recipe, target="cpu")
+    assert_same(asked, measured(tiny_config(family), recipe, 2, 16))
+
+
+def test_a_mixtures_experts_stay_as_they_are():
+    model = model_class(tiny_config("mixtral"))(tiny_config("mixtral"))
+    experts = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}
+    add_lora(model, 2)
+    assert quantized.quantize_base(model) == 2 * 4  # attention's
+    after = dict(model.named_parameters())
+    assert experts and all(torch.equal(p, after[name]) for name, p in experts.items())

@@ -59,6 +59,11 @@ def find_model(given) -> tuple[Any, str]:
                 f"{type(given).__name__} has no config: plan is for transformers models. For other modules, predict each recipe "
                 "with predict(model, batch=..., recipe=Recipe(...))"
             )
+        if hasattr(given, "peft_config"):
+            raise ValueError(
+                "this model has PEFT's adapters already, and plan compares ways that choose their own: give the model without "
+                "them, or predict(model, recipe=Recipe(precision=None), ...) for the one that is there"
+            )
         config = copy.deepcopy(config)
         config.architectures = [type(given).__name__]
         return config, type(given).__name__

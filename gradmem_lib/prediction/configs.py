@@ -10,6 +10,8 @@ from urllib.request import getproxies
 import torch
 from torch import Tensor, nn
 
+from .. import compat
+
 # Where a config names no architecture: transformers' tables of classes, in the order in which they are asked.
 _PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
 _TABLES = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION",
@@ -48,6 +50,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
     says. ``seq_len`` is ignored where there are only pictures. Random and on the model's device; with fake tensors if fake
     mode is on. ``ValueError``, naming ``batch=``, where the inputs cannot be told from the config.
     """
+    model = compat.inside_peft(model)
     config, inputs = model.config, set(inspect.signature(model.forward).parameters)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
 
-    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have
-    the base's dtype. ``base`` is an ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. ``dtype`` is
+    theirs: by default float32 where the base has 16 bits, as PEFT has it, and ``x`` is copied to it. ``base`` is an
+    ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
     """
 
-    def __init__(self, base: nn.Module, rank: int, alpha: float | None = None):
+    def __init__(
+        self, base: nn.Module, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         inside, outside = linear_sizes(base)
         self.base = base.requires_grad_(False)
-        self.A = nn.Parameter(base.weight.new_empty(rank, inside))
-        self.B = nn.Parameter(base.weight.new_zeros(outside, rank))
+        dtype = dtype or torch.promote_types(base.weight.dtype, torch.float32)
+        self.A = nn.Parameter(base.weight.new_empty(rank, inside, dtype=dtype))
+        self.B = nn.Parameter(base.weight.new_zeros(outside, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = (2 * rank if alpha is None else alpha) / rank
 
@@ -27,7 +31,8 @@ class LoRALinear(nn.Module):
     def weight(self) -> Tensor:
         """Base and addition as one new matrix in the base's shape. Mamba multiplies by its ``dt_proj`` so."""
         addition = self.scale * (self.B @ self.A)
-        return self.base.weight + (addition if isinstance(self.base, nn.Linear) else addition.T)
+        base = self.base.weight
+        return base + (addition.T if type(self.base).__name__ == "Conv1D" else addition).to(base.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -35,7 +40,9 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (..., in) to (..., out)."""
-        return self.base(x) + F.linear(F.linear(x, self.A), self.B) * self.scale
+        y = self.base(x)
+        own = x if torch.is_autocast_enabled(x.device.type) else x.to(self.A.dtype)
+        return (y + F.linear(F.linear(own, self.A), self.B) * self.scale).to(y.dtype)
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -70,7 +77,9 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), own, module)
 
 
-def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
+def add_lora(
+    model: nn.Module, rank: int, targets: tuple[str, ...] = (), dtype: torch.dtype | None = None
+) -> int:
     """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place; returns how many.
 
     ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``); none means all but the output layer.
@@ -85,5 +94,5 @@ def add_lora(model: nn.Module, rank: int, targets: tuple[str, ...] = ()) -> int:
             f"layers' names, and this model has {', '.join(map(repr, there)) or 'no linear layer'}"
         )
     for name in chosen:
-        replace(model, name, LoRALinear(linear[name], rank))
+        replace(model, name, LoRALinear(linear[name], rank, dtype=dtype))
     return len(chosen)

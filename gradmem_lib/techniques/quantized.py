@@ -46,7 +46,12 @@ class Linear4bit(nn.Module):
         parts = _operators().quantize(weight.detach().contiguous())
         for name, tensor in zip(("packed", "magnitudes", "scales", "offset"), parts, strict=True):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.bias = base.bias
+        self.bias, self.dtype = base.bias, weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as it was loaded, written out anew for models that read it themselves (Mamba's mixers, T5)."""
+        return self.dequantized(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         y = _Multiply.apply(x, self)
@@ -73,7 +78,8 @@ class _Multiply(torch.autograd.Function):
 
 def quantize_base(model: nn.Module) -> int:
     """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, those inside LoRA layers included; returns
-    how many. The output layer, the embedding and the norms stay. ``ValueError`` where no linear layer is frozen."""
+    how many. The output layer, the embedding and the norms stay, and a mixture's experts, whose weights are one tensor for
+    all of them and no linear layers: they keep their 16 bits, without LoRA. ``ValueError`` where no linear layer is frozen."""
     frozen = {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}
     if not frozen:
         raise ValueError(

@@ -1,10 +1,15 @@
-"""LoRA's additions in a trained model: found, merged, and saved as an ordinary model's weights."""
+"""LoRA's additions in a trained model: found, merged, and saved as PEFT keeps them."""
+
+import json
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from ..techniques.lora import LoRALinear, replace
 from ..techniques.quantized import Linear4bit
+from .losses import predicts_next_token
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
@@ -12,35 +17,70 @@ def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def _mergeable(model: nn.Module) -> dict[str, LoRALinear]:
-    adapters = adapters_of(model)
-    for name, module in adapters.items():
-        if isinstance(module.base, Linear4bit):
-            raise ValueError(
-                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
-                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
-            )
-    return adapters
+def save_adapters(model: nn.Module, folder: str | Path) -> None:
+    """Write LoRA's additions in PEFT's format: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-
-@torch.no_grad()
-def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``model.state_dict()`` as if the additions had been merged, which they stay as they are for."""
-    adapters, state = _mergeable(model), model.state_dict()
-    for name, module in adapters.items():
-        del state[f"{name}.A"], state[f"{name}.B"]
-        for key in [key for key in state if key.startswith(f"{name}.base.")]:
-            state[name + key.removeprefix(f"{name}.base")] = state.pop(key)
-        state[f"{name}.weight"] = module.weight
-    return state
+    A layer with an addition that the pretrained model does not have (a classifier's, which starts random) is written merged, as
+    one of PEFT's ``modules_to_save``. ``ValueError`` where PEFT would compute something else with what is written.
+    """
+    adapters, folder = adapters_of(model), Path(folder)
+    kept = {id(p) for module in adapters.values() for p in (module.A, module.B)}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
+    mixers = [n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__]
+    if others or mixers:
+        why = (
+            "is trained too, and no addition"
+            if others
+            else "is multiplied without a call, which PEFT's layers need"
+        )
+        raise ValueError(
+            f"{(others or mixers)[0]} {why}: merge_adapters(model).save_pretrained(folder) writes the whole model"
+        )
+    inside = f"{getattr(model, 'base_model_prefix', '')}."
+    heads = [name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])]
+    state, added = {}, {name: module for name, module in adapters.items() if name not in heads}
+    for name, module in added.items():
+        state |= {f"{name}.lora_A.weight": module.A, f"{name}.lora_B.weight": module.B}
+    for name in heads:
+        head = adapters[name]
+        state |= {f"{name}.weight": head.weight} | ({} if head.bias is None else {f"{name}.bias": head.bias})
+    first = next(iter(added.values()))
+    ranks = {name: len(module.A) for name, module in added.items()}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if predicts_next_token(model) else None,
+        "base_model_name_or_path": getattr(model.config, "name_or_path", ""),
+        "inference_mode": True,
+        "target_modules": list(added),
+        "modules_to_save": heads or None,
+        "r": len(first.A),
+        "lora_alpha": first.scale * len(first.A),
+        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != len(first.A)},
+        "alpha_pattern": {name: module.scale * ranks[name] for name, module in added.items()
+                          if module.scale * ranks[name] != first.scale * len(first.A)},
+        "fan_in_fan_out": type(first.base).__name__ == "Conv1D",
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Write LoRA's additions into the weights, in place, and return ``model``: an ordinary one, to save and load anywhere.
 
-    ``ValueError`` where the frozen weights are in 4 bits: what was added would be lost in their rounding.
+    Of a ``peft`` model, what its ``merge_and_unload`` returns. ``ValueError`` where the frozen weights are in 4 bits: what was
+    added would be lost in their rounding.
     """
-    for name, module in _mergeable(model).items():
+    if hasattr(model, "merge_and_unload"):
+        return model.merge_and_unload()
+    for name, module in adapters_of(model).items():
+        if isinstance(module.base, Linear4bit):
+            raise ValueError(
+                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
+                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
+            )
+    for name, module in adapters_of(model).items():
         replace(model, name, module.merged())
     return model

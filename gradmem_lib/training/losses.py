@@ -25,7 +25,7 @@ def label_count(model: nn.Module, batch: Any) -> Tensor | None:
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
-    model = getattr(model, "module", model)  # of DistributedDataParallel
+    model = compat.inside_peft(getattr(model, "module", model))  # of DistributedDataParallel
     name = type(model).__name__
     if name.endswith("ForConditionalGeneration"):
         # Vision-language models shift too, pairs of an encoder and a decoder do not.
@@ -43,12 +43,17 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
-    return loss_in_chunks(model, batch)
+    return loss_in_chunks(compat.inside_peft(model), batch)
 
 
 def check_chunked_loss(model: nn.Module) -> None:
     """``ValueError`` for a model whose own loss is another than ``chunked_loss``."""
-    why = chunked_loss_refusal(type(model), getattr(model, "config", None))
+    inside = compat.inside_peft(model)
+    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None))
+    if inside is not model and "forward" in vars(type(model.base_model)):
+        why = f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
+    elif type(inside.get_output_embeddings()).__module__.startswith("peft."):
+        why = "there is an adapter on the output layer, and chunks take its matrix alone"
     if why is not None:
         raise ValueError(f"{why}: leave chunked_loss out")
 

@@ -60,8 +60,10 @@ def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Pre
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
     """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base.
-    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it."""
-    if recipe.lora_rank is not None and any(isinstance(module, LoRALinear) for module in model.modules()):
+    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it, ours or PEFT's."""
+    compat.inside_peft(model)  # refuses trained prompts
+    there = hasattr(model, "peft_config") or any(isinstance(module, LoRALinear) for module in model.modules())
+    if recipe.lora_rank is not None and there:
         raise ValueError("this model has LoRA already: load it anew, or merge_adapters(model) first")
     model.train()
     config = getattr(model, "config", None)
@@ -73,7 +75,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.weight_dtype is not None:
         cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
-        add_lora(model, recipe.lora_rank, recipe.lora_targets)
+        add_lora(model, recipe.lora_rank, recipe.lora_targets, recipe.weight_dtype)
     if recipe.quantized_base:
         quantize_base(model)
     if not any(p.requires_grad for p in model.parameters()):

@@ -33,8 +33,10 @@ class Recipe:
         offload: a key of ``OFFLOAD``: what of a forward waits for its backward outside the memory that computes.
         accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
-            of the linear layers that get one; empty means every linear layer but the output's.
-        quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``).
+            of the linear layers that get one; empty means every linear layer but the output's. Their dtype is the weights', and with
+            ``precision=None`` PEFT's choice: float32, on weights in 16 bits too.
+        quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``). The experts of a mixture
+            are no linear layers, and stay as they are.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never exist as a whole.
     """
 

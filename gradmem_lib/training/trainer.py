@@ -13,7 +13,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
-from .adapters import adapters_of, merged_state
+from .adapters import adapters_of, save_adapters
 from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
@@ -188,15 +188,17 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for ``from_pretrained``: LoRA's additions are merged into what is written, the model keeps them.
+        """Write the model for ``from_pretrained``, and of one with LoRA the additions alone, as PEFT's ``save_pretrained`` does.
 
-        A checkpoint, which ``Trainer`` writes on its own, keeps them apart: it is for ``resume_from_checkpoint``.
-        ``ValueError`` where the frozen weights are in 4 bits.
+        For the whole model: ``merge_adapters(model).save_pretrained(folder)``. A checkpoint, which ``Trainer`` writes on its
+        own, has all weights: it is for ``resume_from_checkpoint``.
         """
         if _internal_call or not adapters_of(self.model):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=merged_state(self.model))
+            save_adapters(self.model, output_dir or self.args.output_dir)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(output_dir or self.args.output_dir)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
