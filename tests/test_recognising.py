@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_exercise import AREA, area, exercise_of
 
-from gradmem_lib.course import patience
+from gradmem_lib.course import patience, recognising
 from gradmem_lib.course.check import check
 from gradmem_lib.course.exercise import Mistake, Seen, calls
 from gradmem_lib.course.judging import PASSED, judge
@@ -169,3 +169,15 @@ def test_an_optimizers_settings_are_put_back():
         "your code leaves `optimizer` with another lr than before"
         in judge(exercise_of(reference, observe), slower).line
     )
+
+
+def test_no_kind_of_result_stops_a_check():
+    odd = [
+        None, True, 0.5, "a", (1, 2), (2, 1), {"a": 1}, torch.tensor(1.0), torch.randn(3), (torch.randn(3), torch.randn(3)),
+        (torch.randn(2), 1), (float("nan"),) * 2, 1 + 2j, torch.float32, range(3), object(),
+    ]  # fmt: skip
+    for got in odd:
+        for expected in odd:
+            recognising.fact({"one": got, "two": got}, {"one": expected, "two": expected}, 1e-6)
+            known = [("Its own.", {"one": got}), ("The right one.", {"one": expected})]
+            recognising.most_alike({"one": got}, {"one": expected}, known, 1e-6)

@@ -74,7 +74,7 @@ def most_alike(
             for path in wrong
             if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
         ]
-        share = len(hits) / max(len(wrong), len(theirs_wrong))
+        share = len(hits) / max(len(wrong), len(theirs_wrong), 1)
         alike = hits and hits[0] == wrong[0] and share >= 0.5
         against = sum(right[path] for path in theirs_wrong)
         if against > len(hits) / 3 or (all_of_it and (share < 0.8 or against)):
@@ -153,8 +153,10 @@ def _other_kind(got: Any, expected: Any) -> str:
         return "a list with a number for each is asked for, and this is one number."
     elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
         return f"{len(expected)} entries are asked for, and there are {len(got)}."
-    elif isinstance(expected, tuple) and isinstance(got, tuple) and got == expected[::-1] != expected:
-        return "these are the right entries in the reverse order."
+    elif isinstance(expected, tuple) and isinstance(got, tuple):
+        around = expected[::-1]
+        if difference(got, around) is None and difference(expected, around) is not None:
+            return "these are the right entries in the reverse order."
     return ""
 
 
