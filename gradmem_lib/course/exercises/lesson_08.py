@@ -133,7 +133,7 @@ def _observe_policy(candidate):
 def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
-        return "every_second_product() returns the policy itself, a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
+        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
     if mine["kept"] == "none":
         return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, which is not aten.mm."
     if mine["kept"] in ("2, 7", "1, 6", "3", "4"):

@@ -307,6 +307,7 @@ EXERCISES = (
         reference=tiled_mlp,
         observe=_observe_tiled,
         explain=_explain_tiled,
+        raises=((r"'(list|tuple)' object has no attribute", "the tiles come back as a list: join them, along the tokens."),),
         mistakes=(
             Mistake("no checkpoint", _tiled(run=lambda mlp, part: mlp(part)),
                     "the tiles are cut, and autograd keeps what each of them computes: run each in a checkpoint."),
