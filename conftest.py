@@ -41,6 +41,7 @@ SECONDS = {
     "test_notebooks.py": 30,
     "test_answers_bank.py": 30,
     "test_benchmark_finetune.py": 25,
+    "test_benchmark_recompute.py": 12,
     "test_benchmarks.py": 25,
     "test_lesson_06.py": 30,
     "test_failure.py": 20,
