@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from gradmem_lib import MemoryTracker, accounting, count_operations, offload_activations, tiled
@@ -62,7 +61,6 @@ def test_the_library_moves_and_tiles_within_the_exercises_budgets():
     assert tiles <= parse_bytes(lesson_08_moving.TILED_CARD)
 
 
-@pytest.mark.skipif(not TEXT.exists(), reason="lesson 08 is not there yet")
 def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
     text = " ".join(TEXT.read_text(encoding="utf-8").replace("#", " ").split())
     for card in (lesson_08_moving.DISK_CARD, lesson_08_moving.TILED_CARD, lesson_08_numbers.RECOMPUTE_CARD):
