@@ -61,11 +61,17 @@ class AdamW8bit(OwnDtypes):
 
 
 def code_table(signed: bool, device: torch.device | None) -> Tensor:
-    """256 increasing values from -1 (or 0) to 1, 0 among them: finer towards 0, seven decades wide."""
-    half = torch.logspace(-7, 0, 128 if signed else 255, device=device)
-    if not signed:
-        return torch.cat([half.new_zeros(1), half])
-    return torch.cat([-half[1:].flip(0), half.new_zeros(1), half])
+    """256 increasing values from -1 (or 0) to 1, 0 among them (Dettmers et al. 2022, section 1.3, "dynamic tree quantization").
+
+    Each decade from 1e-7 on has twice as many values as the one below it, in the middles of equal intervals of it.
+    """
+    decades = []
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1, device=device)
+        decades.append(10.0 ** (exponent - 6) * (edges[1:] + edges[:-1]) / 2)
+    half = torch.cat(decades)
+    zero, one = half.new_zeros(1), half.new_ones(1)
+    return torch.cat([-half.flip(0), zero, half, one] if signed else [zero, half, one])
 
 
 @cache
