@@ -68,6 +68,15 @@ def test_what_lora_takes_off_a_7b():
     assert f"on queries and values alone, activations are {few / GiB:.2f} GiB" in TEXT
 
 
+def test_float32_adapters_keep_more():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SEVEN, dtype=torch.bfloat16)
+    recipe = replace(BF16, precision=None, lora_rank=16)
+    found = predict(model, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
+    most = max(found.timeline.by_category["activations"])
+    assert f"and activations are {most / GiB:.2f} GiB.)" in TEXT
+
+
 def test_the_code_that_it_makes_is_nf4s():
     def quantiles(n):
         return torch.special.ndtri(torch.linspace(0.5, 0.9677083, n))

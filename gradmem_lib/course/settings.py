@@ -7,6 +7,7 @@
     Lesson 05 trains for one update of at most two micro-batches instead of sixteen whole ones. Read by ``runs``; no peak in MiB
     depends on it.
     Lesson 07 trains for one short update instead of eight. Read by its own cell.
+    Lesson 09's table makes one short update of one layer at one rate, instead of eight of six layers at three. Read by ``runs``.
 ``GRADMEM_CACHE``
     The folder for unpacked models; without it, the user's cache folder.
 ``GRADMEM_PROGRESS``
