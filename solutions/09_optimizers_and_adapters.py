@@ -262,7 +262,7 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | batches are small: its products cost what 2,300 tokens cost |
+# | Muon | all directions alike | batches are small: its products cost what 2,300 tokens of SmolLM2 cost |
 #
 # ## 5 · Gradients that do not wait
 #

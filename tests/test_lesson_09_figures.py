@@ -119,4 +119,4 @@ def test_the_time_of_muons_products():
     """Five rounds of X X', A A and B X, against forward and backward: 6 operations a weight and token."""
     n, m = 576, 1536  # SmolLM2's MLP
     tokens = 5 * (4 * n * n * m + 2 * n**3) / (6 * n * m)
-    assert f"its products cost what {round(tokens, -2):,.0f} tokens cost" in TEXT
+    assert f"its products cost what {round(tokens, -2):,.0f} tokens of SmolLM2 cost" in TEXT
