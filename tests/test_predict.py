@@ -39,6 +39,7 @@ MORE = {
     "stochastic": Recipe(optimizer="adamw-stochastic", precision="bf16"),
     "stochastic-accumulated": Recipe(optimizer="adamw-stochastic", precision="bf16", accumulation=2),
     "sgd": Recipe(optimizer="sgd"),
+    "momentum": Recipe(optimizer="sgd", momentum=0.9),
     "master-foreach": Recipe(precision="float32-master", optimizer="adamw-foreach"),
     "master-fused": Recipe(precision="float32-master", optimizer="adamw-fused"),
     "accumulation": Recipe(accumulation=2, checkpointing="per-layer"),
@@ -60,6 +61,9 @@ TABLE = [
     (f, r, f == "llama" or (i + j) % 2 == 0) for i, f in enumerate(FAMILIES) for j, r in enumerate(EVERYWHERE)
 ]
 TABLE += [("llama", r, True) for r in MORE]
+# States and the step's temporaries of each optimizer on more families: tied weights, biases, transposed matrices, pictures.
+OPTIMIZERS_OF = ("adafactor", "adafactor-torch", "8-bit", "stochastic", "sgd", "momentum")
+TABLE += [(f, r, True) for f in ("tied", "gpt2", "bert", "vit") for r in OPTIMIZERS_OF]
 TABLE += [
     ("gemma3", r, True) for r in ("float32", "bf16-eager-fused", "autocast-foreach", "master-per-layer")
 ]
