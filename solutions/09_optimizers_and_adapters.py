@@ -149,7 +149,8 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 
 # %% [markdown]
 # (The error is the median, relative.) Where v is rounded to 0, AdamW divides m by `eps` alone, and that weight leaps. So
-# blocks are not enough. With equal ratios every number keeps about two digits.
+# a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances within each power of ten. In
+# a test of 20 steps, both ended 1.1 % of the way off float32 states.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -165,8 +166,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 #
 # Lion keeps one momentum m. For each parameter with a gradient g: shrink the parameter as AdamW does, by 1 − lr ·
 # weight_decay. Then subtract lr times the **sign** of beta1 · m + (1 − beta1) · g. Last, m becomes
-# beta2 · m + (1 − beta2) · g. Write `step`. m lives in `self.state[p]`, in the parameter's dtype. Settings come from the
-# parameter's group.
+# beta2 · m + (1 − beta2) · g. Write `step`. m lives in `self.state[p]`, in the parameter's dtype.
 #
 # <details><summary>Hint 1: the state</summary>
 #
@@ -345,7 +345,7 @@ for rank in (4, 16, 64):
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# (A gradient of few tokens, as here, has a low rank anyway.) G itself is as large as ever, so GaLore goes with steps in
+# (Few tokens, as here, make a low rank anyway.) G itself is as large as ever, so GaLore goes with steps in
 # backward.
 #
 # ## 6 · Adapters
@@ -448,8 +448,7 @@ print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 # %% [markdown]
 # These weights are about 0.2, and the additions 0.0001. Unmerged they count. Merged in bf16, most are lost. So merge in
 # float32, or do not merge. Then one base serves **several adapters**:
-# `make_trainer(...).save_model()` writes PEFT's format, a small file each. `peft.PeftModel.from_pretrained(base,
-# folder)` loads one, `load_adapter` another, and `set_adapter` chooses.
+# `make_trainer(...).save_model()` writes each to a small file, which PEFT loads, and `set_adapter` chooses.
 #
 # ## 7 · The base in 4 bits
 #
@@ -478,7 +477,7 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept* until
 # backward. And until [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the
 # input x, which a frozen layer does not need. In such ways QLoRA came to need *more* than LoRA
-# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both:
+# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)):
 
 
 # %%
@@ -607,27 +606,29 @@ ChunkedLoss = check("9.7", ChunkedLoss)
 
 # %% [markdown]
 # Forward leaves two gradients and no logits. Backward only multiplies them by a number. PyTorch 2.13 has
-# `F.linear_cross_entropy`. Does it do the same?
+# `F.linear_cross_entropy` ("theirs"). Does it do the same?
 
 # %%
 hidden = torch.randn(512, 64, requires_grad=True)
 head = nn.Parameter(0.02 * torch.randn(8192, 64))
-labels = torch.randint(0, 8192, (512,))
-given, pieces = (hidden, head, labels), nn.LinearCrossEntropyOptions()
-for name, loss_of in {
-    "logits at once": lambda: F.cross_entropy(hidden @ head.T, labels),
-    "linear_cross_entropy": lambda: F.linear_cross_entropy(*given),
-    "with options": lambda: F.linear_cross_entropy(*given, options=pieces),
-    "yours": lambda: ChunkedLoss.apply(*given, 30.0),
-}.items():
+given = hidden, head, torch.randint(0, 8192, (512,))
+ways = {"logits at once": lambda: F.cross_entropy(hidden @ head.T, given[2])}
+ways["yours"] = lambda: ChunkedLoss.apply(*given, 30.0)
+if hasattr(F, "linear_cross_entropy"):
+    ways["theirs"], options = (
+        partial(F.linear_cross_entropy, *given),
+        nn.LinearCrossEntropyOptions(),
+    )
+    ways["with options"] = partial(ways["theirs"], options=options)
+for name, loss_of in ways.items():
     hidden.grad = head.grad = None
     with MemoryTracker(live=False) as tracker:
         loss_of().backward()
-    print(f"{name:<22}{tracker.peak.total:>12,} bytes")
+    print(f"{name:<15}{tracker.peak.total:>12,} bytes")
 
 # %% [markdown]
-# It saves nothing, unless it is given options. (Yours holds several tables of a chunk, for the cap and its gradient.)
-# Neither it nor the course's `chunked_loss` knows caps, and `Recipe(chunked_loss=True)` refuses a model that has them.
+# It saves nothing, unless it is given options. Then its chunks are inside one operator, where the tracker cannot see
+# them. Neither it nor the course's `chunked_loss` knows caps, and `Recipe(chunked_loss=True)` refuses models with caps.
 # [Liger's](https://arxiv.org/abs/2410.10989) kernels write a chunk's gradient over its logits, so one table is enough,
 # and they take caps.
 #
@@ -643,7 +644,7 @@ for name, loss_of in {
 #
 # The batch is 8 rows of 128 tokens, and the card has **300 MiB**. Write `under_300()`, which returns two pairs `(layers,
 # Recipe)`: at least 12 layers with **every weight** trained, and at least 40 with **adapters** of rank 16 on every linear
-# layer. `smollm2_peak(layers, recipe)` predicts a peak in seconds, and the check uses it, too.
+# layer. `smollm2_peak(layers, recipe)` predicts a peak.
 #
 # <details><summary>Hint 1: every weight</summary>
 #
@@ -683,7 +684,7 @@ print(*(smollm2_peak(*choice) for choice in under_300()), sep="\n")
 # ## 10 · What you can now do
 #
 # - **An optimizer has two bills**, states and temporaries. Compare optimizers at their own best rates.
-# - **8 bits need blocks and a code with equal ratios**, so that v never becomes 0.
+# - **8 bits need blocks, and a code that is finer towards 0**, so that v stays above it.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
 # - **Adapters save states and gradients, not activations.** So checkpoints matter more.
 # - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
