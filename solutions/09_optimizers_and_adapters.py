@@ -61,9 +61,7 @@ def cost(name, make):
 
 # %%
 adamw = partial(optim.AdamW, foreach=False)
-momentum = partial(optim.SGD, momentum=0.9, foreach=False)
-for name, make in {"AdamW": adamw, "momentum": momentum}.items():
-    cost(name, make)
+states = cost("AdamW", adamw)
 
 # %% [markdown]
 # In float32, AdamW keeps 8 bytes a weight. You now bring them down in four ways.
@@ -215,9 +213,8 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # %% [markdown]
 # ## 4 · One table
 #
-# Now the bytes of all six, and the other half of the answer: how well does SmolLM2 predict held-out text after the same
-# tokens? Learning rates do not carry over from one optimizer to another. So each one gets three, and `*` marks the
-# best.
+# Now six optimizers, with their bytes and the other half of the answer: how well does SmolLM2 predict held-out text
+# after the same tokens? No learning rate suits all, so each gets three, and `*` marks the best.
 #
 # We train the matrices of the last six layers, which all of these optimizers can take. This takes some minutes. (The
 # stored notebook makes one short update of one layer, at one rate.)
@@ -242,6 +239,7 @@ def trial(make, rate):
 
 
 # %% tags=["nbval-ignore-output"]
+momentum = partial(optim.SGD, momentum=0.9, foreach=False)
 adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
 muon = partial(optim.Muon, weight_decay=0.0)
 rates = {"momentum": (momentum, 1e-2), "AdamW": (adamw, 3e-4)}
