@@ -136,6 +136,24 @@ def test_recurrent_layers(kind, options):
     assert_predicted(Recurrent(kind, **options), torch.randn(37, 5, 8))
 
 
+class Unfolded(nn.Module):
+    """Windows of neighbours, and added up again: both ways through ``col2im``."""
+
+    def __init__(self, window: int, stride: int):
+        super().__init__()
+        self.taken = {"kernel_size": (window, 1), "padding": (window // 2, 0), "stride": (stride, 1)}
+        self.weight = nn.Parameter(torch.randn(6 * window, 6 * window))
+
+    def forward(self, x):
+        windows = self.weight @ F.unfold(x * x.sin(), **self.taken)
+        return F.fold(windows, x.shape[2:], **self.taken).square().mean()
+
+
+@pytest.mark.parametrize(("window", "stride"), [(9, 1), (3, 3), (1, 2)])
+def test_folds_keep_the_storage_of_their_columns(window, stride):
+    assert_predicted(Unfolded(window, stride), torch.randn(2, 6, 18, 1, requires_grad=True))
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64), (128, 8, 30, 100)])
 def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
     seq, batch, inputs, hidden = sizes

@@ -5,17 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import nullcontext
-from types import FunctionType
 
 import programs_layers
 import programs_loops
 import programs_methods
 import pytest
 import torch
-from oracle import allocator_peak
+from oracle import allocator_peak, without_collections
 from programs import PROGRAMS
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 from gradmem_lib import MemoryTracker
 
@@ -36,18 +35,18 @@ class Looking(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def held(value):
-    """The tensors that a step brings along: batches, masks, queues."""
-    if isinstance(value, torch.Tensor):
-        yield from [value] if value.layout == torch.strided else [value._indices(), value._values()]
-    elif isinstance(value, DataLoader):
-        yield from value.dataset.tensors
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from held(each)
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            yield from held(cell.cell_contents)
+def there_already(but: dict[int, int]) -> list[torch.Tensor]:
+    """Tensors that live now, such as batches, masks, and what a hook has put away, except those in the storages of ``but``."""
+    gc.collect()
+    every = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and type(each) is not FakeTensor
+    ]
+    plain = [
+        part for t in every for part in ([t] if t.layout == torch.strided else [t._indices(), t._values()])
+    ]
+    return [t for t in plain if t.device.type == "cpu" and t.untyped_storage()._cdata not in but]
 
 
 def storages(tensors) -> dict[int, int]:
@@ -60,10 +59,9 @@ def tracked(name: str) -> tuple[MemoryTracker, int]:
     model, optimizers, step = PROGRAMS[name]()
     step()
     step()
-    gc.collect()
     own = storages([*model.parameters(), *model.buffers()])
-    with MemoryTracker(model, optimizers, live=False) as tracker:
-        tracker.watch([t for t in held(step) if t.is_leaf and t.untyped_storage()._cdata not in own], "other")
+    with without_collections(), MemoryTracker(model, optimizers, live=False) as tracker:
+        tracker.watch(there_already(own), "other")
         start = tracker.current.total
         step()
     return tracker, tracker.peak.total - start

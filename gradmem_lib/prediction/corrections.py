@@ -40,6 +40,12 @@ def _filled(args, out):
     return out
 
 
+def _in_the_columns_storage(args, out):
+    """``fold``, and the backward of ``unfold``, begin with a tensor like the columns and shrink it, and its storage stays as
+    large (ATen's Col2Im.cpp and Col2Im.cu)."""
+    return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
+
+
 def _layer_norm(args, out):
     """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
     weight = args[2] if len(args) > 2 else None
@@ -125,6 +131,7 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill.Scalar: _filled,
     aten.masked_fill_.Scalar: _filled,
     aten.native_layer_norm_backward.default: _contiguous_gradient,
+    aten.col2im.default: _in_the_columns_storage,
 }
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _layer_norm,
