@@ -25,7 +25,7 @@ _HOMES = {
     "training.trainer": "MemoryCallback arguments make_trainer",
     "prediction.predict": "Prediction predict",
     "prediction.fit": "checkpoint_layers fit",
-    "planning.cards": "CARDS find_card",
+    "planning.cards": "BUSES CARDS find_card seconds_over_bus",
     "planning.models": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",

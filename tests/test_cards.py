@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradmem_lib.planning.cards import CARDS, Card, _card, find_card
+from gradmem_lib.planning.cards import BUSES, CARDS, Card, _card, find_card, seconds_over_bus
 from gradmem_lib.units import GiB
 
 
@@ -40,7 +40,7 @@ def test_a_small_number_without_a_unit_is_no_card(number):
 
 
 def test_a_row_of_the_table_in_bytes_and_operations():
-    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card("a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1))
+    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card("a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1), 63e9)
 
 
 def test_the_table_of_cards_is_the_data_sheets():
@@ -84,3 +84,13 @@ def test_the_table_of_cards_is_the_data_sheets():
         least, most = (0.91, 0.95) if name.startswith(("L4", "A10G", "T4")) else (0.96, 0.995)
         assert least * nominal * GiB < card.nbytes < most * nominal * GiB, name
         assert card.nbytes == round(reported.get(name, card.nbytes / GiB) * GiB), name
+
+
+def test_seconds_over_the_bus_by_the_standard_s_rates():
+    """A lane of PCIe 3 makes 8e9 transfers a second of a bit each, 128 of 130 are data, and each next one twice as many."""
+    for generation in (3, 4, 5):
+        rate = 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8
+        assert abs(BUSES[f"PCIe {generation}"] / rate - 1) < 1e-3
+    for name, generation, lanes in (("T4", 3, 16), ("RTX 4090", 4, 16), ("H100", 5, 16), ("4060 Ti", 4, 8)):
+        whole = BUSES[f"PCIe {generation}"] * lanes / 16
+        assert seconds_over_bus(1e9, name) == pytest.approx(1e9 / (0.8 * whole))

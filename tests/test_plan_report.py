@@ -28,7 +28,7 @@ def option(
     """One with ``mib`` MiB live at the peak: ``by`` category, the rest parameters."""
     by = {name: by.get(name, 0) * MiB for name in CATEGORIES}
     by["parameters"] += mib * MiB - sum(by.values())
-    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase))
+    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase), moved=0)
     return Option(recipe, micro_batch, microseconds / 1e6, CARD.nbytes, peak, parts or {})
 
 
@@ -124,7 +124,7 @@ def test_a_plan_as_plain_values():
     assert found == {
         "model": "a model",
         "card": {
-            "name": "Tiny 2GB", "nbytes": 2 * GiB, "half": 2e12, "single": 1e12, "bandwidth": 1e11, "capability": [8, 6],
+            "name": "Tiny 2GB", "nbytes": 2 * GiB, "half": 2e12, "single": 1e12, "bandwidth": 1e11, "capability": [8, 6], "bus": 31.5e9,
         },
         "seq_len": 2048,
         "global_batch": 8,
@@ -150,7 +150,7 @@ def test_a_plan_as_plain_values():
             "total": 1900 * MiB, "phase": "optimizer_step", "parameters": 825 * MiB, "gradients": 37 * MiB, "optimizer": 0,
             "activations": 1000 * MiB, "temporaries": 0, "other": 38 * MiB,
         },
-        "beyond_the_peak": CONTEXT,
+        "beyond_the_peak": CONTEXT, "moved": 0,
         "why": FASTER.why_not(),
     }  # fmt: skip
     assert [o["needs"] for o in options] == [FASTER.needs, FASTEST.needs]

@@ -12,7 +12,7 @@ import pytest
 
 from gradmem_lib.course import models
 from gradmem_lib.measure.timeline import MemorySnapshot
-from gradmem_lib.names import CATEGORIES, PHASES
+from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import beyond, count, resident_bytes, run_again, seconds_per_token
 from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
@@ -63,7 +63,9 @@ def check(everything: list[Option], nbytes: int, made) -> None:
     if not fits:
         assert min(everything, key=lambda o: o.needs).needs == made.closest.needs
         return
-    best = next(o for o in fits if o.recipe == made.best.recipe)
+    # A part of each layer that runs again is not in the table: it is taken where it is faster than anything there.
+    best = next((o for o in fits if o.recipe == made.best.recipe), made.best)
+    assert best in fits or (best.fits and best.recipe.checkpointing in SELECTIVE)
     assert (made.best.needs, made.best.seconds) == (best.needs, best.seconds)
     assert best.seconds <= min(o.seconds for o in fits) * EQUAL_TIME, nbytes
     least = changes(best.recipe)
@@ -121,7 +123,7 @@ def pretended(work):
         rows[:, 2] = rows[:, 3:].sum(axis=1)
         at = rows[rows[:, 2].argmax()]
         peak = MemorySnapshot(int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]])
-        return SimpleNamespace(target=target, timeline=SimpleNamespace(rows=rows), peak=peak)
+        return SimpleNamespace(target=target, timeline=SimpleNamespace(rows=rows), peak=peak, moved=0)
 
     return answer
 

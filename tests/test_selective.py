@@ -1,18 +1,24 @@
 """A part of each layer runs again: same gradients, fewer bytes, bytes as predicted, and refusals."""
 
 import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 from predicted import assert_predicted, assert_same, config, example_batch, measured, model_class, predict
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers
 from gradmem_lib.course import models
 from gradmem_lib.names import SELECTIVE
-from gradmem_lib.planning.cost import run_again
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cost import count, seconds_per_token
 from gradmem_lib.techniques.selective import checkpoint_parts
 
+SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
 IDS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -88,8 +94,6 @@ def test_what_runs_again_is_that_part(part, attention, mlp):
 
 @pytest.mark.parametrize("part", ["attention", "mlp"])
 def test_elementwise_multiplies_no_matrices_again_and_a_part_does(part):
-    from torch.utils.flop_counter import FlopCounterMode
-
     def work():
         with FlopCounterMode(display=False) as counter:
             model(input_ids=IDS, labels=IDS).loss.backward()
@@ -155,6 +159,24 @@ def test_layers_are_checkpointed_once():
     checkpoint_layers(model, 1).remove()
 
 
-def test_plan_does_not_weigh_them():
-    with pytest.raises(ValueError, match="not weighed by plan"):
-        run_again(None, Recipe(checkpointing="mlp"))
+def test_plan_weighs_the_operations_that_torch_counts_again():
+    """All but what a part's last product does, which is left before its end."""
+    work = replace(count(models.tiny_llama(**SHAPE).config), causal=False)
+    card = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, inf)
+    last = {"attention": 64 * 64, "mlp": 172 * 64, "elementwise": 0}
+
+    def both(part):
+        model = models.tiny_llama(**SHAPE, attention="eager")
+        ids = torch.randint(0, 128, (2, 32))
+        with (
+            checkpoint_parts(model, part) if part else nullcontext(),
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(input_ids=ids, labels=ids).loss.backward()
+        seconds = seconds_per_token(work, Recipe(checkpointing=part), card, 2, 32)
+        return counter.get_total_flops() / 64 + 2 * 2 * last.get(part, 0), seconds
+
+    plain = both(None)
+    for part in SELECTIVE:
+        counted, estimated = both(part)
+        assert estimated - plain[1] == pytest.approx(counted - plain[0], abs=1e-6), part

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from ..units import GiB, format_bytes, parse_bytes
 
 _TERA, _GIGA = 1e12, 1e9
+# Bytes a second each way, of 16 lanes by the standard: 128 of 130 bits are data. NVLink-C2C by Grace Hopper's data sheet.
+BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
+BUS_KEPT = 0.8  # of that: what copies of pinned memory reach, roughly
 
 
 @dataclass(frozen=True)
 class Card:
     """``nbytes``: what the driver lets a program have. ``half`` and ``single``: operations a second in 16 and 32 bits;
-    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability."""
+    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way."""
 
     name: str
     nbytes: int
@@ -19,6 +22,7 @@ class Card:
     single: float
     bandwidth: float
     capability: tuple[int, int] = (8, 9)
+    bus: float = BUSES["PCIe 4"]
 
     @property
     def bf16(self) -> bool:
@@ -26,9 +30,17 @@ class Card:
         return self.capability >= (8, 0)
 
 
-def _card(name: str, gib: float, half: float, single: float, bandwidth: float, capability: float) -> Card:
+def _card(
+    name, gib: float, half: float, single: float, bandwidth: float, capability: float, lanes=16
+) -> Card:
     major, minor = divmod(round(10 * capability), 10)
-    return Card(name, round(gib * GiB), half * _TERA, single * _TERA, bandwidth * _GIGA, (major, minor))
+    bus = BUSES[f"PCIe {3 if major < 8 else 4 if major < 9 else 5}"] * lanes / 16
+    return Card(name, round(gib * GiB), half * _TERA, single * _TERA, bandwidth * _GIGA, (major, minor), bus)
+
+
+def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
+    """The time in which ``nbytes`` cross the bus between ``card`` and the host, one way: an estimate, by ``BUS_KEPT`` of its rate."""
+    return nbytes / (BUS_KEPT * find_card(card).bus)
 
 
 # Memory: what PyTorch's out-of-memory message calls the total capacity of such a card on Linux, to two digits. The nominal
@@ -43,7 +55,7 @@ CARDS: dict[str, Card] = {
         _card("RTX 3060 12GB", 11.75, 25, 13, 360, 8.6),
         _card("T4 16GB", 14.75, 65, 8.1, 320, 7.5),
         _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0),
-        _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9),
+        _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9, lanes=8),
         _card("RTX 4080 16GB", 15.60, 97, 49, 717, 8.9),
         _card("L4 24GB", 22.03, 121, 30, 300, 8.9),
         _card("A10G 24GB", 22.05, 70, 35, 600, 8.6),

@@ -1,7 +1,7 @@
 """What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,9 +13,10 @@ from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
+from ..techniques.selective import PARTS
 from ..training.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
-from .cards import Card
+from .cards import Card, seconds_over_bus
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
@@ -29,7 +30,7 @@ OPERATIONS_KEPT = (
 class Work:
     """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``experts``: those of
     experts that a token goes through; ``scores``: heads x head size, summed over layers, of which attention makes its products;
-    ``patches``: of an image, with the class token, and ``None`` for text."""
+    ``attended``: entries of ``matrices`` that are in attention; ``patches``: of an image, with the class token, ``None`` for text."""
 
     config: Any
     parameters: int
@@ -45,6 +46,7 @@ class Work:
     fused: bool
     patches: int | None
     experts: float
+    attended: int
 
 
 def count(config) -> Work:
@@ -53,7 +55,9 @@ def count(config) -> Work:
     model = skeleton(config)
     patches = _patches(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = list(filter(None, map(linear_sizes, linear_layers(model).values())))
+    sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
+    linear = list(filter(None, sizes.values()))
+    attention = [f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(PARTS["attention"])]
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
@@ -74,6 +78,7 @@ def count(config) -> Work:
         fused=compat.takes_fused_attention(model),
         patches=patches,
         experts=_experts(model),
+        attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(tuple(attention))),
     )
 
 
@@ -126,9 +131,12 @@ def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
     }
 
 
-def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int) -> float:
-    """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, and bytes of
-    weights, gradients and states at its bandwidth, one after the other.
+def seconds_per_token(
+    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None
+) -> float:
+    """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
+    weights, gradients and states at its bandwidth, and ``moved`` bytes of the token over the bus and back, one after the other.
+    Without ``moved`` it is as much as is moved at least, by the sizes alone.
 
     Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
     """
@@ -144,7 +152,8 @@ def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, 
         backward = 2 * forward
     half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
     rate = OPERATIONS_KEPT * (card.half if half else card.single)
-    operations = (forward + backward + again * layers) / rate
+    scores = {"attention": 1, "mlp": 0}.get(recipe.checkpointing, again)
+    operations = (forward + backward + again * (layers - attention) + scores * attention) / rate
 
     width = recipe.weight_dtype.itemsize
     passes = 2 + again
@@ -161,18 +170,21 @@ def seconds_per_token(work: Work, recipe: Recipe, card: Card, micro_batch: int, 
         recipe.optimizer, 4 * width
     )
     step = (3 * width + states) * trained
-    moved = (micro + step / recipe.accumulation) / tokens
-    return operations + moved / card.bandwidth
+    read_written = (micro + step / recipe.accumulation) / tokens
+    if moved is None:
+        inputs = (4 if recipe.precision == "float32" else 2) * work.scores
+        kept = kept_by_a_token(work, replace(recipe, offload=None))
+        moved = {None: 0, "boundaries": inputs, "activations": kept}[recipe.offload]
+    return operations + read_written / card.bandwidth + 2 * seconds_over_bus(moved, card)
 
 
 def run_again(work: Work, recipe: Recipe) -> float:
-    """The part of the layers whose forward runs twice."""
+    """The part of the layers' products with weights that runs twice."""
     if recipe.every_n_layers and work.layers:
         return -(-work.layers // recipe.every_n_layers) / work.layers
     if recipe.checkpointing in SELECTIVE:
-        raise ValueError(
-            f"checkpointing={recipe.checkpointing!r} is predicted and trained, and not weighed by plan: its time is not known"
-        )
+        share = work.attended / max(work.matrices + work.experts, 1)
+        return {"attention": share, "mlp": 1 - share}.get(recipe.checkpointing, 0.0)
     first = first_layers(recipe.checkpointing)
     if first is not None and work.layers:
         return min(first / work.layers, 1.0)
@@ -184,7 +196,10 @@ def kept_by_a_token(work: Work, recipe: Recipe) -> float:
     logits; where layers are checkpointed, half of one layer's."""
     layers = work.adapters / LORA_RANK / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
-    numbers = max((1 - run_again(work, recipe)) * layers + logits, layers / max(work.layers, 1))
+    if recipe.offload == "activations":
+        return 0.0
+    kept = 0.5 if recipe.checkpointing == "elementwise" else 1 - run_again(work, recipe)
+    numbers = max(kept * layers + logits, layers / max(work.layers, 1))
     return (4 if recipe.precision == "float32" else 2) * numbers
 
 

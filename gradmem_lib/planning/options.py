@@ -65,6 +65,7 @@ class Option:
             "estimated_seconds_per_token": self.seconds,
             "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
             "beyond_the_peak": dict(self.parts),
+            "moved": self.prediction.moved,
         }
 
 
@@ -91,6 +92,7 @@ def describe(recipe: Recipe) -> str:
     words += ["in_backward"] if recipe.in_backward else []
     words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []
     words += [f"checkpointing={recipe.checkpointing}"] if recipe.checkpointing is not None else []
+    words += [f"offload={recipe.offload}"] if recipe.offload else []
     words += ["chunked_loss"] if recipe.chunked_loss else []
     return ", ".join(words)
 

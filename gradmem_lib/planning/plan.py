@@ -30,7 +30,8 @@ def plan(
 
     Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
-    divides the global batch. Attention is always fused where the model can: eager needs more bytes and more time.
+    divides the global batch. In place of checkpoints, parts of each layer or the host's memory are tried where they are faster;
+    where nothing fits, the inputs of checkpoints go to the host. Attention is always fused where the model can: eager needs more bytes and more time.
     ``float32-master`` is not tried: it holds as many bytes as mixed precision, and needs an optimizer of its own;
     ``adamw-stochastic`` neither: it holds what bf16 with AdamW holds, and can take its place.
 
@@ -48,12 +49,13 @@ def plan(
     methods = list(METHODS) if method == "any" else [method]
     for name in methods:
         search.run(name)
+    if found_ways := search.fits():
+        search.refine(found_ways[0])
+    else:
+        search.move(methods)
     fits = search.fits()
     if fits:
         search.next_faster(fits[0])
-    else:
-        for recipe in search.lightest(methods):
-            search.option(recipe)
     return Plan(
         title=title,
         card=found,

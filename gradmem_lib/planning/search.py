@@ -1,11 +1,12 @@
 """The search for recipes that fit: from the fastest down, without predicting what surely needs too much."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from ..names import PHASES
+from ..names import PHASES, SELECTIVE
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
@@ -18,6 +19,9 @@ from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 CHECKPOINTS: list[dict] = [{}, {"every_n_layers": 2}, {"checkpointing": "per-layer"}]
 if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
     del CHECKPOINTS[1]
+# What is weighed against these once the fastest is known: parts of layers run again, or what waits is moved.
+LESS: list[dict] = [*({"checkpointing": part} for part in SELECTIVE), {"offload": "activations"}]
+TRIED = 2  # of them, the fastest: each takes a prediction
 
 
 class Search:
@@ -43,9 +47,8 @@ class Search:
             )  # fmt: skip
             parts = cost.beyond(prediction, self.card.capability, replay=prediction.peak.total <= self.room)
             micro_batch = self.global_batch // recipe.accumulation
-            self._known[recipe] = Option(
-                recipe, micro_batch, self.seconds(recipe), self.card.nbytes, prediction, parts
-            )
+            seconds = self.seconds(recipe, prediction.moved / (self.global_batch * self.tokens))
+            self._known[recipe] = Option(recipe, micro_batch, seconds, self.card.nbytes, prediction, parts)
         return self._known[recipe]
 
     def fits(self) -> list[Option]:
@@ -60,9 +63,9 @@ class Search:
         """What was predicted and does not fit, by what it needs."""
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
-    def seconds(self, recipe: Recipe) -> float:
+    def seconds(self, recipe: Recipe, moved: float | None = None) -> float:
         micro_batch = self.global_batch // recipe.accumulation
-        return cost.seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens)
+        return cost.seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens, moved)
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, those first that change training least; optimizers in backward come last."""
@@ -118,9 +121,22 @@ class Search:
                 return self.option(way)
         return None
 
+    def refine(self, best: Option) -> None:
+        """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
+        plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
+        ways = [replace(plain, **less) for less in LESS[: None if self.target == "cuda" else -1]]
+        faster = [
+            way for way in sorted(ways, key=self.seconds) if self.seconds(way) * EQUAL_TIME < best.seconds
+        ]
+        for way in faster[:TRIED] if best.recipe != plain else ():
+            with suppress(ValueError, CannotTrace):  # a model without such a part
+                option = self.option(way)
+                if option.fits and option.seconds < best.seconds:
+                    return
+
     def next_faster(self, best: Option) -> Option | None:
         """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""
-        family = replace(best.recipe, accumulation=1, checkpointing=None, every_n_layers=None)
+        family = replace(best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None)
         faster = [way for way in self.ways(family) if self.seconds(way) < best.seconds]
         return self.option(faster[-1]) if faster else None
 
@@ -137,6 +153,14 @@ class Search:
             for family in sorted(families, key=self.residents)[:1]:
                 found.append(self.ways(replace(family, chunked_loss=self.work.chunked))[-1])
         return found
+
+    def move(self, methods: list[str]) -> None:
+        """Where nothing fits: what needs least, and the same with the inputs of its checkpoints on the host."""
+        for recipe in self.lightest(methods):
+            if not self.option(recipe).fits and self.target == "cuda":
+                self.option(
+                    replace(recipe, checkpointing="per-layer", every_n_layers=None, offload="boundaries")
+                )
 
     def _least(self, recipe: Recipe, known: Option | None = None) -> float:
         """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which saves as much or more.
