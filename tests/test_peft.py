@@ -15,7 +15,7 @@ from gradmem_lib.course import models
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.techniques.lora import LoRALinear, add_lora, replace
 from gradmem_lib.techniques.quantized import quantize_base
-from gradmem_lib.training.adapters import save_adapters
+from gradmem_lib.training.adapters import adapters_of, save_adapters
 from gradmem_lib.training.losses import chunked_loss
 from gradmem_lib.training.prepare import prepare
 
@@ -57,11 +57,6 @@ def random_additions(model):
     return model
 
 
-def in_four_bits(model):
-    add_lora(model, 3)
-    quantize_base(model)
-
-
 def of_several_ranks(model):
     add_lora(model, 3, ("q_proj", "v_proj"))
     replace(model, "model.layers.1.mlp.up_proj", LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0))
@@ -90,6 +85,34 @@ def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
         pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
         ours, theirs = (m.eval()(given, **pair).logits for m in (model, loaded))
     assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
+    torch.manual_seed(0)
+    fresh = small()
+    model = copy.deepcopy(fresh)
+    add_lora(model, 3)
+    quantize_base(model)
+    save_adapters(random_additions(model), tmp_path)
+    with torch.no_grad():
+        for name, module in adapters_of(model).items():
+            fresh.get_submodule(name).weight.copy_(module.base.dequantized())
+    ids = rows(2).ids
+    expected = logits(model, ids)
+    assert torch.allclose(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5)
+
+
+def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
+    mamba = model_class(tiny_config("mamba"))(tiny_config("mamba"))
+    add_lora(mamba, 2)
+    with pytest.raises(ValueError, match="multiplied without a call"):
+        save_adapters(mamba, tmp_path)
+    llama = small()
+    add_lora(llama, 2)
+    llama.model.norm.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
+        save_adapters(llama, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def wrapped(base=small, kind="LoraConfig", dtype=torch.float32, **options):

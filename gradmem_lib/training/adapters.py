@@ -38,7 +38,8 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         )
     inside = f"{getattr(model, 'base_model_prefix', '')}."
     heads = [name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])]
-    state, added = {}, {name: module for name, module in adapters.items() if name not in heads}
+    state: dict[str, torch.Tensor] = {}
+    added = {name: module for name, module in adapters.items() if name not in heads}
     for name, module in added.items():
         state |= {f"{name}.lora_A.weight": module.A, f"{name}.lora_B.weight": module.B}
     for name in heads:
