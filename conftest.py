@@ -44,6 +44,7 @@ SECONDS = {
     "test_benchmark_recompute.py": 12,
     "test_benchmarks.py": 25,
     "test_lesson_06.py": 30,
+    "test_lesson_08_text.py": 25,
     "test_failure.py": 20,
     "test_programs.py": 20,
     "test_tracker_limits.py": 20,

@@ -372,9 +372,7 @@ break_even = check("8.4", break_even)
 # one moves only its input, the boundary, over the card's own bus.
 
 # %%
-from gradmem_lib import find_card
-
-BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
+from gradmem_lib import BUSES, find_card
 
 seven = accounting.SHAPES["Llama-2-7B"]
 
@@ -390,7 +388,7 @@ boundary = 2 * 2048 * seven.hidden  # bytes in bf16
 print(" " * 15, *(f"{bus:>11}" for bus in BUSES), "   boundary")
 for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB"):
     card = find_card(name)
-    ways = [(everything, bus) for bus in BUSES.values()] + [(boundary, BUSES["PCIe 4"])]
+    ways = [(everything, bus) for bus in BUSES.values()] + [(boundary, card.bus)]
     ratios = [break_even(n, forward(2048), bus, card.half / 2) for n, bus in ways]
     print(f"{name:<15}", *(f"{ratio:>11.2f}" for ratio in ratios))
 

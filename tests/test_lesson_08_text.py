@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from gradmem_lib import (
+    BUSES,
     MemoryTracker,
     Recipe,
     accounting,
@@ -27,7 +28,6 @@ from gradmem_lib.view.frontier import unbeaten
 SOURCE = Path(__file__).parent.parent / "solutions" / "08_recompute_or_move.py"
 TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
 SEVEN = accounting.SHAPES["Llama-2-7B"]
-BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}  # data sheets, 16 lanes
 
 
 def forward(tokens: int) -> float:
@@ -118,7 +118,9 @@ def test_on_a_slow_card_moving_can_win_and_on_a_fast_one_only_over_nvlink():
         return (2 * everything / bus) / (forward(2048) / (find_card(card).half / 2))
 
     assert "On a slow card moving can win" in TEXT
-    assert ratio("RTX 3060 12GB", BUSES["PCIe 4"]) < 1
+    assert ratio("RTX 3060 12GB", find_card("RTX 3060 12GB").bus) < 1
+    own = find_card("RTX 4090 24GB").bus
+    assert "Over PCIe 4 the way takes" in TEXT and own == BUSES["PCIe 4"]
     for card in ("RTX 4090 24GB", "A100 80GB", "H100 80GB"):
         assert [name for name, bus in BUSES.items() if ratio(card, bus) < 1.1] == ["NVLink-C2C"]
 
