@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -40,6 +41,22 @@ def test_a_time_is_a_ratio_within_its_round(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "now", lambda: next(clock))
     taken = {benchmark.NONE: benchmark.Way(), "other": benchmark.Way()}
     assert benchmark.times(benchmark.tiny("chain"), taken, 3) == {benchmark.NONE: 1.0, "other": 3.0}
+
+
+def test_what_was_recorded_is_what_it_measures_today(benchmark):
+    """Bytes and operations of the chain, which no machine changes."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert {"device", "torch", "transformers", "date"} <= set(recorded["where"])
+    assert list(recorded["settings"]) == list(benchmark.NAMES)
+    chain = recorded["settings"]["chain"]
+    setting = benchmark.SETTINGS["chain"]()
+    ways = benchmark.ways(setting)
+    assert list(chain["ways"]) == list(ways)
+    assert benchmark.measured(setting, ways["none"]) == chain["none"]
+    for name in ("per layer", "first 32", "all moved"):
+        found, row = benchmark.measured(setting, ways[name]), chain["ways"][name]
+        assert row["kept / none"] == round(found["kept"] / chain["none"]["kept"], 3)
+        assert row["operations / none"] == round(found["operations"] / chain["none"]["operations"], 3)
 
 
 def test_the_dry_run_starts_from_a_plain_checkout_and_writes_nothing(tmp_path):

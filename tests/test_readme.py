@@ -71,6 +71,14 @@ def test_the_results_are_the_recorded_ones():
     tuned = recorded("finetune")
     naive, hf, ours = (tuned["ways"][way] for way in tuned["ways"])
     to_naive = list(tuned["to naive"].values())
+    moved = {name: one["ways"] for name, one in recorded("recompute_or_move")["settings"].items()}
+    shares = [
+        ("full", "per layer"),
+        ("full", "first 15"),
+        ("full", "attention"),
+        ("full", "all moved"),
+        ("adapters", "per layer"),
+    ]
     expected = [
         f"{overhead['tracked / untracked']:.2f} times",
         f"{overhead['MemTracker / untracked']:.1f} times",
@@ -83,7 +91,7 @@ def test_the_results_are_the_recorded_ones():
         f"{hf['tokens/s'] / naive['tokens/s']:.2f} times",
         f"{naive['held-out loss before']:.2f} to {ours['held-out loss after']:.2f}",
         f"naive {naive['held-out loss after']:.2f}",
-    ]
+    ] + [f"{moved[on][way]['kept / none']:.0%} at {moved[on][way]['time / none']:.2f}" for on, way in shares]
     assert len(to_naive) == 3 and all(tuned["holds"].values())
     section = " ".join(README.partition("## What was measured")[2].partition("\n## ")[0].split())
     for figure in expected:
