@@ -261,11 +261,13 @@ def pack(tensor):
 
 with saved_tensors_hooks(pack, lambda tensor: tensor):
     step()
-print({name: f"{n:,}" for name, n in leaves.items()}, "of", f"{points['nothing'][0]:,}")
+for name, nbytes in leaves.items():
+    print(f"{nbytes:>12,} bytes of {name} would leave")
 
 # %% [markdown]
-# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained. And an
-# activation that two operations save leaves twice. You can do better.
+# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained by
+# moving them. And of activations, more would leave than there are at the peak (26.3 MB, section 1): what two operations
+# save leaves twice. You can do better.
 
 # %% [markdown]
 # ### Exercise 8.3 · saved tensors that move
