@@ -32,8 +32,7 @@ def plan(
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
     divides the global batch. In place of checkpoints, parts of each layer or the host's memory are tried where they are faster;
     where nothing fits, the inputs of checkpoints go to the host. Attention is always fused where the model can: eager needs more bytes and more time.
-    ``float32-master`` is not tried: it holds as many bytes as mixed precision, and needs an optimizer of its own;
-    ``adamw-stochastic`` neither: it holds what bf16 with AdamW holds, and can take its place.
+    ``float32-master`` is not tried, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW in bf16.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """
