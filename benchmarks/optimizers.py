@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
     "adafactor": (_of(optimizer="adafactor"), ADAM_RATES),
     "adafactor-torch": (_of(optimizer="adafactor-torch"), (3e-4, 1e-3, 3e-3)),
     "lion": (Lion, ADAM_RATES),
-    "sgd": (_of(optimizer="sgd"), (1e-1, 3e-1, 1.0)),
+    "sgd": (_of(optimizer="sgd"), (1e-2, 3e-2, 1e-1)),
     "sgd, momentum 0.9": (_of(optimizer="sgd", momentum=0.9), (1e-2, 3e-2, 1e-1)),
     "muon": (partial(torch.optim.Muon, weight_decay=0.0), (3e-3, 1e-2, 3e-2)),
 }

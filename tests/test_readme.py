@@ -92,6 +92,13 @@ def test_the_results_are_the_recorded_ones():
         f"{naive['held-out loss before']:.2f} to {ours['held-out loss after']:.2f}",
         f"naive {naive['held-out loss after']:.2f}",
     ] + [f"{moved[on][way]['kept / none']:.0%} at {moved[on][way]['time / none']:.2f}" for on, way in shares]
+    fewer = recorded("optimizers")
+    three = [fewer["optimizers"][name] for name in ("adamw", "adamw-8bit", "lion")]
+    best = ", ".join(f"{min(row['held-out loss, by learning rate'].values()):.3f}" for row in three)
+    expected += [
+        ", ".join(f"{row['state bytes a parameter']:.1f}" for row in three) + ";",
+        f"{best}, from {fewer['held-out loss before']:.3f}",
+    ]
     assert len(to_naive) == 3 and all(tuned["holds"].values())
     section = " ".join(README.partition("## What was measured")[2].partition("\n## ")[0].split())
     for figure in expected:
