@@ -64,7 +64,7 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight. You now bring them down in four ways.
+# In float32, AdamW keeps 8 bytes a weight. You now bring them down.
 #
 # ## 2 · One byte a number
 #
@@ -217,7 +217,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # after the same tokens? No learning rate suits all, so each gets three, and `*` marks the best.
 #
 # We train the matrices of the last six layers, which all of these optimizers can take. This takes some minutes. (The
-# stored notebook makes one short update of one layer, at one rate.)
+# stored notebook makes one short update of one layer.)
 
 # %%
 model.requires_grad_(False)
@@ -242,7 +242,7 @@ def trial(make, rate):
 momentum = partial(optim.SGD, momentum=0.9, foreach=False)
 adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
 muon = partial(optim.Muon, weight_decay=0.0)
-rates = {"momentum": (momentum, 1e-2), "AdamW": (adamw, 3e-4)}
+rates = {"momentum": (momentum, 3e-2), "AdamW": (adamw, 3e-4)}
 rates |= {"8-bit AdamW": (AdamW8bit, 3e-4), "Adafactor": (adafactor, 1e-3)}
 rates |= {"Lion": (Lion, 3e-4), "Muon": (muon, 1e-2)}
 for name, (make, rate) in rates.items():
@@ -252,7 +252,8 @@ for name, (make, rate) in rates.items():
     print(f"{'':<11}*{min(losses, key=losses.get):.0e}", losses)
 
 # %% [markdown]
-# Together with the bytes, this says where each is the wrong choice:
+# In our record of the full run, 3.526 falls to 3.345 (AdamW and 8-bit AdamW), 3.347 (Lion), 3.350 (Muon) and 3.384
+# (Adafactor and momentum). On our CPU a step of Muon takes 96 times as long as AdamW's.
 #
 # | optimizer | its update | wrong where |
 # |---|---|---|

@@ -1,5 +1,6 @@
 """What lesson 09 says in figures that none of its cells prints."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.techniques.quantized import Linear4bit, nf4_values
 from gradmem_lib.units import GiB, MiB
 
-SOURCE = Path(__file__).parent.parent / "solutions" / "09_optimizers_and_adapters.py"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "solutions" / "09_optimizers_and_adapters.py"
 TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
 SEVEN = known_model("Llama-2-7B")[1]
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
@@ -120,3 +122,20 @@ def test_the_time_of_muons_products():
     n, m = 576, 1536  # SmolLM2's MLP
     tokens = 5 * (4 * n * n * m + 2 * n**3) / (6 * n * m)
     assert f"its products cost what {round(tokens, -2):,.0f} tokens of SmolLM2 cost" in TEXT
+
+
+def test_the_record_of_the_optimizers():
+    record = json.loads((ROOT / "benchmarks" / "results" / "optimizers.json").read_text(encoding="utf-8"))
+    rows = record["optimizers"]
+    assert f"In our record of the full run, {record['held-out loss before']:.3f} falls to" in TEXT
+    for names, text in {
+        ("adamw", "adamw-8bit"): "(AdamW and 8-bit AdamW)",
+        ("lion",): "(Lion)",
+        ("muon",): "(Muon)",
+        ("adafactor-torch", "sgd, momentum 0.9"): "(Adafactor and momentum)",
+    }.items():
+        for name in names:
+            best = min(rows[name]["held-out loss, by learning rate"].values())
+            assert f"{best:.3f} {text}" in TEXT, name
+    time = rows["muon"]["time of a step, to AdamW's"]
+    assert f"a step of Muon takes {time:.0f} times as long as AdamW's." in TEXT
