@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from predicted import assert_same, config, example_batch, model_class, predict
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, offload_activations, prepare
+from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, make_trainer, offload_activations, prepare
 from gradmem_lib import step as train_step
+from gradmem_lib.compat import saved_tensor_hooks
+from gradmem_lib.course import models
+from gradmem_lib.names import OFFLOAD
 
 
 def files(folder: Path) -> list[Path]:
@@ -107,3 +111,127 @@ def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recip
     assert_same(predicted, tracker)
     assert predicted.moved == moves.bytes > 0
     assert f"<td>{moves.bytes:,}</td>" in predicted._repr_html_()
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_forward_leaves_no_file_and_no_hook(error, tmp_path):
+    model = chain()
+    model.append(nn.Identity()).register_forward_pre_hook(lambda *given: None)
+    model[-1].forward = lambda x: (_ for _ in ()).throw(error("stop"))
+    with pytest.raises(error), offload_activations(tmp_path) as moved:
+        model(torch.randn(8, 16))
+    assert moved.bytes and not list(tmp_path.iterdir())
+    assert saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_backward_leaves_no_file(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, recipe = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64), ALL
+    model, optimizer, _ = prepare(model, recipe)
+    layer, seen = model.model.layers[1].mlp.down_proj.weight, []
+
+    def stop(grad):
+        seen.append(files(tmp_path))
+        raise error("stop")
+
+    handle, ids = layer.register_hook(stop), torch.randint(0, 64, (4, 8))
+    with pytest.raises(error):
+        train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    assert seen[0] and not list(tmp_path.iterdir())
+    handle.remove()
+    model.zero_grad()
+    train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_backward_after_the_files_are_gone_says_so(tmp_path):
+    model = chain()
+    with offload_activations(tmp_path) as moved:
+        loss = loss_of(model, torch.randn(8, 16))
+    moved.close()
+    with pytest.raises(RuntimeError, match="Run the forward again"):
+        loss.backward()
+
+
+def test_a_loss_that_is_dropped_takes_its_files_along(tmp_path):
+    with offload_activations(tmp_path):
+        loss = loss_of(chain(), torch.randn(8, 16))
+    assert files(tmp_path)
+    del loss
+    assert not left(tmp_path)
+
+
+def test_twice_through_one_graph_and_through_its_gradient(tmp_path):
+    x = torch.randn(5, 4, dtype=torch.double, requires_grad=True)
+
+    def grads(around):
+        with around:
+            y = (x.exp() * x.sin()).sum()
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            penalty = first.square().sum()
+        return first, *torch.autograd.grad(penalty, x, retain_graph=True), *torch.autograd.grad(penalty, x)
+
+    assert all(map(torch.equal, grads(offload_activations(tmp_path)), grads(nullcontext())))
+    assert not left(tmp_path)
+
+
+def test_one_storage_moves_once_and_again_when_it_has_changed(tmp_path):
+    x = torch.randn(6, 8, requires_grad=True)
+    with offload_activations(tmp_path) as moved:
+        y = x * 1
+        parts = [part.sin() for part in y.split(2)]  # three views of one storage
+        assert (moved.bytes, moved.tensors) == (6 * 8 * 4, 1)
+        total = sum(part.sum() for part in parts)
+        kept = y.detach().clone()
+        y.detach().mul_(2)
+        total = total + y.exp().sum()  # exp keeps its own result
+        total = total + y.cos().sum()
+        assert moved.tensors == 3
+    total.backward()
+    assert torch.allclose(x.grad, kept.cos() + (2 * kept).exp() - (2 * kept).sin())
+
+
+def test_parameters_stay_tied_frozen_and_in_views(tmp_path):
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    head = nn.Linear(8, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    with offload_activations(tmp_path) as moved:
+        out = nn.functional.linear(frozen(x), head.weight) * head.weight[:3]
+        nn.functional.linear(out, head.weight.T).sum().backward()
+    found = moved.bytes
+    assert (
+        found == 3 * 3 * 8 * 4
+    )  # what two products with trained weights take, and the product that is multiplied
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="pins and copies there")
+def test_transformers_own_offload_is_an_error_without_an_accelerator():
+    """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's device."""
+    model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64).train()
+    model.activation_checkpointing_enable(offload=True)
+    ids = torch.randint(0, 64, (4, 16))
+    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+        model(input_ids=ids, labels=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("what", OFFLOAD)
+def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    torch.manual_seed(0)
+    rows, weights = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (8, 12))], []
+    for offload in (None, what):
+        torch.manual_seed(0)
+        model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
+        recipe = Recipe(checkpointing="per-layer", offload=offload, accumulation=2)
+        trainer = make_trainer(
+            model, recipe, batch_size=4, train_dataset=rows, max_steps=2, output_dir=tmp_path / "out"
+        )
+        trainer.train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert trainer.moves.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
