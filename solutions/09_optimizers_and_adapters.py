@@ -137,7 +137,7 @@ weight = model.model.layers[20].mlp.down_proj.weight
 gradient = weight.grad.clone()
 model.zero_grad()
 
-# %%
+# %% tags=["nbval-ignore-output"]
 v = gradient.square().flatten()
 ratios = torch.cat([torch.zeros(1), torch.logspace(-7, 0, 255)])
 for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.items():
@@ -208,7 +208,7 @@ lone.grad = torch.linalg.qr(torch.randn(64, 64))[0] * torch.logspace(0, -2, 64)
 optim.Muon([lone], lr=1.0, weight_decay=0.0).step()
 for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     values = torch.linalg.svdvals(matrix)
-    print(f"{name:<9} singular values from {values[0]:.2f} to {values[-1]:.2f}")
+    print(f"{name:<9} singular values from {values[0]:.1g} to {values[-1]:.1g}")
 
 # %% [markdown]
 # ## 4 · One table
@@ -336,7 +336,7 @@ clip_in_backward = check("9.4", clip_in_backward)
 # directions of a matrix's gradient G as its columns, and is renewed every few hundred steps. AdamW runs on the small
 # matrix PᵀG, of r rows, and P maps its update back. How much of a real gradient, of 576 rows, does P keep?
 
-# %%
+# %% tags=["nbval-ignore-output"]
 U = torch.linalg.svd(gradient, full_matrices=False).U
 for rank in (4, 16, 64):
     P = U[:, :rank]
