@@ -55,6 +55,7 @@ SECONDS = {
     "test_plan.py": 15,
     "test_checkpointing.py": 15,
     "test_fit.py": 30,
+    "test_offload.py": 30,
     "test_selective.py": 15,
     "test_segment_bytes.py": 12,
     "test_segments.py": 12,
