@@ -235,3 +235,30 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
     assert trainer.moves.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(kind, tmp_path):
+    """A GRU changes the chunks of one storage in place, one after another, and each has a version of its own."""
+    torch.manual_seed(0)
+    model, x = kind(4, 5, 2, bidirectional=True), torch.randn(3, 2, 4)
+    found = []
+    for block in (nullcontext(), offload_activations(tmp_path, model=model)):
+        with block:
+            out = model(x)[0].square().sum()
+        found.append(torch.autograd.grad(out, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+    assert not left(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["activations", "boundaries"])
+def test_what_stays_and_is_changed_before_its_backward_is_refused_as_autograd_does(what, tmp_path):
+    model, x = chain(), torch.randn(8, 16)
+    with offload_activations(tmp_path, model=model, what=what):
+        out = model(x).square().sum()
+    with torch.no_grad():
+        model[2][0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(16, 16\).*changed in place since the forward"):
+        out.backward()
+    del out
+    assert not left(tmp_path)

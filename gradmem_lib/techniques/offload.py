@@ -71,7 +71,7 @@ class offload_activations(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> tuple:
         if not self._moves(tensor):
             # With its graph it would keep itself alive.
-            return None, tensor if tensor.is_leaf else tensor.detach()
+            return None, (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         moved = self._known.get(key, lambda: None)()
@@ -100,7 +100,15 @@ class offload_activations(saved_tensors_hooks):
 
 def _unpack(packed: tuple) -> Tensor:
     moved, form = packed
-    return form if moved is None else moved.tensor(*form)
+    if moved is not None:
+        return moved.tensor(*form)
+    tensor, version = form
+    if tensor._version != version:  # which autograd itself does not ask where hooks are
+        raise RuntimeError(
+            f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this backward, has been changed in "
+            "place since the forward: run backward first, or change a copy"
+        )
+    return tensor
 
 
 class _Moved:
@@ -108,7 +116,7 @@ class _Moved:
 
     def __init__(self, tensor: Tensor, path: Path):
         storage = tensor.untyped_storage()
-        self._of, self._version = weakref.ref(storage), tensor._version
+        self._of, self._version = weakref.ref(whole(tensor)), tensor._version
         self._nbytes, self._device, self._path = storage.nbytes(), tensor.device, path
         self._host: Tensor | None = None
         self._node: tuple[int, int] | None = None
@@ -123,7 +131,8 @@ class _Moved:
             path.write_bytes(_memory(storage))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
-        return self._of() is not None and self._version == tensor._version
+        # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.
+        return self._of() is whole(tensor) and self._version == tensor._version
 
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
         """The saved tensor of this dtype, shape, stride and offset. One node's tensors share what they shared before."""
