@@ -93,10 +93,35 @@ class Summed(nn.Module):
         return x.cumsum(-2)
 
 
-@pytest.mark.parametrize("module", [Summed(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))])
+class Delayed(nn.Module):
+    """Each token takes what one four places before it was: beyond a slice's first two."""
+
+    def forward(self, x):
+        return x + nn.functional.pad(x, (0, 0, 4, 0))[..., :-4, :]
+
+
+class Halved(nn.Module):
+    """Every second token is left out."""
+
+    def forward(self, x):
+        return x[..., ::2, :]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Summed(), Delayed(), Halved(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))],
+)
 def test_a_token_that_depends_on_another_is_refused(module):
     with tiled(module, 2), pytest.raises(ValueError, match=f"in {type(module).__name__}, a token's output"):
         module(torch.randn(TOKENS, WIDTH))
+
+
+def test_a_first_row_of_one_token_says_nothing_of_longer_ones():
+    module = Summed()
+    with tiled(module, 2):
+        module(torch.randn(1, WIDTH))
+        with pytest.raises(ValueError, match="depends on another token"):
+            module(torch.randn(TOKENS, WIDTH))
 
 
 def test_dropout_is_no_dependence_and_random_states_stay():

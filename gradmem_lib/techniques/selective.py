@@ -98,21 +98,23 @@ class Tiled(Again):
         if not self.checked and not isinstance(x, FakeTensor):
             # A checkpoint of the whole layer around this call must not notice.
             with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
-                self._check(run, x[..., :2, :].detach().requires_grad_())
+                self._check(run, x[..., :16, :].detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
-    def _check(self, run: Callable, two: Tensor) -> None:
-        """The gradient of one token's output must be 0 at the other token."""
-        for i, one in enumerate(run(two).unbind(-2)):
-            (found,) = torch.autograd.grad(one, two, torch.rand_like(one), retain_graph=True)
+    def _check(self, run: Callable, few: Tensor) -> None:
+        """There is an output for each token, and the gradient of the first one's, and of the last one's, is 0 at all others."""
+        out = run(few)
+        for i in (0, -1):
+            one = out[..., i, :]
+            (found,) = torch.autograd.grad(one, few, torch.rand_like(one), retain_graph=True)
             found[..., i, :] = 0
-            if found.any():
+            if found.any() or out.shape[:-1] != few.shape[:-1]:
                 raise ValueError(
                     f"in {type(self.module).__name__}, a token's output depends on another token, and slices would change it: "
                     "tile a module that treats each token by itself, such as an MLP"
                 )
-        self.checked = True
+        self.checked = few.shape[-2] > 1  # one token alone says nothing of longer rows
 
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
