@@ -12,6 +12,7 @@ import torch
 from checkpointed import FAMILIES, batch_for, made, same, step
 from predicted import assert_same, config, example_batch, model_class, predict
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, make_trainer, offload_activations, prepare
@@ -262,3 +263,12 @@ def test_what_stays_and_is_changed_before_its_backward_is_refused_as_autograd_do
         out.backward()
     del out
     assert not left(tmp_path)
+
+
+def test_fake_tensors_leave_no_folder(tmp_path):
+    with FakeTensorMode():
+        layer = nn.Linear(8, 8)
+        with offload_activations(tmp_path, model=layer) as moved:
+            loss = layer(torch.empty(4, 8)).sin().sum()
+        loss.backward()
+    assert moved.bytes and not list(tmp_path.iterdir())

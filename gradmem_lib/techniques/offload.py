@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class offload_activations(saved_tensors_hooks):
         key = storage_key(storage)
         moved = self._known.get(key, lambda: None)()
         if moved is None or not moved.is_copy_of(tensor):
-            moved = _Moved(tensor, self._path())
+            moved = _Moved(tensor, self._path)
             self._known[key] = weakref.ref(moved)
             self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
         return moved, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -114,10 +115,10 @@ def _unpack(packed: tuple) -> Tensor:
 class _Moved:
     """A storage's bytes in a file, or in the host's memory."""
 
-    def __init__(self, tensor: Tensor, path: Path):
+    def __init__(self, tensor: Tensor, new_path: Callable[[], Path]):
         storage = tensor.untyped_storage()
         self._of, self._version = weakref.ref(whole(tensor)), tensor._version
-        self._nbytes, self._device, self._path = storage.nbytes(), tensor.device, path
+        self._nbytes, self._device = storage.nbytes(), tensor.device
         self._host: Tensor | None = None
         self._node: tuple[int, int] | None = None
         self._back = lambda: None
@@ -127,8 +128,9 @@ class _Moved:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._host.copy_(here, non_blocking=True)
         elif not self._fake:
-            weakref.finalize(self, _remove, path)  # first, so that no interrupt leaves a file
-            path.write_bytes(_memory(storage))
+            self._path = new_path()
+            weakref.finalize(self, _remove, self._path)  # first, so that no interrupt leaves a file
+            self._path.write_bytes(_memory(storage))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...compat import TorchDispatchMode, cpu_attention
 from ..exercise import Exercise, Mistake, Unseen
 from .settings import gradients_of
 
@@ -144,9 +144,6 @@ def _explain_policy(got, expected):
     return None
 
 
-FUSED = aten._scaled_dot_product_flash_attention_for_cpu
-
-
 def fused_operations(query, key, value, *args, out_val=None, **kwargs):
     """Operations of fused attention, from shapes (rows, heads, tokens, size of a head): two products."""
     rows, heads, queries, size = query
@@ -161,14 +158,14 @@ def _operations(step, formulas) -> int:
 
 def repeated(plain, checkpointed):
     """The operations of ``checkpointed()`` that ``plain()`` does without; fused attention counts with its two products."""
-    return _operations(checkpointed, {FUSED: fused_operations}) - _operations(
-        plain, {FUSED: fused_operations}
+    return _operations(checkpointed, {cpu_attention: fused_operations}) - _operations(
+        plain, {cpu_attention: fused_operations}
     )
 
 
 def _repeated(formula=None, result=lambda more, less: more - less):
     def wrong(plain, checkpointed):
-        formulas = {FUSED: formula or fused_operations} if formula is not False else {}
+        formulas = {cpu_attention: formula or fused_operations} if formula is not False else {}
         return result(_operations(checkpointed, formulas), _operations(plain, formulas))
 
     return wrong
