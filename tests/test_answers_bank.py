@@ -9,6 +9,7 @@ import re
 import answers_adapters
 import answers_cards
 import answers_layers
+import answers_more
 import answers_moving
 import answers_numbers
 import answers_optimizers
@@ -30,9 +31,14 @@ BANKS = (
     answers_optimizers,
     answers_adapters,
     answers_moving,
+    answers_more,
 )
-RIGHT = {id: answers for bank in BANKS for id, answers in bank.RIGHT.items()}
-FALSE = {id: answers for bank in BANKS for id, answers in bank.WRONG.items()}
+RIGHT, FALSE = {}, {}
+for bank in BANKS:
+    for both, own in ((RIGHT, bank.RIGHT), (FALSE, bank.WRONG)):
+        for id, answers in own.items():
+            assert not both.get(id, {}).keys() & answers.keys(), f"{id}: two answers have the same name"
+            both[id] = both.get(id, {}) | answers
 SLOW = {"1.6", "3.7", "3.8", "4.7", "5.2", "5.4", "5.5", "5.6", "5.9", "6.3", "6.4", "6.5", "9.8"}
 CHOSEN = [id for id in RIGHT if os.environ.get("GRADMEM_ALL") or id not in SLOW]
 

@@ -17,6 +17,7 @@ from .settings import gradients_of
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 KEEP, REPEAT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+FUSED = aten._scaled_dot_product_flash_attention_for_cpu
 WIDTH = 8
 
 
@@ -92,6 +93,8 @@ class Operations(TorchDispatchMode):
 def _decisions(policy, ops, again: bool) -> tuple[str, int]:
     """Which products a policy keeps, and how many other operations."""
     answers = [policy(SimpleNamespace(is_recompute=again, op_output=None), op) for op in ops]
+    if not all(isinstance(a, (bool, CheckpointPolicy)) for a in answers):
+        return "no answer for some", 0
     kept = [a is True or a in (KEEP, CheckpointPolicy.PREFER_SAVE) for a in answers]
     products = [keep for op, keep in zip(ops, kept, strict=True) if op in PRODUCTS]
     return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(kept) - sum(
@@ -109,9 +112,11 @@ def _observe_policy(candidate):
         return found
     (kept, rest), (again, _) = (_decisions(policy, seen.ops, second) for second in (False, True))
     other, _ = _decisions(candidate(), seen.ops, False)
+    fused, _ = _decisions(candidate(), [*PRODUCTS[:1], FUSED.default, *PRODUCTS[:2]], False)
     found |= {
         "a layer of 7 products": {"kept": kept, "other operations kept": rest, "kept when asked again in the second run": again},
         "the next layer, by a policy of its own": {"kept": other},
+        "a layer with fused attention": {"kept": fused},
     }  # fmt: skip
     for layer in layers:
         x = checkpoint(
@@ -134,6 +139,8 @@ def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
         return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
+    if mine["kept"] == "no answer for some":
+        return "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs again."
     if mine["kept"] == "none":
         return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, which is not aten.mm."
     if mine["kept"] in ("2, 7", "1, 6", "3", "4"):
@@ -141,6 +148,14 @@ def _explain_policy(got, expected):
     right, following = (seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got))
     if mine == expected["a layer of 7 products"] and following != right:
         return "the next layer's policy goes on with this one's count: every_second_product() begins a new count each time."
+    if (
+        mine["kept"]
+        == expected["a layer of 7 products"]["kept"]
+        != mine["kept when asked again in the second run"]
+    ):
+        return "the second run gets other answers than the first: they must be the same, product by product."
+    if mine == expected["a layer of 7 products"] and got["a layer with fused attention"]["kept"] != "1, 3":
+        return "fused attention is counted as a product: it is none of PRODUCTS, and runs again."
     return None
 
 
@@ -210,6 +225,22 @@ def _observe_repeated(candidate):
         }
 
 
+def _explain_repeated(got, expected):
+    mlp, *fused = expected
+    if not got[mlp]:
+        return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
+    if got[mlp] != expected[mlp]:
+        both = _observe_repeated(_repeated(result=lambda more, less: more + less))
+        return (
+            "the sum of both steps is counted: each has a counter of its own, and the difference is asked for."
+            if got == both
+            else None
+        )
+    if any(got[case] != expected[case] for case in fused):
+        return "the formula is wrong: each of the two products takes 2 * rows * heads * queries * keys * size operations."
+    return None
+
+
 EXERCISES = (
     Exercise(
         id="8.1", title="a policy", difficulty=2, minutes=5,
@@ -236,6 +267,7 @@ EXERCISES = (
         trains="counting operations with a counter that does not see all of them",
         reference=repeated,
         observe=_observe_repeated,
+        explain=_explain_repeated,
         mistakes=(
             Mistake("blind", _repeated(False),
                     "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; hand it one in custom_mapping, under the name without .default."),

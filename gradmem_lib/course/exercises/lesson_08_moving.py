@@ -134,13 +134,22 @@ def _round_trip(candidate, folder: str) -> Seen:
     return Seen(found, files=files, packed=len(packed), tensors=tensors)
 
 
+def _kept_by_shape(candidate, folder: str) -> dict[str, int]:
+    """1 if a tensor stays in memory that is no weight, and has a weight's shape."""
+    disk, tensor = candidate(folder, [nn.Parameter(torch.ones(6, 4))]), torch.zeros(6, 4)
+    back = disk.unpack(disk.pack(tensor))
+    return {"stays (1 is yes)": int(back.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr())}
+
+
 def _observe_disk(candidate):
-    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as folder:
+    new = tempfile.TemporaryDirectory
+    with new() as small, new() as another, new() as folder:
         trip = _round_trip(candidate, small)
         notes = trip.notes
         found = {"tensors packed, then unpacked": dict(trip)}
         if trip["of 28, come back as they were"] < notes["packed"]:
             return Seen(found, **notes)
+        found["an activation of a weight's shape"] = _kept_by_shape(candidate, another)
         model, ids = disk_setting()
         disk = candidate(folder, list(model.parameters()))
         sizes: list[int] = []
@@ -175,6 +184,8 @@ def _explain_disk(got, expected):
         return "what comes back is not what was handed over: numbers, dtype and shape have to be the same."
     if not notes["files"]:
         return "nothing is moved: no file appears in the folder."
+    if any(got["an activation of a weight's shape"].values()):
+        return "an activation that has a weight's shape stays in memory: weights are told by their storage, tensor.untyped_storage().data_ptr()."
     return None
 
 
@@ -205,9 +216,7 @@ def _in_one_checkpoint(mlp, x, tiles):
     )
 
 
-def tiled_setting(
-    rows: int = 2, tokens: int = TILED_TOKENS, *, needs: bool = True
-) -> tuple[nn.Module, torch.Tensor]:
+def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module, torch.Tensor]:
     """An MLP that is eight times as wide inside, and x (rows, tokens, 32)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
@@ -233,18 +242,26 @@ def _tile_case(candidate, tiles: int, *setting, needs: bool = True):
     mlp, x = tiled_setting(*setting, needs=needs)
     lengths = _lengths(mlp)
     out = candidate(mlp, x, tiles)
-    first = len(lengths)
+    first, needed = len(lengths), math.ceil(x.shape[1] / tiles)
     if out.requires_grad:
         out.square().sum().backward()
     return {
         "output": out.detach(),
         "gradients of the weights": gradients_of(mlp),
         "gradient of x": flat([torch.zeros_like(x) if x.grad is None else x.grad]),
-        "tokens of the longest tile beyond the needed": max(
-            0, max(lengths, default=0) - math.ceil(x.shape[1] / tiles)
-        ),
+        "tokens of the longest tile beyond the needed": max(0, *lengths, needed) - needed,
         "tiles beyond those asked for": max(0, first - tiles),
+        "runs again beyond one a tile": max(0, len(lengths) - 2 * first),
     }, len(lengths) - first
+
+
+def _masks_differ(candidate) -> int:
+    """How many numbers have another mask of a dropout in backward than in forward."""
+    x = torch.ones(2, 48, 4, requires_grad=True)
+    out = candidate(nn.Dropout(), x, 4)
+    if out.requires_grad:
+        out.sum().backward()
+    return 0 if x.grad is None else int(((out != 0) != (x.grad != 0)).sum())
 
 
 def _observe_tiled(candidate):
@@ -253,6 +270,7 @@ def _observe_tiled(candidate):
         "22 tokens in 4 tiles": found,
         "an x that needs no gradient": _tile_case(candidate, 3, 1, 9, needs=False)[0],
         Unseen("50 tokens in 7 tiles"): _tile_case(candidate, 7, 3, 50)[0],
+        "dropout": {"numbers with another mask in backward": _masks_differ(candidate)},
     }
     mlp, x = tiled_setting()
     step = measure(lambda: candidate(mlp, x, TILES).square().sum().backward(), budget=TILED_CARD, model=mlp)
@@ -278,6 +296,10 @@ def _explain_tiled(got, expected):
         return "that is the reentrant checkpoint, which needs an input that requires a gradient: use_reentrant=False."
     if mine["tiles beyond those asked for"]:
         return "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and x.tensor_split(n) their number."
+    if mine["runs again beyond one a tile"]:
+        return "each tile runs again more than once: there is a checkpoint around the checkpoints."
+    if any(got["dropout"].values()):
+        return "dropout takes other numbers in the second run: leave preserve_rng_state as it is, True."
     return None
 
 
@@ -288,6 +310,7 @@ EXERCISES = (
         reference=Disk,
         observe=_observe_disk,
         explain=_explain_disk,
+        raises=((r"BFloat16", "numpy has no bfloat16, and a model may be in it: torch.save writes tensors of every dtype."),),
         tolerance=0.0,
         mistakes=(
             Mistake("keeps", _Keeps, "a list or a dict keeps each tensor alive beside its file, so that nothing is freed: keep the file's name alone."),
@@ -295,8 +318,7 @@ EXERCISES = (
                     "torch.save writes the whole storage of a view, and it is read back whole: clone the tensor first."),
             Mistake("weights too", _WeightsToo,
                     "the weights are written as well: they stay in memory anyway, and come back as copies; return such a tensor as it is."),
-            Mistake("one name", _OneName,
-                    "files are overwritten: each tensor needs a name of its own; count up."),
+            Mistake("one name", _OneName, "files are overwritten: each tensor needs a name of its own; count up."),
             Mistake("caches", _Caches, "what unpack has read is kept, and piles up in backward: return it, and keep nothing."),
             Mistake("rounds", _Rounds, "the numbers are rounded on their way, to half precision: write the tensor as it is."),
         ),
@@ -307,7 +329,9 @@ EXERCISES = (
         reference=tiled_mlp,
         observe=_observe_tiled,
         explain=_explain_tiled,
-        raises=((r"'(list|tuple)' object has no attribute", "the tiles come back as a list: join them, along the tokens."),),
+        raises=((r"'(list|tuple)' object has no attribute", "the tiles come back as a list: join them, along the tokens."),
+                (r"Sizes of tensors must match|stack expects", "the tiles are joined along another dimension than they were cut: torch.cat(parts, dim=1)."),
+                (r"shapes cannot be multiplied", "the MLP gets a part of the width: tokens are dimension 1.")),
         mistakes=(
             Mistake("no checkpoint", _tiled(run=lambda mlp, part: mlp(part)),
                     "the tiles are cut, and autograd keeps what each of them computes: run each in a checkpoint."),

@@ -11,6 +11,7 @@ from ...measure.tracker import MemoryTracker
 from ...techniques.checkpointing import checkpoint_layers
 from ...units import parse_bytes
 from .. import models
+from ..compare import plain
 from ..exercise import Exercise, Mistake, Seen, Unseen, calls, measure
 from .settings import quietly
 
@@ -104,15 +105,17 @@ def _observe_layers(candidate):
 
         def peak(k, saves=saves, start=start, called=called):
             called.append(k)
+            if len(called) > 1000:
+                raise RuntimeError("peak was asked 1,000 times: the range does not get smaller any more")
             return start - sum(saves[:k])
 
-        answer = candidate(peak, len(saves), budget)
+        answer = plain(candidate(peak, len(saves), budget))
         counts.append(len(called))
         found[name] = {
             "layers": answer,
             f"calls of peak beyond {MOST_CALLS}": max(0, len(called) - MOST_CALLS),
         }
-    k = candidate(recomputed_peak, LAYERS, parse_bytes(RECOMPUTE_CARD))
+    k = plain(candidate(recomputed_peak, LAYERS, parse_bytes(RECOMPUTE_CARD)))
     found["a GPT-2 of 8 layers"] = {"layers": k}
     if isinstance(k, int) and 0 <= k <= LAYERS:
         model, ids = recompute_setting()
@@ -134,7 +137,9 @@ def _explain_layers(got, expected):
         return "one more layer than needed runs again: the fewest are asked for."
     if max(gaps) <= 0 and min(gaps) == -1:
         return "one layer is missing: the step still does not fit, and the next k is the first that does."
-    return None
+    if not any(gaps):
+        return f"the number is right, with more than {MOST_CALLS} calls of peak: halve the range each time, and ask once for a middle."
+    return "the search ends in the wrong place: where the middle fits, the answer is there or below it; where not, it is above it."
 
 
 def kv_cache(config, rows, tokens, bytes_per_number):
@@ -190,6 +195,20 @@ def _explain_cache(got, expected):
         return "three tensors are counted: the queries of earlier tokens are never needed again, so keys and values alone are cached."
     if ratios == [2048, 2048, 500, 77]:
         return "the tokens are squared: the cache has one key and one value for each token, and no scores."
+    if ratios == [1 / 2048, 1 / 2048, 1 / 500, 1 / 77]:
+        return "one token is counted: every token so far has its own keys and values."
+    if ratios == [1.5, 5, 2, 5]:
+        return "queries are counted as well: those of earlier tokens are never needed again."
+    if ratios == [1 / 128] * 4:
+        return "the width of a head is missing: each key and each value has head_dim numbers."
+    if len(set(ratios)) == 1 and ratios[0] in (2**-10, 2**-20, 2**-30):
+        return "bytes are asked for, and these are KiB, MiB or GiB."
+    if len(set(ratios)) == 1 and ratios[0] == 8:
+        return "these are bits: bytes are asked for."
+    if all(
+        0 < (1 - ratio) * tokens < 1.5 for ratio, tokens in zip(ratios, (2048, 2048, 500, 77), strict=True)
+    ):
+        return "the last token is missing: its keys and values are kept too."
     return None
 
 
