@@ -19,7 +19,7 @@
 # somewhere else and come back. Which of the two is cheaper, for which tensors, and on which card? After this lesson you can
 #
 # - write a checkpoint that repeats the cheap operations and keeps the costly ones;
-# - write hooks that move activations away, and say when a bus is faster than computing again;
+# - write hooks that move activations away, and say when moving is faster than computing again;
 # - recompute only as much as a budget asks for;
 # - say what fills a card at 32,000 tokens, and what a key-value cache adds.
 #
@@ -44,10 +44,10 @@ from gradmem_lib.course import claims, models, texts
 # %% [markdown]
 # ## 1 · Repeat what is cheap
 #
-# Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all of the
-# work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it, but their
-# results take bytes all the same. So a layer could keep the results of its products, and repeat everything else. Our model
-# is the first nine layers of SmolLM2. `kept` gives the most bytes of activations in a step.
+# Lesson 04 repeated whole layers. A layer has two kinds of operations. Matrix products and attention are nearly all of
+# the work. The *elementwise* operations between them (norms, activation functions, sums) are almost none of it, but
+# their results take bytes all the same. So a layer could keep the results of its products, and repeat everything else.
+# Our model is the first nine layers of SmolLM2, without logits. `kept` gives the most bytes of activations in a step.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -73,8 +73,9 @@ guess_a = predict_first("8.a", question, unit="percent")
 
 # %% [markdown]
 # PyTorch's checkpoint takes a **policy** for this: a function that it asks about every operation. The answer is
-# `MUST_SAVE`, or `PREFER_RECOMPUTE`. `op` is an operation, such as `torch.ops.aten.mm.default`, a matrix product. Here is a
-# policy that keeps what is costly, and a `with` block in which every layer is checkpointed by a policy:
+# `MUST_SAVE`, or `PREFER_RECOMPUTE`. `op` is an operation, such as `torch.ops.aten.mm.default`, a matrix product. Here
+# is a policy that keeps what is costly, and a `with` block in which every layer is checkpointed by a policy of its own,
+# from `make()`. Then measure a step:
 
 # %%
 KEEP, REPEAT = Policy.MUST_SAVE, Policy.PREFER_RECOMPUTE
@@ -113,7 +114,8 @@ with by_policy(lambda: keep_products):
 guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["nothing"][0]))
 
 # %% [markdown]
-# Two fifths of the bytes are gone, and no product runs twice. A policy may also count.
+# Two fifths of the bytes are gone, and no product runs twice. (Elementwise operations are not counted.) A policy may
+# also count operations.
 
 # %% [markdown]
 # ### Exercise 8.1 · a policy
@@ -130,7 +132,8 @@ guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["not
 #
 # <details><summary>Hint 2: where to count</summary>
 #
-# In `counts = [0, 0]`, made inside `every_second_product`, so that each layer begins anew: `counts[ctx.is_recompute] += 1`.
+# In `counts = [0, 0]`, made inside `every_second_product`, so that each layer starts from 0:
+# `counts[ctx.is_recompute] += 1`.
 #
 # </details></details>
 
@@ -154,8 +157,8 @@ def every_second_product():
 every_second_product = check("8.1", every_second_product)
 
 # %% [markdown]
-# How much does a policy repeat? PyTorch's counter of operations is `FlopCounterMode`. Before you trust it, look at what
-# it counts. Fused attention with 8 heads of 64 numbers, on 128 tokens, should be 4 · 8 · 128² · 64 operations:
+# How much does a policy repeat? PyTorch's counter of operations is `FlopCounterMode`. First look at what it counts.
+# Fused attention with 8 heads of 64 numbers, on 128 tokens, should be 4 · 8 · 128² · 64 operations:
 
 # %%
 q = torch.randn(1, 8, 128, 64)
@@ -164,16 +167,17 @@ with FlopCounterMode(display=False) as counter:
 print(f"counted: {counter.get_total_flops()}   expected: {4 * 8 * 128**2 * 64:,}")
 
 # %% [markdown]
-# It does not know the CPU's kernel, and says nothing about it.
+# The counter does not know the CPU's kernel, and gives no warning.
 
 # %% [markdown]
 # ### Exercise 8.2 · what runs again
 #
 # ●●○ · 5 minutes · trains: counting operations with a counter that does not see all of them
 #
-# `plain()` and `checkpointed()` each run a whole step. Write `repeated(plain, checkpointed)`: how many operations the
-# second one runs more than the first. A multiplication and an addition are two. `FlopCounterMode` has no formula for
-# the CPU's fused attention, so you hand it one: two products, from the shapes (rows, heads, tokens, size of a head).
+# `plain()` and `checkpointed()` each run a whole step. Write `repeated(plain, checkpointed)`: how many more operations
+# the second one runs than the first. A multiplication and an addition are two. `FlopCounterMode` has no formula for the
+# CPU's fused attention, so you also write `formula`: the operations of its two products, from the shapes (rows, heads,
+# tokens, size of a head).
 #
 # <details><summary>Hint 1: the counter</summary>
 #
@@ -232,10 +236,10 @@ with by_policy(every_second_product):
 show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
 
 # %% [markdown]
-# The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats
-# the MLP alone on both axes. √n is not on it, as lesson 04 found. Attention alone is not on it either, although much
-# advice names it. Fused attention never stores the scores, so there is little to save. The advice is older than the
-# kernel, as the claim shows for a 7B.
+# The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats the
+# MLP alone on both axes: take it for a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
+# on it either, although it is often recommended. Fused attention never stores the scores, so there is little to save.
+# The advice is older than fused attention, as the claim shows for a 7B.
 
 # %%
 claims.show("C45")
@@ -243,10 +247,10 @@ claims.show("C45")
 # %% [markdown]
 # ## 2 · Move
 #
-# What backward needs can also wait elsewhere. Under `saved_tensors_hooks(pack, unpack)`, autograd gives every tensor that
-# it saves to `pack`, and keeps what `pack` returns. In backward, `unpack` gets that, and must return the tensor. PyTorch's
-# `save_on_cpu` moves each of them from the card to the host's memory. On a CPU it does nothing, but you can count what
-# would leave:
+# What backward needs can also wait elsewhere. Under `saved_tensors_hooks(pack, unpack)`, autograd gives every tensor
+# that it saves to `pack`, and keeps what `pack` returns. In backward, `unpack` gets what `pack` returned, and must
+# return the tensor. PyTorch's `save_on_cpu` moves each saved tensor over the **bus**, from the card to the memory of
+# its computer, the **host**. On a CPU it does nothing. Count what would leave:
 
 # %%
 leaves = Counter()
@@ -265,18 +269,18 @@ for name, nbytes in leaves.items():
     print(f"{nbytes:>12,} bytes of {name} would leave")
 
 # %% [markdown]
-# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained by
-# moving them. And of activations, more would leave than there are at the peak (26.3 MB, section 1): what two operations
-# save leaves twice. You can do better.
+# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained
+# by moving them. And more activations would leave than there are at the peak (26.3 MB, section 1), because a tensor
+# that two operations save leaves twice.
 
 # %% [markdown]
 # ### Exercise 8.3 · saved tensors that move
 #
 # ●●○ · 5 minutes · trains: hooks that see each tensor that autograd saves
 #
-# Write `pack` and `unpack` of `Disk`. Autograd calls `pack` with each tensor that it saves, and keeps what `pack`
-# returns instead. In backward, it calls `unpack` with that. Write each tensor to a file of its own in `folder`. The
-# weights stay, since they are in memory anyway. Same gradients; budget for a step: **1.6 MB**, where it takes 3.6 MB now.
+# Write `pack` and `unpack` of `Disk`, which autograd calls as above. Write each tensor to a file of its own in
+# `folder`. The weights stay, since they are in memory anyway. The gradients must stay the same. The budget for a step
+# is **1.6 MB**, where it takes 3.6 MB now.
 #
 # <details><summary>Hint 1: the weights</summary>
 #
@@ -289,7 +293,7 @@ for name, nbytes in leaves.items():
 #
 # <details><summary>Hint 3: wrong gradients</summary>
 #
-# Count the files for their names. An `id` or a `data_ptr` comes again as soon as a tensor is gone.
+# Number the files. An `id` or a `data_ptr` comes again as soon as a tensor is gone.
 #
 # </details></details></details>
 
@@ -319,8 +323,8 @@ class Disk:
 Disk = check("8.3", Disk)
 
 # %% [markdown]
-# `offload_activations` does this, with one file for each storage. From a card it moves to **pinned** memory of the host,
-# which the system may not swap out, so that the card can copy by itself.
+# `offload_activations` does this, with one file for each storage, so that nothing leaves twice. From a card it moves to
+# **pinned** memory of the host, which the system may not swap out, so that the card can copy by itself.
 
 # %%
 question = "All that is saved moves: how many per cent of the activations stay?"
@@ -339,7 +343,7 @@ print(f"{moved.bytes:,} bytes moved in {moved.tensors} storages, at most {stay:,
 guess_b.reveal(measured=round(100 * stay / points["nothing"][0]))
 
 # %% [markdown]
-# What stays is what the step works with at a moment. The price is the way: each byte goes there and back.
+# What stays is what the step is working with at that moment. The price is the trip: each byte goes there and back.
 #
 # ### When is the bus faster?
 
@@ -348,8 +352,8 @@ guess_b.reveal(measured=round(100 * stay / points["nothing"][0]))
 #
 # ●○○ · 2 minutes · trains: seconds on a bus against seconds of arithmetic
 #
-# Write `break_even(nbytes, operations, bandwidth, speed)`: how many times as long it takes to move `nbytes` away and
-# back as to compute them again by so many `operations`. `bandwidth` is in bytes a second each way, `speed` in
+# Write `break_even(nbytes, operations, bandwidth, speed)`: the time to move `nbytes` away and back, as a multiple of
+# the time to compute them again by so many `operations`. `bandwidth` is in bytes a second each way, `speed` in
 # operations a second.
 #
 # <details><summary>Hint</summary>
@@ -369,9 +373,9 @@ def break_even(nbytes, operations, bandwidth, speed):
 break_even = check("8.4", break_even)
 
 # %% [markdown]
-# Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We count half of the operations a second in a card's
-# data sheet, and all of a bus's. **Below 1, moving is faster.** The first columns move all that the layer keeps. The last
-# one moves only its input, the boundary, over the card's own bus.
+# Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We count on half of the operations a second in a
+# card's data sheet, and on a bus's full rate. **Below 1, moving is faster.** The first four columns move all that the
+# layer keeps. The last one moves only its input, the boundary, over the card's own bus.
 
 # %%
 from gradmem_lib import BUSES, find_card
@@ -395,11 +399,12 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
     print(f"{name:<15}", *(f"{ratio:>11.2f}" for ratio in ratios))
 
 # %% [markdown]
-# Read one row, and then one column. On a slow card moving can win. On a fast card it loses by far, unless the bus is as
-# fast as NVLink-C2C. **The faster the card, the dearer is the way.** But the boundary alone is cheap to move everywhere,
-# with less than a twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that
-# is `Recipe(checkpointing="per-layer", offload="boundaries")`, and in transformers, from 5.17 on, the option `offload` of its
-# checkpoints. Both copy on the *stream* that computes. On a second stream, a copy could hide behind the computing.
+# On a slow card moving can win. On a fast card it loses, unless the bus is as fast as NVLink-C2C. **The faster the
+# card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
+# twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
+# `Recipe(checkpointing="per-layer", offload="boundaries")`, and in transformers, from 5.17 on, the option `offload` of
+# its checkpoints. Both copy on the *stream* (a card's queue of work) that computes, so the card waits. On a second
+# stream, it could copy while it computes. A claim about moving everything:
 
 # %%
 claims.show("C48")
@@ -408,10 +413,10 @@ claims.show("C48")
 # ## 3 · As much as the budget asks
 #
 # A run that is 5 % too large does not need a checkpoint on every layer. `torch.compile` has an option for this:
-# `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (what it
-# keeps by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack problem**:
-# keep what is dearest to repeat, within the budget. The next cell compiles a chain of lesson 04 as `torch.compile` does, in
-# a form that the tracker can watch.
+# `torch._functorch.config.activation_memory_budget` is a number from 0 (repeat all that can be repeated) to 1 (keep
+# what is kept by default). The compiler knows the bytes and the operations of every tensor, and solves a **knapsack
+# problem**: keep what costs most to repeat, within the budget. The next cells compile a chain of lesson 04 as
+# `torch.compile` does, in a form that the tracker can watch, and count its bytes in boundaries.
 
 # %%
 import torch._functorch.config as functorch_config
@@ -444,9 +449,9 @@ for budget in (1.0, 0.5, 0.3, 0.2, 0.1, 0.0):
 guess_c.reveal(measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
-# The smaller the budget, the less is kept after forward, as asked. But the *peak* turns round at 0.2. With a budget of 0,
-# nearly everything is repeated at the beginning of backward, and is there at once: lesson 04's single segment. **The budget
-# is for what is kept, not for the peak.** So try several, and measure.
+# The smaller the budget, the less is kept after forward, as asked. But the *peak* rises again below 0.2. With a budget
+# of 0, nearly everything is repeated at the beginning of backward, and is there at once, like lesson 04's single
+# segment. **The budget is for what is kept, not for the peak.** So try several, and measure.
 #
 # For a promise about the peak, choose among schedules whose peak falls step by step: checkpoint the first k layers, each by
 # itself, and keep the others. Backward comes to the first layers last, when what the others kept is gone.
@@ -489,7 +494,8 @@ def layers_to_recompute(peak, layers, budget):
 layers_to_recompute = check("8.5", layers_to_recompute)
 
 # %% [markdown]
-# `fit` searches like this with `predict`, for a recipe. Here it is LoRA on the nine layers, which needs 470 MiB:
+# `fit` searches like this with `predict`, for a recipe. Here it is LoRA on the nine layers, which needs 470 MiB and may
+# take 430:
 
 # %%
 import copy
@@ -511,8 +517,9 @@ with MemoryTracker(made.model, made.optimizer, budget="430 MiB", live=False) as 
 print(f"{tracker.peak.total:,} measured")
 
 # %% [markdown]
-# The promise is kept, to the byte. `checkpoint_layers(model, every="fit", budget="430 MiB", batch_size=2, seq_len=128)`
-# does it to a model of yours. Transformers has an option that sounds like it:
+# With the first five layers checkpointed, the prediction is right to the byte.
+# `checkpoint_layers(model, every="fit", budget="430 MiB", batch_size=2, seq_len=128)` does the same for a model of
+# yours. Transformers has an option that sounds similar:
 
 # %%
 claims.show("C47")
@@ -532,8 +539,9 @@ for n in (2048, 8192, 32768, 131072):
     print(f"{n:>7,}", *(f"{nbytes / 2**30:>14,.2f}" for nbytes in parts))
 
 # %% [markdown]
-# The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and only
-# the *time* with its square. Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090.
+# The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and
+# only the *time* with its square. Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090. After your
+# prediction, two more techniques are added, one by one.
 
 # %%
 question = "LoRA, a checkpoint a layer, one row of 32,768 tokens: the peak in GiB?"
@@ -556,12 +564,12 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 
 # %% [markdown]
 # 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and
-# at the loss the logits with their gradients. The loss in chunks (lesson 06) takes the logits away. Then the peak is in the
-# backward of a layer, and **the checkpoints themselves are the largest part of the activations**. Moved away, they leave a
-# run that fits. Over PCIe 4 the way takes 0.3 s, and a forward 8.6 s.
+# at the loss the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in
+# the backward of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move
+# away, the run fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s.
 #
-# What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's. An MLP
-# works on each token by itself, so it can take the sequence in slices, each in a checkpoint of its own.
+# What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's. An
+# MLP works on each token by itself, so it can take the sequence in **tiles** (slices), each in a checkpoint of its own.
 
 # %% [markdown]
 # ### Exercise 8.6 · an MLP in tiles
@@ -569,8 +577,8 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 # ●●○ · 3 minutes · trains: cutting a long sequence where tokens do not meet
 #
 # Write `tiled_mlp(mlp, x, tiles)`: `mlp(x)` for `x` (rows, tokens, width), with the tokens cut into so many tiles, each
-# in a checkpoint of its own. Same gradients; budget for 250 tokens in 5 tiles: **0.8 MB**, where the plain MLP takes
-# 1.8 MB.
+# in a checkpoint of its own. The gradients must stay the same. The budget for 250 tokens in 5 tiles is **0.8 MB**,
+# where the plain MLP takes 1.8 MB.
 #
 # <details><summary>Hint</summary>
 #
@@ -602,8 +610,8 @@ for tile in tiles:
     tile.remove()
 
 # %% [markdown]
-# A third of the rest is gone, for a sixth more operations: each MLP now runs three times, in forward, in its layer's second
-# run and in its slice's own.
+# A third of what "every layer" keeps is gone, for a sixth more operations: each MLP now runs three times, in forward,
+# in its layer's second run and in its tiles' own.
 
 # %% [markdown]
 # ## 5 · The key-value cache
@@ -617,7 +625,8 @@ for tile in tiles:
 # ●○○ · 3 minutes · trains: what is kept of each token, and what grouped heads share
 #
 # Write `kv_cache(config, rows, tokens, bytes_per_number)`: the bytes of the keys and values that generation keeps of
-# `rows` sequences. The config has `num_hidden_layers`, `num_key_value_heads` and `head_dim`, the width of a head.
+# `rows` sequences of `tokens` tokens. The config has `num_hidden_layers`, `num_key_value_heads` and `head_dim`, the
+# width of a head.
 #
 # <details><summary>Hint</summary>
 #
@@ -635,6 +644,9 @@ def kv_cache(config, rows, tokens, bytes_per_number):
 
 
 kv_cache = check("8.7", kv_cache)
+
+# %% [markdown]
+# Compare your formula with a real forward, without and with a cache:
 
 # %%
 smol.eval()
@@ -655,8 +667,8 @@ claims.show("C53")
 # ## 6 · Frozen layers
 #
 # Train only the last two layers of all 30. The layers before them get no gradient and keep nothing, so checkpoints have
-# nothing to do there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`: the
-# embedding's output then requires a gradient, which reentrant checkpoints need (lesson 04). What does that cost here?
+# nothing to do there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`:
+# the embedding's output then requires a gradient. Reentrant checkpoints need this (lesson 04). What does it cost here?
 
 # %%
 question = "28 of 30 layers frozen, checkpoints on: how many times the work?"
@@ -673,13 +685,14 @@ print(f"with it {more:.2f} times, without it {count_operations(step) / plain:.2f
 guess_e.reveal(measured=round(more, 2))
 
 # %% [markdown]
-# With it, backward goes on through 28 frozen layers, and each runs again, for a gradient that nobody uses. Without it only
-# two layers run again. So call `disable_input_require_grads()` where nothing below the first trained layer learns, or
-# checkpoint the trained layers alone: `checkpoint_layers(smol.model.layers[-2:], 1)`.
+# With it, backward goes on through 28 frozen layers, and each runs again, for a gradient that nobody uses. Without it,
+# only two layers run again. So call `disable_input_require_grads()` where the first layers train nothing, or checkpoint
+# the trained layers alone: `checkpoint_layers(smol.model.layers[-2:], 1)`.
 #
 # ## 7 · Recompute, move or shrink?
 #
-# Here is lesson 06's chart for section 4's run, with checkpoints already on. "At best" counts whole parts:
+# Here is lesson 06's chart for section 4's run, with checkpoints already on. "At best" takes whole parts away, more
+# than section 4 could:
 
 # %%
 from gradmem_lib import show_decisions
@@ -687,16 +700,18 @@ from gradmem_lib import show_decisions
 show_decisions(long[0], card="23 GiB")
 
 # %% [markdown]
-# If activations are the peak, go down this list, and predict after each step:
+# If activations are a large part of the peak, go down this list, and predict after each step:
 #
-# 1. **Shrink** what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller micro-batches.
+# 1. **Shrink** with what costs almost nothing: fused attention, the loss in chunks, no key-value cache, smaller
+#    micro-batches.
 # 2. **Recompute** the elementwise operations, then whole layers, as few as the budget asks for.
 # 3. **Move** the boundaries, once they are most of what is left. On a slow card, or over NVLink, move everything.
-# 4. **Recompute in slices** when one layer alone is too large.
+# 4. **Recompute in tiles** when one layer alone is too large.
 #
 # ## 8 · What you can now do
 #
 # - **A policy keeps what is costly and repeats what is cheap.** Count with a counter that sees every kernel.
-# - **Moving is bytes over a bus against operations over a speed.** Weights need not leave, and a storage leaves once.
-# - **A compiler's budget is for what is kept.** The peak turns round. `fit` keeps a promise about the peak.
+# - **Compare bytes / bandwidth with operations / speed**, before you move. Weights need not leave, and a storage leaves
+#   once.
+# - **A compiler's budget is for what is kept**, and `fit`'s for the peak.
 # - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer.

@@ -120,7 +120,7 @@ def test_on_a_slow_card_moving_can_win_and_on_a_fast_one_only_over_nvlink():
     assert "On a slow card moving can win" in TEXT
     assert ratio("RTX 3060 12GB", find_card("RTX 3060 12GB").bus) < 1
     own = find_card("RTX 4090 24GB").bus
-    assert "Over PCIe 4 the way takes" in TEXT and own == BUSES["PCIe 4"]
+    assert "Over PCIe 4 they take" in TEXT and own == BUSES["PCIe 4"]
     for card in ("RTX 4090 24GB", "A100 80GB", "H100 80GB"):
         assert [name for name, bus in BUSES.items() if ratio(card, bus) < 1.1] == ["NVLink-C2C"]
 
@@ -135,7 +135,7 @@ def test_the_run_of_32768_tokens():
     moved = predict(config, recipe=Recipe(**recipe, offload="boundaries"), **sizes).moved
     assert moved == 32 * 2 * 32768 * 4096 and f"({moved / GiB:.0f} GiB, as in the table)" in TEXT
     over, once = moved / BUSES["PCIe 4"], 32 * forward(32768) / (find_card("RTX 4090").half / 2)
-    assert f"Over PCIe 4 the way takes {over:.1f} s, and a forward {once:.1f} s." in TEXT
+    assert f"Over PCIe 4 they take {over:.1f} s each way, and a forward takes {once:.1f} s." in TEXT
 
 
 def test_lora_on_nine_layers_needs_what_it_says():

@@ -270,7 +270,7 @@ EXERCISES = (
             Mistake("hidden / heads", _cache(size=lambda c: c.hidden_size // c.num_attention_heads),
                     "a head is not always hidden_size / num_attention_heads wide: the config's head_dim says."),
             Mistake("hidden / shared", _cache(size=lambda c: c.hidden_size // c.num_key_value_heads),
-                    "hidden_size is divided by num_key_value_heads: sharing makes heads fewer, not wider; head_dim is the width of one."),
+                    "all key-value heads together are taken to be hidden_size wide: sharing makes heads fewer, not wider; head_dim is the width of one."),
             Mistake("one row", _cache(rows=False), "one row is counted: each of the rows has its own keys and values."),
         ),
     ),
