@@ -60,6 +60,17 @@ cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backw
 softmax_backward = torch._softmax_backward_data
 grouped_mm = _aten._grouped_mm.default
 lstm_layer = _aten.mkldnn_rnn_layer.default
+# Products that torch's counter passes over, with the place of their first factor; and kernels that hide several.
+products_uncounted = {
+    _aten.mv: 0, _aten.dot: 0, _aten.vdot: 0, _aten._int_mm: 0, _aten.addmv: 1, _aten.addbmm: 1
+}  # fmt: skip
+products_inside = [
+    getattr(_aten, name)
+    for name in (
+        "mkldnn_rnn_layer", "_cudnn_rnn", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
+        "_sparse_addmm",
+    )
+]  # fmt: skip
 # Operators of recurrent layers on a card, which bring a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")

@@ -9,6 +9,7 @@ import torch
 from families import tiny_config
 from predicted import assert_same, config, tracked
 from trainers import SEQ, rows, small, trainer_for
+from transformers import LlamaForSequenceClassification
 
 from gradmem_lib import Recipe, merge_adapters, plan, predict
 from gradmem_lib.course import models
@@ -113,6 +114,13 @@ def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
         save_adapters(llama, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):
+    model = LlamaForSequenceClassification(config("llama"))
+    add_lora(model, 3, ("score",))
+    with pytest.raises(ValueError, match=r"no addition to a pretrained layer in this .*, only \['score'\]"):
+        save_adapters(model, tmp_path)
 
 
 def wrapped(base=small, kind="LoraConfig", dtype=torch.float32, **options):

@@ -1,18 +1,51 @@
 """How much a step computes: floating-point operations of matrix products and of fused attention."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..compat import cpu_attention, cpu_attention_backward, dispatch_modes
+from ..compat import (
+    cpu_attention,
+    cpu_attention_backward,
+    dispatch_modes,
+    grouped_mm,
+    products_inside,
+    products_uncounted,
+)
 
-# PyTorch's counter knows the kernels of CUDA, and passes over the CPU's without a word.
+
+def _grouped(a, b, *args, **kwargs) -> int:
+    """Of (rows, in) by (experts, in, out), rows shared out among experts, or what its backward multiplies."""
+    return 2 * math.prod(a) * b[-1]
+
+
+def _product(first: int, *args, **kwargs) -> int:
+    """Of arguments ``first`` (..., in) and the next one, (..., in, out) or a vector."""
+    a, b = args[first], args[first + 1]
+    return 2 * math.prod(a) * (b[-1] if len(b) > 1 else 1)
+
+
+def _refused(name: str) -> Callable[..., int]:
+    def refuse(*args, **kwargs) -> int:
+        raise RuntimeError(
+            f"{name} multiplies matrices inside one kernel, and their operations are not known here: leave it out of the step"
+        )
+
+    return refuse
+
+
+# PyTorch's counter knows the kernels of CUDA, and passes over the CPU's, and over products with a vector, without a word.
 UNKNOWN = {
     cpu_attention: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value),
     cpu_attention_backward: lambda out, query, key, value, *args, **kwargs: sdpa_backward_flop_count(
         out, query, key, value
     ),
+    grouped_mm.overloadpacket: _grouped,
+    **{op: partial(_product, first) for op, first in products_uncounted.items()},
+    **{op: _refused(str(op)) for op in products_inside},
 }
 
 
@@ -20,7 +53,8 @@ def count_operations(step: Callable[[], Any]) -> int:
     """Operations of the matrix products, convolutions and fused attention in ``step()``; an addition and a multiplication are two.
 
     Elementwise operations count nothing, and attention counts all pairs of tokens, also where a causal mask spares half.
-    Raises ``RuntimeError`` inside a ``MemoryTracker`` or another dispatch mode, from which the counter hides.
+    Raises ``RuntimeError`` inside a ``MemoryTracker`` or another dispatch mode, from which the counter hides, and for a kernel whose
+    products are not known (an LSTM's on the CPU, a whole encoder layer's in eval mode).
     """
     if dispatch_modes():
         raise RuntimeError(
