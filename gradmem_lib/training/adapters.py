@@ -40,6 +40,11 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     heads = [name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])]
     state: dict[str, torch.Tensor] = {}
     added = {name: module for name, module in adapters.items() if name not in heads}
+    if not added:
+        raise ValueError(
+            f"there is no addition to a pretrained layer in this {type(model).__name__}, only {heads or 'its own weights'}: "
+            "merge_adapters(model).save_pretrained(folder) writes the whole model"
+        )
     for name, module in added.items():
         state |= {f"{name}.lora_A.weight": module.A, f"{name}.lora_B.weight": module.B}
     for name in heads:
