@@ -18,9 +18,9 @@
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
 # weights. What does each choice save, and what does it do to the update? After this lesson you can
 #
-# - say how many bytes an optimizer keeps, how many its step needs for a moment, and where it is the wrong choice;
+# - say how many bytes an optimizer keeps, how many more its step needs, and where it is the wrong choice;
 # - write a quantizer, Lion, LoRA, a clipping for steps in backward, and a loss in chunks;
-# - train SmolLM2's task under 300 MiB, with every weight or with adapters.
+# - bring SmolLM2's task under 300 MiB, with every weight or with adapters.
 
 # %%
 import math
@@ -64,7 +64,7 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight. You now bring them down.
+# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more.
 #
 # ## 2 · One byte a number
 #
@@ -75,7 +75,7 @@ states = cost("AdamW", adamw)
 
 # %%
 guess_a = predict_first(
-    "9.a", "AdamW's two moments: how many bytes a weight?", unit="bytes a weight"
+    "9.a", "8-bit AdamW's moments: how many bytes a weight?", unit="bytes a weight"
 )
 
 # %% [markdown]
@@ -83,9 +83,9 @@ guess_a = predict_first(
 #
 # ●●○ · 4 minutes · trains: blockwise quantization: what is stored, and what is read back
 #
-# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last one may be shorter, and one
-# may be all zeros). Return `indices` (n,), the *nearest* entry of `code` for each number over its block's absmax, as uint8;
-# `absmax`, one a block; and `back` (n,), the numbers read back from these two.
+# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last may be shorter, and one
+# may be all zeros). Return `indices` (n,), as uint8: the position in `code` of the value *nearest* to number /
+# absmax; `absmax`, one a block; and `back` (n,), the numbers read back from these two.
 #
 # <details><summary>Hint 1: blocks</summary>
 #
@@ -120,11 +120,11 @@ quantize = check("9.1", quantize)
 guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", AdamW8bit), 3))
 
 # %% [markdown]
-# The rest is two codes, which all tensors share. Like bitsandbytes' kernel, `AdamW8bit` is one operator, inside which
-# nobody sees temporaries.
+# The difference is two codes, which all tensors share. Like the library bitsandbytes' kernel, `AdamW8bit` is one
+# operator, so the tracker sees no temporaries.
 #
-# Which code is good? Take a real second moment v: squared gradients of one of SmolLM2's matrices. One code has equal
-# distances. The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
+# Try two codes on a real second moment v, squared gradients of one of SmolLM2's matrices. One has equal distances.
+# The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
 
 # %%
 short = runs.size().short
@@ -146,14 +146,14 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (The error is the median, relative.) Where v is rounded to 0, AdamW divides m by `eps` alone, and that weight leaps. So
-# a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances within each power of ten. In
-# a test of 20 steps, both ended 1.1 % of the way off float32 states.
+# (The errors are relative medians.) Equal distances round many v to 0. There AdamW divides m by `eps` alone, and that
+# weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances within
+# each power of ten. In a test of 20 steps, both optimizers missed float32 AdamW's end point by 1.1 % of the way.
 #
 # ## 3 · Sums, signs and matrices
 #
-# **Adafactor** keeps the sums of v's rows and of its columns, and makes v from them when it needs it (exercise 9.2, at
-# the end). It keeps no m. Lesson 05 set its rate, and its `eps` for bf16.
+# **Adafactor** keeps the sums of v's rows and columns, and makes v from them in each step (exercise 9.2). It keeps no
+# m. Lesson 05 set its learning rate and `eps`.
 #
 # **Lion** keeps m and no v. Its update is a *sign*: every weight moves by exactly lr.
 
@@ -199,8 +199,8 @@ Lion = check("9.3", Lion)
 
 # %% [markdown]
 # **Muon** keeps m, and treats it as a *matrix*. A matrix stretches some directions more than others, by its *singular
-# values*, and in a gradient a few of them are far above the rest. Muon makes all of them about equal, by five rounds of
-# matrix products (Newton-Schulz). Embeddings and norms are left to AdamW.
+# values*, and in a gradient a few of them are far above the rest. Muon makes all of them about equal, by five rounds
+# of matrix products (Newton-Schulz). Embeddings and norms are left to AdamW. Here is one update:
 
 # %%
 lone = nn.Parameter(torch.zeros(64, 64))
@@ -211,12 +211,14 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     print(f"{name:<9} singular values from {values[0]:.1g} to {values[-1]:.1g}")
 
 # %% [markdown]
+# The update's singular values are far closer together than the gradient's.
+#
 # ## 4 · One table
 #
-# Now six optimizers, with their bytes and the other half of the answer: how well does SmolLM2 predict held-out text
-# after the same tokens? No learning rate suits all, so each gets three, and `*` marks the best.
+# Now compare six optimizers: their bytes, and how well SmolLM2 predicts held-out text after the same tokens. No
+# learning rate suits all, so each gets three, and `*` marks the best.
 #
-# We train the matrices of the last six layers, which all of these optimizers can take. This takes some minutes. (The
+# We train the matrices of the last six layers, which all six optimizers can take. This takes some minutes. (The
 # stored notebook makes one short update of one layer.)
 
 # %%
@@ -252,10 +254,10 @@ for name, (make, rate) in rates.items():
     print(f"{'':<11}*{min(losses, key=losses.get):.0e}", losses)
 
 # %% [markdown]
-# In our record of the full run, 3.526 falls to 3.345 (AdamW and 8-bit AdamW), 3.347 (Lion), 3.350 (Muon) and 3.384
-# (Adafactor and momentum). On our CPU a step of Muon takes 96 times as long as AdamW's.
+# In our record of the full run, the loss falls from 3.526 to 3.345 (AdamW and 8-bit AdamW), 3.347 (Lion), 3.350
+# (Muon) and 3.384 (Adafactor and momentum). On our CPU a step of Muon takes 96 times as long as AdamW's.
 #
-# | optimizer | its update | wrong where |
+# | optimizer | its update | wrong choice where |
 # |---|---|---|
 # | momentum | a mean of gradients | gradients differ much in size, as in a Transformer |
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers they stay in float32 |
@@ -265,16 +267,16 @@ for name, (make, rate) in rates.items():
 #
 # ## 5 · Gradients that do not wait
 #
-# Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as its
-# gradient is complete, and frees the gradient. On the tiny Llama the largest one is left, 8.4 of 29.4 MB.
+# Gradients are 4 bytes a weight more. With `Recipe(in_backward=True)` (lesson 05) a hook steps a parameter as soon as
+# its gradient is complete, and frees the gradient. At most the largest one exists: on the tiny Llama, 8.4 of 29.4 MB.
 # Whatever needs *all* gradients at once breaks:
 #
 # - **accumulation**, which adds them up over micro-batches;
 # - a **scaler** (lesson 07), which looks at all of them before any step;
 # - **clipping**, which divides by the norm of the whole gradient.
 #
-# `Recipe` refuses the first two. `Trainer`'s layer-wise optimizers, such as `optim="galore_adamw_layerwise"`, refuse
-# accumulation, and leave no gradient to clip. Here is a clipping that works:
+# `Recipe` refuses the first two. `Trainer`'s layer-wise optimizers refuse accumulation, and leave no gradient to
+# clip. Here is a clipping that works:
 
 # %% [markdown]
 # ### Exercise 9.4 · clipping where no gradient waits
@@ -332,9 +334,9 @@ clip_in_backward = check("9.4", clip_in_backward)
 # The price is a second forward and backward. If each parameter is clipped by its *own* norm, one pass is enough, but
 # the update has another direction.
 #
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. P has the r largest singular
-# directions of a matrix's gradient G as its columns, and is renewed every few hundred steps. AdamW runs on the small
-# matrix PᵀG, of r rows, and P maps its update back. How much of a real gradient, of 576 rows, does P keep?
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. The columns of a matrix P
+# are a gradient G's r largest singular directions, renewed every few hundred steps. AdamW runs on the small matrix
+# PᵀG, of r rows, and P maps its update back. How much of a real gradient, of 576 rows, does P keep?
 
 # %% tags=["nbval-ignore-output"]
 U = torch.linalg.svd(gradient, full_matrices=False).U
@@ -344,8 +346,8 @@ for rank in (4, 16, 64):
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# (Few tokens, as here, make a low rank anyway.) G itself is as large as ever, so GaLore goes with steps in
-# backward.
+# A few directions keep most of it. (With few tokens, as here, the rank is low anyway.) G itself stays large, so
+# GaLore is combined with steps in backward (`optim="galore_adamw_layerwise"`).
 #
 # ## 6 · Adapters
 #
@@ -396,7 +398,8 @@ LoRA = check("9.5", LoRA)
 # B starts at zero, so the first output is the base's. A's gradient comes through B, so the first step moves B alone. If
 # A started at zero too, nothing would ever move.
 #
-# Now Llama-2-7B, in bf16, on one row of 2,048 tokens. With every weight trained, its activations are at most 12.06 GiB.
+# Now take Llama-2-7B in bf16, on one row of 2,048 tokens. With every weight trained, its activations are at most
+# 12.06 GiB.
 
 # %%
 guess_b = predict_first(
@@ -415,17 +418,17 @@ for rank in (None, 16):
 guess_b.reveal(measured=round(most, 2), what="predicted")
 
 # %% [markdown]
-# LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer, to
-# reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
-# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.** (These adapters are in bf16. PEFT
-# keeps them in float32 unless told otherwise. Then each layer keeps a float32 copy of its input, and activations are
-# 17.38 GiB.)
+# LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
+# to reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
+# backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.** (These adapters are in bf16.
+# Hugging Face's adapter library PEFT keeps them in float32 unless told otherwise. Then each layer keeps a float32
+# copy of its input, and activations are 17.38 GiB.)
 #
-# Two more choices: α / r keeps the addition's size when you change r. And *where*: with adapters on queries and values
-# alone, activations are 9.17 GiB, since fewer layers keep their input, and there is less to train.
+# The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
+# values alone, activations are 9.17 GiB, since fewer layers keep their input. But less is trained.
 #
 # Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
-# one. Must you call it?
+# one. Do checkpoints need this call?
 
 # %%
 claims.show("C44")
@@ -434,8 +437,8 @@ claims.show("C44")
 # transformers 5.23 calls it for you when you switch checkpoints on.
 #
 # **DoRA** ([Liu et al. 2024](https://arxiv.org/abs/2402.09353)) also trains one number for each output: the length of
-# its row of W + BA (`use_dora=True` in PEFT). For these lengths it writes W + BA out in every forward. So it needs more
-# temporaries and more time.
+# its row of W + BA (`use_dora=True` in PEFT). For these lengths it writes W + BA out in every forward. So it needs
+# more temporaries and time.
 #
 # **Merging** adds (α / r) B A to W, and the adapter is gone. But in bf16 the sum is rounded (lesson 07):
 
@@ -445,15 +448,15 @@ merged = (base.float() + 1e-4 * torch.randn(weight.shape)).bfloat16()
 print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 
 # %% [markdown]
-# These weights are about 0.2, and the additions 0.0001. Unmerged they count. Merged in bf16, most are lost. So merge in
-# float32, or do not merge. Then one base serves **several adapters**:
-# `make_trainer(...).save_model()` writes each to a small file, which PEFT loads, and `set_adapter` chooses.
+# These weights are about 0.2, the additions 0.0001. Merged in bf16, most are lost. So merge in float32, or do not
+# merge. Unmerged, one base serves **several adapters**: `make_trainer(...).save_model()` writes each to a small file,
+# which PEFT loads, and `set_adapter` chooses.
 #
 # ## 7 · The base in 4 bits
 #
-# Frozen weights may be rough. **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps them in 4 bits:
-# a code of 16 numbers, in blocks of 64. Weights are spread about like a normal distribution, so **NF4** has its numbers
-# at that distribution's *quantiles*, closer together where more weights are:
+# Frozen weights may be rough. **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps them in 4
+# bits: a code of 16 numbers, in blocks of 64. Weights roughly follow a normal distribution, so **NF4** has its
+# numbers at that distribution's *quantiles*, closer together where more weights are:
 
 
 # %%
@@ -469,14 +472,16 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
     print(f"{name:<6}error {error.norm() / w.norm():.1%} of a weight")
 
 # %% [markdown]
+# NF4's error is smaller.
+#
 # **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
 #
-# **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees it.
-# Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept* until
-# backward. And until [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270) bitsandbytes kept the
-# input x, which a frozen layer does not need. In such ways QLoRA came to need *more* than LoRA
-# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)):
+# **What is written out.** Nothing multiplies in 4 bits. Forward writes a matrix out in bf16, multiplies, and frees
+# it. Backward writes it out again. If you write `F.linear(x, dequantized)` in plain autograd, the matrix is *kept*
+# until backward. And until [July 2024](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1270)
+# bitsandbytes kept the input x, which a frozen layer does not need. Such faults can make QLoRA need *more* than LoRA
+# ([litgpt#1112](https://github.com/Lightning-AI/litgpt/issues/1112)). Here are both:
 
 
 # %%
@@ -534,8 +539,8 @@ formula = 106_168_320 * (2 - 0.5159) / (30 * 2 * (576 + 1536))
 guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
-# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear layers
-# hide it: A keeps these inputs anyway.) Kept matrices exceed LoRA from the start. PEFT's
+# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear
+# layers hide it: A keeps these inputs anyway.) With kept matrices, QLoRA needs more at both lengths. PEFT's
 # `prepare_model_for_kbit_training` is a third way: it casts norms and embeddings to float32, which doubles many
 # activations.
 #
@@ -551,9 +556,10 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 #
 # ●●● · 5 minutes · trains: a gradient made on the way forward, so that the logits need not come back
 #
-# Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap), where
-# z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the loss, and the
-# gradients of `hidden` and `weight` too. Budget: **8 MB**. The logits alone are 12. `summed_loss` is for one chunk.
+# Write `ChunkedLoss.apply(hidden, weight, labels, cap)`: the mean cross-entropy of the logits cap · tanh(z / cap),
+# where z = hidden · weightᵀ. Labels of -100 are ignored. Take some rows of `hidden` at a time: forward makes the
+# loss, and the gradients of `hidden` and `weight` too. Budget: **8 MB**. The logits alone are 12 MB. `summed_loss` is
+# for one chunk.
 #
 # <details><summary>Hint 1: the gradients of a chunk</summary>
 #
@@ -604,7 +610,7 @@ class ChunkedLoss(torch.autograd.Function):
 ChunkedLoss = check("9.7", ChunkedLoss)
 
 # %% [markdown]
-# Forward leaves two gradients and no logits. Backward only multiplies them by a number. PyTorch 2.13 has
+# Forward leaves no logits but two gradients. Backward only multiplies them by a number. PyTorch 2.13 has
 # `F.linear_cross_entropy` ("theirs"). Does it do the same?
 
 # %%
@@ -626,15 +632,14 @@ for name, loss_of in ways.items():
     print(f"{name:<15}{tracker.peak.total:>12,} bytes")
 
 # %% [markdown]
-# It saves nothing, unless it is given options. Then its chunks are inside one operator, where the tracker cannot see
-# them. Neither it nor the course's `chunked_loss` knows caps, and `Recipe(chunked_loss=True)` refuses models with caps.
-# [Liger's](https://arxiv.org/abs/2410.10989) kernels write a chunk's gradient over its logits, so one table is enough,
-# and they take caps.
+# Theirs saves nothing without options. With options, its chunks are inside one operator, where the tracker cannot see
+# them. Neither it nor the course's `chunked_loss` knows caps, so `Recipe(chunked_loss=True)` refuses such models. The
+# library [Liger](https://arxiv.org/abs/2410.10989) writes a chunk's gradient over its logits, so one table is enough,
+# and it takes caps.
 #
 # ## 9 · Under 300 MiB
 #
-# Now everything at once, on models like SmolLM2 with any number of layers. How many layers fit with every weight
-# trained, and how many with adapters?
+# Now combine everything, on models like SmolLM2 with any number of layers.
 
 # %% [markdown]
 # ### Exercise 9.8 · SmolLM2's task under 300 MiB
@@ -677,8 +682,9 @@ under_300 = check("9.8", under_300)
 print(*(smollm2_peak(*choice) for choice in under_300()), sep="\n")
 
 # %% [markdown]
-# With every weight, the twelve layers are 135 MiB. At the end of backward come three tables of the embedding's size, 54
-# MiB each, as in lesson 05. Thirteen layers do not fit. With adapters the activations are what is left.
+# With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
+# size, 54 MiB each, as in lesson 05. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
+# larger, and the peak is in forward.
 #
 # ## 10 · What you can now do
 #
@@ -698,9 +704,9 @@ print(*(smollm2_peak(*choice) for choice in under_300()), sep="\n")
 #
 # ●●○ · 4 minutes · optional · trains: two vectors in place of a matrix, and what they can say of it
 #
-# Write `adafactor_second_moment(grad, row, column, beta2, eps)` for a matrix `grad`. Square it and add `eps`. Then `row`
-# and `column` keep moving averages, with `beta2` and in place, of the sums of its rows and of its columns. Return v: the
-# product of row sum and column sum, divided by the sum of everything.
+# Write `adafactor_second_moment(grad, row, column, beta2, eps)` for a matrix `grad`. Square it and add `eps`. `row`
+# and `column` keep moving averages of its row and column sums, with `beta2` and in place. Return v: the product of
+# row sum and column sum, divided by the sum of everything.
 #
 # <details><summary>Hint 1: sums</summary>
 #
@@ -735,9 +741,9 @@ adafactor_second_moment = check("9.2", adafactor_second_moment)
 #
 # ●○○ · 3 minutes · optional · trains: adding up what a quantized matrix keeps beside its 4 bits
 #
-# Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers has
-# its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax values. A last
-# block or group that is not full counts as well.
+# Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers
+# has its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax
+# values. A last block or group may be incomplete.
 #
 # <details><summary>Hint: round up</summary>
 #

@@ -230,7 +230,12 @@ def _explain_lion(got, expected):
             ("after step 1", "weights"),
         )
     ]
-    return "the weights go the other way: they walk against the sign." if right == [True, False] else None
+    if right != [True, False]:
+        return None
+    mine, wanted = (seen["after step 1"]["weights"] for seen in (got, expected))
+    if difference(mine[:400], wanted[:400]) is None:  # the first group does not decay, the second does
+        return "the decay is wrong: shrink the parameter by 1 - lr * weight_decay, before the sign is subtracted."
+    return "the weights go the other way: they walk against the sign."
 
 
 EXERCISES = (
