@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from predicted import assert_predicted, example_batch
+from families import tiny_config
+from predicted import assert_predicted, example_batch, model_class
 from torch import nn
 
 from gradmem_lib import MemoryTracker, checkpoint_layers, checkpoint_parts, tiled
@@ -176,3 +177,16 @@ def test_a_first_step_may_be_inside_a_checkpointed_layer():
         found, cut = step()
     torch.testing.assert_close(found, expected)
     assert cut < whole
+
+
+def test_what_a_model_collects_of_its_routers_is_of_its_own_tokens_alone():
+    cfg = tiny_config("phimoe")
+    cfg.output_router_logits, cfg.use_cache = True, False
+    model = model_class(cfg)(cfg).train()
+    batch = example_batch(model, 2, 16)
+    expected = model(**batch)
+    for layer in model.model.layers:
+        tiled(layer.mlp, 4)
+    found = model(**batch)
+    assert sum(map(len, found.router_logits)) == sum(map(len, expected.router_logits))
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import Context
 from functools import partial
 
 import torch
@@ -98,7 +99,8 @@ class Tiled(Again):
         if not self.checked and not isinstance(x, FakeTensor):
             # A checkpoint of the whole layer around this call must not notice.
             with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
-                self._check(run, x[..., :16, :].detach().requires_grad_())
+                # Nor what transformers collects of a forward, by a context variable.
+                Context().run(self._check, run, x[..., :16, :].detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
