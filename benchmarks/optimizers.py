@@ -22,7 +22,7 @@ import torch
 import transformers
 from record import record
 
-from gradmem_lib.course.exercises.lesson_09 import Lion
+from gradmem_lib.course.exercises.lesson_09_lion import Lion
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.training.prepare import make_optimizer
 from gradmem_lib.training.recipe import Recipe

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib.course.exercises import lesson_09, lesson_09_adapters, lesson_09_capstone, lesson_09_loss
+from gradmem_lib.course.exercises import (
+    lesson_09,
+    lesson_09_adapters,
+    lesson_09_capstone,
+    lesson_09_lion,
+    lesson_09_loss,
+)
 from gradmem_lib.course.exercises.lesson_09_backward import clip_in_backward, clip_setting
 from gradmem_lib.techniques import optimizers
 from gradmem_lib.techniques.quantized import BLOCK, SCALES_BLOCK, Linear4bit
@@ -41,7 +47,7 @@ def test_exercise_9_2_is_torchs_adafactor_where_no_eps_matters():
 
 def test_exercise_9_3_keeps_one_state_and_moves_every_weight_by_lr():
     p = nn.Parameter(torch.ones(100, 10))
-    optimizer = lesson_09.Lion([p], lr=0.1)
+    optimizer = lesson_09_lion.Lion([p], lr=0.1)
     p.grad = torch.full_like(p, -3.0)
     optimizer.step()
     (m,) = optimizer.state[p].values()

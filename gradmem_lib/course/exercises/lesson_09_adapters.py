@@ -11,6 +11,8 @@ from torch import nn
 from ..compare import difference
 from ..exercise import Exercise, Mistake, calls, measure
 
+NF4_CASES = (1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3)
+NF4_UNSEEN = (455, 10, 4), (64 * 256, 64, 256)
 ADAPTER_CARD = 1_400_000  # bytes: a matrix of 1,048,576 and what rank 8 needs beside it
 
 
@@ -68,11 +70,22 @@ def _addition(layer: nn.Module, trained: list, base: nn.Linear, x: torch.Tensor,
         return layer(x) - base(x)
 
 
+def _begins(trained: list, base: nn.Linear) -> str:
+    """How A and B start, told apart by their shapes."""
+    words = []
+    for name, size in (("A", base.in_features), ("B", base.out_features)):
+        numbers = torch.cat([p.detach().flatten() for p in trained if size in p.shape] or [torch.zeros(0)])
+        words.append(
+            f"{name} {('zero' if not numbers.any() else 'all the same') if len(numbers.unique()) < 2 else 'random'}"
+        )
+    return ", ".join(words)
+
+
 def _observe_lora(candidate):
     found: dict = {}
     for inside, outside, rank, alpha in ((12, 20, 4, 8), (30, 7, 3, 1.5)):
         base, x = _case(inside, outside, bias=rank == 4)
-        right = base(x).detach()
+        right = base(x.requires_grad_()).detach()
         layer = candidate(base, rank, alpha)
         trained = [p for p in layer.parameters() if p.requires_grad]
         seen = {"numbers trained": sum(p.numel() for p in trained), "of the base": sum(p.requires_grad for p in base.parameters()),
@@ -81,6 +94,7 @@ def _observe_lora(candidate):
         found[name] = seen
         if not trained:
             continue
+        seen["at the start"] = _begins(trained, base)
         optimizer = torch.optim.SGD(trained, lr=0.01)
         for step in (1, 2):
             out = layer(x)
@@ -89,6 +103,8 @@ def _observe_lora(candidate):
             seen[f"matrices with a gradient, step {step}"] = sum(
                 p.grad is not None and bool(p.grad.any()) for p in trained
             )
+            if step == 1:
+                seen["x gets a gradient (1 is yes)"] = int(x.grad is not None and bool(x.grad.any()))
             optimizer.step()
             optimizer.zero_grad()
         seen["what A and B add"] = _addition(layer, trained, base, x, rank)
@@ -118,7 +134,29 @@ def _explain_lora(got, expected):
     changed = difference(
         mine["output before the first update"], right["output before the first update"], 1e-4
     )
-    return _FROM_THE_BASE if changed and mine["matrices with a gradient, step 1"] == 2 else None
+    if changed and mine["matrices with a gradient, step 1"] == 2:
+        return _FROM_THE_BASE
+    if changed:
+        return "before the first update the output has to be base(x) itself: with its bias, and not scaled."
+    if mine["at the start"] != right["at the start"]:
+        return f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that its rows differ, and B is zero."
+    if not mine["x gets a gradient (1 is yes)"]:
+        return "x gets no gradient from the base, so that layers below learn nothing: the base is frozen, and not under no_grad."
+    factors = []
+    for case in got:
+        added, wanted = (
+            seen[case].get("what A and B add") if case != "the card" else None for seen in (got, expected)
+        )
+        if added is not None and wanted is not None:
+            factors.append((added * wanted).sum() / wanted.square().sum())
+            if difference(added, factors[-1] * wanted, 1e-4):
+                return None
+    wrong = [factor.item() for factor in factors if abs(factor - 1) > 1e-3]
+    return (
+        f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / rank, a fraction."
+        if wrong
+        else None
+    )
 
 
 def nf4_bytes(numbers, block, group) -> int:
@@ -135,6 +173,25 @@ def _nf4(*, first=2, second=1, scale=4, mean=4, up=lambda n, by: -(-n // by), of
         )
 
     return wrong
+
+
+def _explain_nf4(got, expected):
+    over = [mine - right for mine, right in zip(got.values(), expected.values(), strict=True)]
+    blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_UNSEEN)]
+    groups = [
+        -(-count // group) for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_UNSEEN), strict=True)
+    ]
+    if over == [-count for count in blocks]:
+        return "each block's absmax is missing, one byte."
+    if over == [3 * count for count in blocks]:
+        return "a block's absmax has 4 bytes here: double quantization makes it one."
+    if over in ([-4 * count for count in groups], [-3 * count for count in groups]):
+        return "each group's scale is a float32, of 4 bytes."
+    if over == [-3] * len(over):
+        return "the mean is a float32, of 4 bytes."
+    if min(over) >= -8 and max(over) <= 0:
+        return "bytes are lost in rounding: an odd number, a last block and a last group that are not full count as well, each rounded up."
+    return None
 
 
 EXERCISES = (
@@ -160,7 +217,8 @@ EXERCISES = (
         id="9.6", title="the bytes of NF4", difficulty=1, minutes=3,
         trains="adding up what a quantized matrix keeps beside its 4 bits",
         reference=nf4_bytes,
-        observe=calls((1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3), unseen=((455, 10, 4), (64 * 256, 64, 256))),
+        observe=calls(*NF4_CASES, unseen=NF4_UNSEEN),
+        explain=_explain_nf4,
         mistakes=(
             Mistake("once", lambda numbers, block, group: -(-numbers // 2) + 4 * -(-numbers // block),
                     "a block's magnitude has 4 bytes here: double quantization makes it a byte, and keeps a float32 for each group of these."),

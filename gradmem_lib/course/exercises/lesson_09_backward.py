@@ -136,9 +136,16 @@ def _explain(got, expected):
     above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
     if above["norm"] is None:
         return "the norm is to be returned: that of the whole gradient, before it was clipped."
+    norm, whole = above["norm"], right["norm"]
     moves, wanted = (seen["change of the weights, in learning rates"] for seen in (above, right))
     if difference(above["norm"], right["norm"] ** 2, 1e-3) is None:
         return "this is the sum of the squares, and not the norm: the root is missing."
+    if abs(norm / whole - math.sqrt(2)) < 1e-3:
+        return "the squares of both passes are in the norm: measure in the first alone."
+    if abs(norm / whole - 0.1) < 1e-3:
+        return "this is the norm after clipping: the norm before it is asked for."
+    if difference(norm, whole, 1e-3):
+        return "the norm is that of all gradients as one vector: add up the squares of all numbers, then take the root."
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
         return "the weights go uphill: the step has the wrong sign."
@@ -146,6 +153,10 @@ def _explain(got, expected):
         return "max_norm has no effect: the gradient is stepped by as it came."
     if got["the card"].over and difference(moves, wanted) is None:
         return _WAITS
+    if abs(along - 100) < 0.1:
+        return "lr has no effect: each parameter goes by lr * factor * gradient."
+    if difference(moves, wanted, 1e-3) and not got["the card"].over:
+        return "the weights go elsewhere: the first pass measures and moves nothing, and the second goes by lr * factor * gradient."
     return None
 
 
@@ -159,7 +170,9 @@ EXERCISES = (
         changes=("model",),
         tolerance=1e-4,
         raises=(
-            ("requires? ?grad", "a hook was put on a frozen parameter, which gets no gradient: take those with requires_grad alone."),
+            ("modified by an inplace", "the second pass needs a forward of its own: call loss_of(model) again, since a graph cannot run twice once its weights have moved."),
+            ("not NoneType|'NoneType'", "p.grad is None here: a hook of the first pass is still there and frees it, or the parameter is frozen."),
+            ("cannot register a hook", "a hook was put on a frozen parameter, which gets no gradient: take those with requires_grad alone."),
         ),
         mistakes=(
             Mistake("waits", _waiting, _WAITS),

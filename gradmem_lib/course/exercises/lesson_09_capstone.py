@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 
 from ...training.recipe import Recipe
 from ...units import MiB
+from ..compare import plain
 from ..exercise import Exercise, Mistake
 from .settings import quietly
 
@@ -107,7 +108,8 @@ def _observe(candidate):
     shaped = len(pairs) == 2 and all(
         isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Recipe) for pair in pairs
     )
-    if not shaped or not all(isinstance(pair[0], int) and pair[0] > 0 for pair in pairs):
+    pairs = [(plain(layers), recipe) for layers, recipe in pairs] if shaped else []
+    if not pairs or not all(isinstance(layers, int) and layers > 0 for layers, _ in pairs):
         raise TypeError("return two pairs, each a number of layers and a Recipe")
     found = {}
     for (layers, recipe), name in zip(pairs, ("every weight", "adapters"), strict=True):

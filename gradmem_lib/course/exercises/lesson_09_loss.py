@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ...names import IGNORED
 from ..compare import difference
 from ..exercise import Exercise, Mistake, Unseen, measure
+from .lesson_08 import PRODUCTS, Operations
 
 LOSS_CARD = 8_000_000  # bytes; the logits alone are 12,000,000
 CHUNK = 64
@@ -71,8 +72,15 @@ def _batch(tokens: int, width: int, vocab: int, dtype: torch.dtype, seed: int):
 def _loss(candidate, batch, cap, times) -> dict:
     hidden, weight, labels = batch
     loss = candidate.apply(hidden, weight, labels, cap)
-    (times * loss).backward()
-    return {"loss": loss.detach(), "hidden.grad": hidden.grad, "weight.grad": weight.grad}
+    with Operations() as ran:
+        (times * loss).backward()
+    products = sum(op in PRODUCTS for op in ran.ops)
+    return {
+        "matrix products in backward": products,
+        "loss": loss.detach(),
+        "hidden.grad": hidden.grad,
+        "weight.grad": weight.grad,
+    }
 
 
 def _observe(candidate):
@@ -86,7 +94,9 @@ def _observe(candidate):
     large = _batch(1000, 32, 3000, torch.float32, 5)
     run = measure(lambda: _loss(candidate, large, 5.0, 1.0), budget=LOSS_CARD)
     # The norms alone: what is kept of a run is compared for every mistake.
-    found["1,000 tokens"] = {name: t.norm().item() for name, t in run.value.items() if t is not None}
+    found["1,000 tokens"] = {
+        name: t.norm().item() for name, t in run.value.items() if isinstance(t, torch.Tensor)
+    }
     found["the card"] = type(run)(None, run.peak, run.budget)
     return found
 
@@ -107,14 +117,33 @@ def _explain(got, expected):
         return "this is the sum over the tokens: divide it, and the gradients, by the number of labels that are not -100."
     hidden, weight, _ = _batch(150, 6, 20, torch.float64, 3)
     with torch.no_grad():
-        logits = 2 * torch.tanh(hidden @ weight.T / 2)
+        z = hidden @ weight.T
+        logits = 2 * torch.tanh(z / 2)
+        bent = [
+            F.cross_entropy(other, labels)
+            for other in (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
+        ]
         every = F.cross_entropy(logits, labels.clamp(min=0), reduction="sum") / (labels != IGNORED).sum()
+    if any(difference(mine["loss"], other) is None for other in bent):
+        return "these are other logits: cap * tanh(z / cap), with the cap that is given."
     if difference(mine["loss"], every) is None:
         return (
             "labels of -100 count here as label 0: they are to be ignored, in the loss and in both gradients."
         )
     if got["the card"].over and difference(got[name], expected[name]) is None:
         return _WHOLE
+    if mine["matrix products in backward"]:
+        return (
+            "backward computes again: forward makes both gradients, and backward multiplies them by a number."
+        )
+    if right["hidden.grad"][-1].any() and not mine["hidden.grad"][-1].any():
+        return "the last rows are left out: the last chunk may be shorter than the others."
+    if difference(mine["hidden.grad"], 2 * right["hidden.grad"]) is None:
+        return "the gradients come twice, from backward and from the chunks: detach() hidden and weight in forward."
+    if all(difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")) and difference(
+        mine["weight.grad"], right["weight.grad"]
+    ):
+        return "weight.grad is not the sum over all chunks: every chunk adds its own."
     mine, right = mine["hidden.grad"], right["hidden.grad"]
     there = right.abs().amax(1) > 0
     shares = (mine * right).sum(1)[there] / right.square().sum(1)[there]

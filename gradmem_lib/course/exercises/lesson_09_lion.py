@@ -1,0 +1,162 @@
+"""Lesson 09's exercise about an optimizer that keeps one state, and walks by a sign."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..compare import difference
+from ..exercise import Exercise, Mistake, Seen
+from .settings import flat
+
+
+class Lion(torch.optim.Optimizer):
+    """A step of ``lr`` along the sign of a blend of momentum and gradient (Chen et al. 2023, algorithm 2): one state."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(group["lr"] * m.lerp(p.grad, 1 - beta1).sign())
+                    m.lerp_(p.grad, 1 - beta2)
+
+
+def _lion(step):
+    """A wrong ``Lion``, by what it does to one parameter: ``step(p, m, gradient, group, defaults)``."""
+
+    @torch.no_grad()
+    def every(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    step(p, m, p.grad, group, self.defaults)
+
+    return type("Lion", (Lion,), {"step": every})
+
+
+def _one(*, early=False, swapped=False, sign=torch.sign, blend=True, decay=True, own=True):
+    def step(p, m, g, group, defaults):
+        lr, decays = group["lr"] if own else defaults["lr"], group["weight_decay"]
+        beta1, beta2 = reversed(group["betas"]) if swapped else group["betas"]
+        g = g if decay else g + decays * p
+        if early:
+            m.lerp_(g, 1 - beta2)
+        p.mul_(1 - lr * decays if decay else 1)
+        p.sub_(lr * sign(m if early else m.lerp(g, 1 - beta1) if blend else g))
+        if not early:
+            m.lerp_(g, 1 - beta2)
+
+    return _lion(step)
+
+
+def _observe_lion(candidate):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((40, 10), (30,), (20, 5))
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    narrow = nn.Parameter(torch.randn(64, generator=generator).bfloat16())
+    groups = [{"params": weights[:1]}, {"params": [*weights[1:], narrow], "lr": 0.03, "weight_decay": 0.5}]
+    optimizer = candidate(groups, lr=0.1, betas=(0.8, 0.95))
+    found, begin, changed = {}, flat(weights), 0
+    for number in range(1, 7):
+        for i, p in enumerate((*weights, narrow)):
+            if number != 2 or i != 1:
+                size = (3.0, 1.0, -0.4)[number % 3]
+                p.grad = (torch.randn(p.shape, generator=generator) + size).to(p.dtype)
+            else:
+                p.grad = None
+        before, gradients = flat(weights), [p.grad if p.grad is None else p.grad.clone() for p in weights]
+        optimizer.step()
+        now = flat(weights)
+        changed += sum(
+            g is not None and (p.grad is None or not torch.equal(p.grad, g))
+            for p, g in zip(weights, gradients, strict=True)
+        )
+        if number in (1, 2, 6):
+            found[f"after step {number}"] = {"weights": now}
+        if number == 1:
+            kept = [
+                t
+                for p in weights
+                for t in optimizer.state.get(p, {}).values()
+                if isinstance(t, Tensor) and t.numel() > 1
+            ]
+            found["step 1"] = {
+                "how far the weights of the first group go": (now - before)[:400].abs(),
+                "what is kept": flat(kept),
+            }
+    held = {p: [t for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.numel() > 1]
+            for p in (*weights, narrow)}  # fmt: skip
+    return Seen(
+        {
+            "gradients that step() has changed": changed,
+            "self.state": {
+                "tensors a parameter": [len(tensors) for tensors in held.values()],
+                "bytes": [sum(t.nbytes for t in tensors) for tensors in held.values()],
+            },
+            **found,
+        },
+        begin=begin,
+    )
+
+
+def _explain_lion(got, expected):
+    tensors, wanted = (seen["self.state"]["tensors a parameter"] for seen in (got, expected))
+    if not any(tensors):
+        return "self.state has no tensor for a parameter, so a checkpoint forgets the momentum: keep it in self.state[p]."
+    if max(tensors) > 1:
+        return f"{max(tensors)} tensors of state are kept for a parameter: Lion needs one, the momentum."
+    if got["self.state"] != expected["self.state"] and tensors == wanted:
+        return "the state of a bf16 parameter has another dtype than the parameter: torch.zeros_like(p) keeps it."
+    if got["gradients that step() has changed"]:
+        return "step() changes gradients: it reads p.grad, and zero_grad() is for the caller."
+    far, wanted = (seen["step 1"]["how far the weights of the first group go"] for seen in (got, expected))
+    if not far.any():
+        return "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+    steps = ("after step 1", "after step 2")
+    first, second = (got[step]["weights"] - expected[step]["weights"] for step in steps)
+    if first[:400].abs().max() > 1e-3:
+        return (
+            None if difference(far, wanted) else "the weights go the other way: they walk against the sign."
+        )
+    rest = first[400:]
+    if rest.abs().max() > 1e-6:
+        share = rest / expected.notes["begin"][400:]
+        if (share - share[0]).abs().max() < 1e-3:
+            return "p shrinks by the wrong factor: by 1 - lr * weight_decay, both of its own group."
+        if rest.abs().max() - rest.abs().min() < 1e-6:
+            return "p is to shrink first, and then to go by the sign."
+        return "the second group goes otherwise: read lr and weight_decay from its own `group`."
+    if difference(got["step 1"]["what is kept"], expected["step 1"]["what is kept"], 1e-3):
+        return "another momentum is kept: it starts at zeros, and becomes beta2 * m + (1 - beta2) * g, from the old m."
+    if second[:400].abs().max() > 1e-3:
+        return "the step takes the sign of another blend: beta1 * m + (1 - beta1) * g, with m from before it is updated."
+    return "a parameter without a gradient stops the loop: skip it alone." if second[430:].any() else None
+
+
+EXERCISES = (
+    Exercise(
+        id="9.3", title="Lion: a sign, and one state", difficulty=2, minutes=4,
+        trains="what an optimizer keeps, and what its update needs",
+        reference=Lion,
+        observe=_observe_lion,
+        explain=_explain_lion,
+        tolerance=1e-4,
+        mistakes=(
+            Mistake("momentum first", _one(early=True),
+                    "the momentum is updated before the step: the step takes the sign of a blend by beta1 of the old one, and beta2 is for what is kept."),
+            Mistake("swapped", _one(swapped=True), "the betas are swapped: beta1 blends for the step, beta2 for what is kept."),
+            Mistake("no sign", _one(sign=lambda blend: blend), "the blend itself is subtracted: Lion takes its sign, so that every weight moves by lr."),
+            Mistake("gradient alone", _one(blend=False), "the sign is that of the gradient alone: momentum has no effect."),
+            Mistake("decay in the gradient", _one(decay=False), "the decay goes into the gradient, of which the sign is all that is left: shrink p itself, as AdamW does."),
+            Mistake("one rate", _one(own=False), "every group steps by the same rate: read lr from its group."),
+        ),
+    ),
+)  # fmt: skip
