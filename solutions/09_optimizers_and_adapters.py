@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 from transformers import AutoModelForCausalLM
 
-from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, check, known_model
+from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, Waterfall, check, known_model
 from gradmem_lib import predict, predict_first, prepare
 from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
 
@@ -216,7 +216,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # ## 4 · One table
 #
 # Now compare six optimizers: their bytes, and how well SmolLM2 predicts held-out text after the same tokens. No
-# learning rate suits all, so each gets three, and `*` marks the best.
+# learning rate suits all, so each gets three.
 #
 # We train the matrices of the last six layers, which all six optimizers can take. This takes some minutes. (The
 # stored notebook makes one short update of one layer.)
@@ -244,14 +244,18 @@ def trial(make, rate):
 momentum = partial(optim.SGD, momentum=0.9, foreach=False)
 adafactor = partial(optim.Adafactor, eps=(1e-16, 1e-3), foreach=False)
 muon = partial(optim.Muon, weight_decay=0.0)
-rates = {"momentum": (momentum, 3e-2), "AdamW": (adamw, 3e-4)}
-rates |= {"8-bit AdamW": (AdamW8bit, 3e-4), "Adafactor": (adafactor, 1e-3)}
-rates |= {"Lion": (Lion, 3e-4), "Muon": (muon, 1e-2)}
+rates = {
+    "momentum": (momentum, 3e-2),
+    "AdamW": (adamw, 3e-4),
+    "8-bit AdamW": (AdamW8bit, 3e-4),
+    "Adafactor": (adafactor, 1e-3),
+    "Lion": (Lion, 3e-4),
+    "Muon": (muon, 1e-2),
+}
 for name, (make, rate) in rates.items():
     cost(name, make)
-    tried = [rate, rate / 3, rate * 3][:TRIES]
-    losses = {each: round(trial(make, each), 3) for each in tried}
-    print(f"{'':<11}*{min(losses, key=losses.get):.0e}", losses)
+    losses = {r: trial(make, r) for r in (rate / 3, rate, 3 * rate)[-TRIES:]}
+    print(" " * 11, *(f"{r:.0e}: {loss:.3f}  " for r, loss in losses.items()))
 
 # %% [markdown]
 # In our record of the full run, the loss falls from 3.526 to 3.345 (AdamW and 8-bit AdamW), 3.347 (Lion), 3.350
@@ -351,7 +355,7 @@ for rank in (4, 16, 64):
 #
 # ## 6 · Adapters
 #
-# Lesson 05 used LoRA. Now write it:
+# Lesson 05 used LoRA. Write it:
 #
 # $$\text{output} = W x + \frac{\alpha}{r}\, B\,(A\,x)$$
 
@@ -407,15 +411,16 @@ guess_b = predict_first(
 )
 
 # %%
-seven, GiB = known_model("Llama-2-7B")[1], 2**30
-for rank in (None, 16):
-    for schedule in ("per-layer", None):
-        choice = {"lora_rank": rank, "checkpointing": schedule}
-        recipe = Recipe(precision="bf16", optimizer="adamw-fused", **choice)
-        run = predict(seven, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
-        most = max(run.timeline.by_category["activations"]) / GiB
-        print(f"{choice}: peak {run.peak.total / GiB:.2f}, activations {most:.2f} GiB")
-guess_b.reveal(measured=round(most, 2), what="predicted")
+seven, chart = known_model("Llama-2-7B")[1], Waterfall()
+ways = {"every weight": {}, "LoRA": {"lora_rank": 16}}
+ways["+ checkpoints"] = ways["LoRA"] | {"checkpointing": "per-layer"}
+for name, choice in ways.items():
+    recipe = Recipe("bf16", "adamw-fused", **choice)
+    run = predict(seven, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
+    chart.add(name, run.peak)
+lora = chart.bars[1].by_category["activations"] / 2**30
+guess_b.reveal(measured=round(lora, 2), what="predicted")
+chart
 
 # %% [markdown]
 # LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
@@ -425,7 +430,7 @@ guess_b.reveal(measured=round(most, 2), what="predicted")
 # copy of its input, and activations are 17.38 GiB.)
 #
 # The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
-# values alone, activations are 9.17 GiB, since fewer layers keep their input. But less is trained.
+# values alone, activations are 9.17 GiB, since fewer layers keep their input.
 #
 # Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
 # one. Do checkpoints need this call?
@@ -454,8 +459,8 @@ print(f"{(merged == base).float().mean():.0%} of the weights stay the same")
 #
 # ## 7 · The base in 4 bits
 #
-# Frozen weights may be rough. **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps them in 4
-# bits: a code of 16 numbers, in blocks of 64. Weights roughly follow a normal distribution, so **NF4** has its
+# **QLoRA** ([Dettmers et al. 2023](https://arxiv.org/abs/2305.14314)) keeps frozen weights in
+# 4 bits: a code of 16 numbers, in blocks of 64. Weights roughly follow a normal distribution, so **NF4** has its
 # numbers at that distribution's *quantiles*, closer together where more weights are:
 
 
@@ -465,7 +470,7 @@ def quantiles(n):
 
 
 nf4 = torch.cat([-quantiles(8)[1:].flip(0), quantiles(9)]) / quantiles(9)[-1]
-print(*(f"{value:.2f}" for value in nf4))
+print(nf4.numpy().round(2))
 w = weight.detach().flatten()
 for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
     error = quantize(w, code, 64)[2] - w
@@ -541,7 +546,7 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 # %% [markdown]
 # QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear
 # layers hide it: A keeps these inputs anyway.) With kept matrices, QLoRA needs more at both lengths. PEFT's
-# `prepare_model_for_kbit_training` is a third way: it casts norms and embeddings to float32, which doubles many
+# `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles many
 # activations.
 #
 # Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
@@ -615,15 +620,13 @@ ChunkedLoss = check("9.7", ChunkedLoss)
 
 # %%
 hidden = torch.randn(512, 64, requires_grad=True)
-head = nn.Parameter(0.02 * torch.randn(8192, 64))
+head = torch.zeros(8192, 64, requires_grad=True)
 given = hidden, head, torch.randint(0, 8192, (512,))
 ways = {"logits at once": lambda: F.cross_entropy(hidden @ head.T, given[2])}
 ways["yours"] = lambda: ChunkedLoss.apply(*given, 30.0)
 if hasattr(F, "linear_cross_entropy"):
-    ways["theirs"], options = (
-        partial(F.linear_cross_entropy, *given),
-        nn.LinearCrossEntropyOptions(),
-    )
+    ways["theirs"] = partial(F.linear_cross_entropy, *given)
+    options = nn.LinearCrossEntropyOptions()
     ways["with options"] = partial(ways["theirs"], options=options)
 for name, loss_of in ways.items():
     hidden.grad = head.grad = None
@@ -679,25 +682,26 @@ def under_300():
 under_300 = check("9.8", under_300)
 
 # %%
-print(*(smollm2_peak(*choice) for choice in under_300()), sep="\n")
+chart = Waterfall(budget="300 MiB", title="SmolLM2's task")
+for layers, recipe in under_300():
+    chart.add(f"{layers} layers", smollm2_peak(layers, recipe), aside=True)
+chart
 
 # %% [markdown]
 # With every weight, the embedding and twelve layers are 135 MiB. Backward ends with three tables of the embedding's
-# size, 54 MiB each, as in lesson 05. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
+# size, 54 MiB each. Thirteen layers do not fit. With adapters, the weights of 40 layers are hardly
 # larger, and the peak is in forward.
 #
 # ## 10 · What you can now do
 #
 # - **An optimizer has two bills**, states and temporaries. Compare optimizers at their own best rates.
-# - **8 bits need blocks, and a code that is finer towards 0**, so that v stays above it.
+# - **8 bits need blocks, and a code finer towards 0**.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
 # - **Adapters save states and gradients, not activations.** So checkpoints matter more.
 # - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
 # - **A loss in chunks** makes its gradients on the way forward. It has to know the model's caps and scales.
 #
 # ## More practice
-#
-# Nothing later needs these two.
 
 # %% [markdown]
 # ### Exercise 9.2 · a second moment from row and column sums
