@@ -694,12 +694,12 @@ chart
 #
 # ## 10 · What you can now do
 #
-# - **An optimizer has two bills**, states and temporaries. Compare optimizers at their own best rates.
+# - **An optimizer has two bills**, states and temporaries. Compare optimizers at their best rates.
 # - **8 bits need blocks, and a code finer towards 0**.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
 # - **Adapters save states and gradients, not activations.** So checkpoints matter more.
 # - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
-# - **A loss in chunks** makes its gradients on the way forward. It has to know the model's caps and scales.
+# - **A loss in chunks** makes its gradients on the way forward. It must know the model's caps and scales.
 #
 # ## More practice
 

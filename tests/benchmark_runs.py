@@ -27,7 +27,7 @@ sys.path.insert(0, {folder!r})
 runpy.run_path({script!r}, run_name="__main__")
 """
 ABSENT = ("anywidget", "ipywidgets", "traitlets", "IPython", "ipykernel", "matplotlib", "platformdirs", "gguf", "psutil",
-          "accelerate", "nbformat", "jupytext", "pytest", "hypothesis")  # fmt: skip
+          "accelerate", "peft", "nbformat", "jupytext", "pytest", "hypothesis")  # fmt: skip
 
 
 def from_a_plain_checkout(folder: Path, script: str, *arguments: str) -> str:
