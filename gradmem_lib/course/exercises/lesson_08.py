@@ -17,7 +17,6 @@ from .settings import gradients_of
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 KEEP, REPEAT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-FUSED = aten._scaled_dot_product_flash_attention_for_cpu
 WIDTH = 8
 
 
@@ -112,7 +111,7 @@ def _observe_policy(candidate):
         return found
     (kept, rest), (again, _) = (_decisions(policy, seen.ops, second) for second in (False, True))
     other, _ = _decisions(candidate(), seen.ops, False)
-    fused, _ = _decisions(candidate(), [*PRODUCTS[:1], FUSED.default, *PRODUCTS[:2]], False)
+    fused, _ = _decisions(candidate(), [*PRODUCTS[:1], cpu_attention.default, *PRODUCTS[:2]], False)
     found |= {
         "a layer of 7 products": {"kept": kept, "other operations kept": rest, "kept when asked again in the second run": again},
         "the next layer, by a policy of its own": {"kept": other},
