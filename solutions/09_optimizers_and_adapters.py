@@ -350,8 +350,8 @@ for rank in (4, 16, 64):
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
-# A few directions keep most of it. (With few tokens, as here, the rank is low anyway.) G itself stays large, so
-# GaLore is combined with steps in backward (`optim="galore_adamw_layerwise"`).
+# A few directions keep most of it. G itself stays large, so GaLore is combined with steps in backward
+# (`optim="galore_adamw_layerwise"`).
 #
 # ## 6 · Adapters
 #
@@ -406,9 +406,7 @@ LoRA = check("9.5", LoRA)
 # 12.06 GiB.
 
 # %%
-guess_b = predict_first(
-    "9.b", "With LoRA of rank 16: how many GiB of activations?", unit="GiB"
-)
+guess_b = predict_first("9.b", "Its activations with LoRA of rank 16, at most?", unit="GiB")
 
 # %%
 seven, chart = known_model("Llama-2-7B")[1], Waterfall()
@@ -418,8 +416,9 @@ for name, choice in ways.items():
     recipe = Recipe("bf16", "adamw-fused", **choice)
     run = predict(seven, batch_size=1, seq_len=2048, recipe=recipe, target="cpu")
     chart.add(name, run.peak)
-lora = chart.bars[1].by_category["activations"] / 2**30
-guess_b.reveal(measured=round(lora, 2), what="predicted")
+    if name == "LoRA":
+        most = max(run.timeline.by_category["activations"]) / 2**30
+guess_b.reveal(measured=round(most, 2), what="predicted")
 chart
 
 # %% [markdown]
@@ -544,10 +543,9 @@ formula = 106_168_320 * (2 - 0.5159) / (30 * 2 * (576 + 1536))
 guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
-# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. (Adapters on *all* linear
-# layers hide it: A keeps these inputs anyway.) With kept matrices, QLoRA needs more at both lengths. PEFT's
-# `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles many
-# activations.
+# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. With kept matrices, QLoRA needs
+# more at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles
+# many activations.
 #
 # Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
 #

@@ -63,6 +63,8 @@ def test_what_lora_takes_off_a_7b():
     every_weight, parts = seven(BF16)
     lora, left = seven(replace(BF16, lora_rank=16))
     assert f"activations are at most {parts['activations'] / GiB:.2f} GiB." in TEXT
+    notebook = (ROOT / "solutions" / "09_optimizers_and_adapters.ipynb").read_text(encoding="utf-8")
+    assert f"predicted  {left['activations'] / GiB:.2f} GiB" in notebook
     gone = sum(parts[name] - left[name] for name in ("gradients", "optimizer"))
     assert f"LoRA removes {gone / GiB:.0f} GiB of gradients and states" in TEXT
     rerun = {"checkpointing": "per-layer"}
