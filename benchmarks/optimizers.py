@@ -17,10 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
 from record import record
+
+# A plain checkout: the library is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gradmem_lib.course.exercises.lesson_09_lion import Lion
 from gradmem_lib.measure.tracker import MemoryTracker

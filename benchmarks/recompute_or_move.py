@@ -13,14 +13,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from checkpointing import SETTINGS, Setting, now
 from record import record
 from torch import nn
+
+# A plain checkout: the library is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpointing import SETTINGS, Setting, now
 
 from gradmem_lib.course.operations import count_operations
 from gradmem_lib.measure.tracker import MemoryTracker

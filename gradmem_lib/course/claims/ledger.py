@@ -62,6 +62,18 @@ def _row(claim: Claim, finding: Finding | None) -> str:
     return f"| {name} | {figure.what}: {figure.claimed} | {figure.text} | {finding.verdict} |"
 
 
+def _figures(finding: Finding) -> list[str]:
+    """The figures in sight. What is claimed of several is said at the first of them."""
+    claimed = ""
+    lines = []
+    for figure in finding.shown:
+        lines.append(
+            f"- {figure.what}: {figure.text}" if figure.claimed == claimed else f"- {beside(figure)}"
+        )
+        claimed = figure.claimed
+    return lines
+
+
 def _entry(claim: Claim, finding: Finding, lessons: list[str]) -> list[str]:
     where = f"Shown in lesson {' and '.join(lessons)}." if lessons else "No lesson shows it yet."
     rows = [f"| {name} | {value(number)} |" for name, number in finding.figures.items()]
@@ -76,7 +88,7 @@ def _entry(claim: Claim, finding: Finding, lessons: list[str]) -> list[str]:
         "",
         f"**{verdict}**{summary}",
         "",
-        *(f"- {beside(figure)}" for figure in finding.shown),
+        *_figures(finding),
         "",
         "<details><summary>More</summary>",
         "",
