@@ -8,6 +8,7 @@ _HOMES = {
     "judging": "judge",
     "guesses": "Guess",
     "processes": "torchrun",
+    "ranks": "run_ranks RanksFailed",
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_06_models": "classifier_setting t5_setting",
     "exercises.lesson_09_capstone": "smollm2_peak",

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# A process that ends well leaves without taking Python down first. DistributedDataParallel keeps its process group, also
-# after destroy_process_group(), and a thread of gloo's that lets go of a tensor meanwhile would abort the process
-# (pytorch/pytorch#179291).
+from .ranks import loopback_only
+
+# A process that ends well leaves as a rank of run_ranks does, and for the same reason.
 _START = """
 import os, runpy, sys
 runpy.run_path({!r}, run_name="__main__")
@@ -29,13 +29,9 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    if loopback:
-        env["GLOO_SOCKET_IFNAME"] = (
-            loopback  # else gloo asks for this machine's name, which may lead elsewhere
-        )
+    env |= loopback_only()
     with tempfile.TemporaryDirectory() as folder:
         path, start = Path(folder) / "script.py", Path(folder) / "start.py"
         path.write_text(script, encoding="utf-8")
