@@ -1,4 +1,4 @@
-"""The only spelling of categories, phases, precisions, optimizers, attention and checkpointing."""
+"""The only spelling of categories, phases, precisions, optimizers, attention, checkpointing and sharding."""
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
 PHASES = ("idle", "forward", "backward", "optimizer_step")
@@ -37,5 +37,12 @@ SELECTIVE = {
 OFFLOAD = {
     "activations": "all that autograd saves, but parameters and buffers",
     "boundaries": "the inputs of checkpoints",
+    "parameters": "with sharding='fsdp': shards of weights, gradients and states, which the optimizer steps on the host",
+}
+SHARDING = {
+    "ddp": "each rank has a copy of everything, and gradients are averaged (DistributedDataParallel)",
+    "zero1": "the same, with optimizer states cut over the ranks (ZeroRedundancyOptimizer)",
+    "zero2": "states, gradients and weights are cut; gathered weights stay until backward (fully_shard, no resharding)",
+    "fsdp": "the same, and a layer's gathered weights are freed after it, in forward too (fully_shard; ZeRO 3)",
 }
 IGNORED = -100  # a label that does not count

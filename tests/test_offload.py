@@ -19,7 +19,7 @@ from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, make_trainer, 
 from gradmem_lib import step as train_step
 from gradmem_lib.compat import saved_tensor_hooks
 from gradmem_lib.course import models
-from gradmem_lib.names import OFFLOAD
+from gradmem_lib.techniques.offload import MOVES
 
 
 def files(folder: Path) -> list[Path]:
@@ -220,7 +220,7 @@ def test_transformers_own_offload_is_an_error_without_an_accelerator():
         model(input_ids=ids, labels=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("what", OFFLOAD)
+@pytest.mark.parametrize("what", MOVES)
 def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)

@@ -36,8 +36,7 @@ class Processes:
         """Each number, added up over all processes."""
         if not self.groups:
             return list(numbers)
-        device = next(self.model.parameters()).device
-        total = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact up to 2**53
+        total = torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))  # exact up to 2**53
         for group in self.groups:
             dist.all_reduce(total, group=group)
         return total.tolist()
@@ -83,6 +82,12 @@ class Sharded(Processes):
                 )
             yield micro, True
             del micro
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where ``model`` computes: of offloaded shards, the device that they are gathered on."""
+    first = next(model.parameters())
+    return torch.device(first.device_mesh.device_type) if hasattr(first, "device_mesh") else first.device
 
 
 def processes_of(model: nn.Module | None) -> Processes:

@@ -19,6 +19,8 @@ from ..compat import current_node, for_a_checkpoint, graph_task, number_of, stor
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD
 
+MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # which fully_shard moves
+
 
 class offload_activations(saved_tensors_hooks):
     """``with offload_activations(model=model) as moved:`` around a forward moves what autograd saves in it, until backward.
@@ -30,7 +32,7 @@ class offload_activations(saved_tensors_hooks):
         folder: where the files get a folder of their own; ``None``: among the system's temporary ones. A file goes with the
             graph that needs it, and the folder with its last file. ``.close()`` and an exception in the block remove both.
         model: whose parameters and buffers stay where they are. Without it, all ``nn.Parameter`` do.
-        what: a key of ``OFFLOAD``.
+        what: ``"activations"`` or ``"boundaries"`` (``OFFLOAD``).
 
     Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that held them, each moved once. A backward
     reads each back as often as it needs it, and raises ``RuntimeError`` where the files are gone.
@@ -43,8 +45,8 @@ class offload_activations(saved_tensors_hooks):
         model: nn.Module | None = None,
         what: str = "activations",
     ):
-        if what not in OFFLOAD:
-            raise ValueError(f"what={what!r} is not known: choose one of {', '.join(map(repr, OFFLOAD))}")
+        if what not in MOVES:
+            raise ValueError(f"what={what!r} is not known: choose one of {', '.join(map(repr, MOVES))}")
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
         self._parent, self._model, self._what = folder, model, what

@@ -1,11 +1,13 @@
 """A model and an optimizer that train as a recipe says. Works on real tensors and on fake ones alike."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import compat
@@ -17,6 +19,7 @@ from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from ..techniques.selective import checkpoint_parts
+from ..techniques.sharding import cut_states, shard
 from .losses import check_chunked_loss
 from .recipe import Recipe
 
@@ -29,27 +32,35 @@ ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
 class Prepared(NamedTuple):
-    """``model`` (the one given, changed in place), ``optimizer`` (an ``Optimizer``, or a list of them for ``in_backward``),
-    and ``undo``: ``undo.close()`` takes away checkpointing and the hooks that step in backward."""
+    """``model`` (the one given, changed in place, or the ``DistributedDataParallel`` around it), ``optimizer`` (an ``Optimizer``,
+    or a list of them for ``in_backward``), and ``undo``: ``undo.close()`` takes away checkpointing and the hooks that step in backward."""
 
     model: nn.Module
     optimizer: Optimizer | list[Optimizer]
     undo: ExitStack
 
 
-def prepare(model: nn.Module, recipe: Recipe, *, lr: float | None = None) -> Prepared:
+def prepare(
+    model: nn.Module, recipe: Recipe, *, lr: float | None = None, mesh: DeviceMesh | None = None
+) -> Prepared:
     """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` where they do not fit.
 
     Works on fake models too. Without ``lr`` the learning rate is ``RATE``, and ``RELATIVE_RATE`` for torch's Adafactor.
+    With ``recipe.sharding``, every process of the group calls it (``shard``, which takes ``mesh``).
     """
     if lr is None:
         lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
     undo = ExitStack()
     change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
+    if recipe.sharding is not None:  # after checkpoints: a layer that runs again is gathered again
+        dtype = torch.bfloat16 if recipe.precision == "float32-master" else None
+        model = shard(
+            model, recipe.sharding, mesh=mesh, compute_dtype=dtype, offload=recipe.offload == "parameters"
+        )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not recipe.in_backward:
-        return Prepared(model, make_optimizer(trained, recipe, lr), undo)
+        return Prepared(model, make_optimizer(trained, recipe, lr, mesh), undo)
     optimizers = []
     for parameter in trained:
         optimizers.append(make_optimizer([parameter], recipe, lr))
@@ -138,11 +149,17 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
 
 
-def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float) -> Optimizer:
+def make_optimizer(
+    parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh: DeviceMesh | None = None
+) -> Optimizer:
     """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
     name = recipe.optimizer
+    if recipe.sharding == "zero1":
+        on_one = partial(make_optimizer, recipe=replace(recipe, sharding="ddp"), lr=lr)
+        return cut_states(parameters, on_one, mesh and mesh.get_group())
     if name in ("adamw", "adamw-foreach", "adamw-fused"):
-        kind = MasterAdamW if recipe.precision == "float32-master" else torch.optim.AdamW
+        master = recipe.precision == "float32-master" and not recipe.fully_sharded
+        kind = MasterAdamW if master else torch.optim.AdamW
         return kind(parameters, lr=lr, foreach=name == "adamw-foreach", fused=name == "adamw-fused")
     if name == "adamw-8bit":
         return AdamW8bit(parameters, lr=lr)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE
+from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from ..techniques.schedules import checked_schedule
 
 
@@ -30,7 +30,8 @@ class Recipe:
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's
             number of layers, or a list of them (``checkpointing.checkpoint_layers`` says what each means); or a key of ``SELECTIVE`` for a part of each layer.
         every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
-        offload: a key of ``OFFLOAD``: what of a forward waits for its backward outside the memory that computes.
+        offload: a key of ``OFFLOAD``: what waits for its backward, or its step, outside the memory that computes.
+        sharding: a key of ``SHARDING``: how several processes train one model together, each on rows of its own; ``None``: one process.
         accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
             of the linear layers that get one; empty means every linear layer but the output's. Their dtype is the weights', and with
@@ -48,6 +49,7 @@ class Recipe:
     checkpointing: str | int | tuple | None = None
     every_n_layers: int | None = None
     offload: str | None = None
+    sharding: str | None = None
     accumulation: int = 1
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ class Recipe:
         _choose("optimizer", self.optimizer, OPTIMIZERS)
         _choose("attention", self.attention, (*ATTENTION, None))
         _choose("offload", self.offload, (*OFFLOAD, None))
+        _choose("sharding", self.sharding, (*SHARDING, None))
         _whole("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
@@ -72,6 +75,7 @@ class Recipe:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
         self._check_together()
+        self._check_sharding()
 
     def _check_together(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -130,14 +134,54 @@ class Recipe:
                 "checkpointing='per-layer', or offload='boundaries'"
             )
 
+    def _check_sharding(self) -> None:
+        if self.sharding in ("ddp", "zero1") and self.in_backward:
+            raise ValueError(
+                f"in_backward=True steps each parameter before sharding={self.sharding!r} has averaged its gradient over the "
+                "ranks: choose sharding='fsdp' with it"
+            )
+        if self.sharding is not None and self.chunked_loss:
+            raise ValueError(
+                "chunked_loss goes around the model's own call, in which gradients are averaged and weights gathered over "
+                f"the ranks: leave it out with sharding={self.sharding!r}"
+            )
+        if self.fully_sharded and not self.optimizer.startswith(("adamw", "sgd")):
+            raise ValueError(
+                f"{self.optimizer} takes means over rows and columns, and sharding={self.sharding!r} leaves each rank some of the "
+                "rows: choose sharding='zero1' with it, or optimizer='adamw'"
+            )
+        if self.fully_sharded and self.optimizer in ("adamw-8bit", "adamw-stochastic"):
+            raise ValueError(
+                f"{self.optimizer} works on whole weights, and sharding={self.sharding!r} leaves each rank a part of each: choose "
+                "sharding='zero1' with it, or optimizer='adamw'"
+            )
+        if self.sharding == "ddp" and self.optimizer == "adamw-stochastic":
+            raise ValueError(
+                "adamw-stochastic rounds by chance, and with sharding='ddp' each rank's copy of the weights would be rounded its own "
+                "way: choose sharding='zero1', where one rank rounds each weight for all"
+            )
+        if self.offload == "parameters" and self.sharding != "fsdp":
+            raise ValueError(
+                f"offload='parameters' keeps the shards of fully_shard on the host, and sharding={self.sharding!r}: choose "
+                "sharding='fsdp' with it"
+            )
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether each rank keeps a part of every weight alone."""
+        return self.sharding in ("zero2", "fsdp")
+
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         return {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(self.precision)
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """That the weights are cast to; ``None`` where they stay what they are."""
-        return {None: None, "bf16": torch.bfloat16, "float32-master": torch.bfloat16}.get(
+        """That the weights are cast to; ``None`` where they stay what they are.
+
+        With float32-master and sharding, shards are the float32 weights, and what is gathered of them is bf16."""
+        master = torch.float32 if self.fully_sharded else torch.bfloat16
+        return {None: None, "bf16": torch.bfloat16, "float32-master": master}.get(
             self.precision, torch.float32
         )
 

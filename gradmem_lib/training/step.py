@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
-from ..techniques.offload import offload_activations
+from ..techniques.data_parallel import device_of
+from ..techniques.offload import MOVES, offload_activations
 from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
 from .recipe import Recipe
@@ -63,7 +64,7 @@ def step(
 
     ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
-    device = next(model.parameters()).device.type
+    device = device_of(model).type
     moves = offload or moving(model, recipe)
     parts = list(cut_batch(batch, recipe))
     counts = [count_items(model, micro) for micro in parts][:micro_batches]  # counted are all of them
@@ -101,7 +102,7 @@ def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
 
 def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
     """What is to be around a forward, to move what ``recipe.offload`` says."""
-    return offload_activations(model=model, what=recipe.offload) if recipe.offload else ExitStack()
+    return offload_activations(model=model, what=recipe.offload) if recipe.offload in MOVES else ExitStack()
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:

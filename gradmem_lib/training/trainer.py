@@ -331,6 +331,11 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
             "in_backward=True steps during backward, which make_trainer does not set up: use gradmem_lib's prepare(model, recipe) "
             "and step(...), or a Trainer of your own with a LayerWiseDummyOptimizer"
         )
+    if recipe.sharding not in (None, "ddp"):
+        raise ValueError(
+            f"sharding={recipe.sharding!r} is not set up by make_trainer: use gradmem_lib's prepare(model, recipe) and step(...) "
+            "under torchrun, or sharding='ddp'"
+        )
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
             "on the CPU, Trainer trains in float32 in spite of fp16=True: choose 'autocast-bf16', or move the model to a card"

@@ -1,0 +1,99 @@
+"""Run in every rank by the tests of sharding: one optimizer step of several ranks, and of one process on all their rows."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from families import tiny_config
+
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.training.losses import predicts_next_token
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+ROWS = 4  # of each rank
+
+
+def model_of(family: str, dtype: torch.dtype) -> torch.nn.Module:
+    config = tiny_config(family)
+    for name in vars(config):
+        if "drop" in name and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    torch.manual_seed(0)
+    return model_class(config)(config).to(dtype)
+
+
+def batch_of(model: torch.nn.Module, rows: int) -> dict:
+    """Rows of unequal numbers of labels."""
+    torch.manual_seed(1)
+    batch = example_batch(model, rows, 12)
+    if batch["labels"].dim() == 2:
+        ends = torch.randint(2, 13, (rows, 1))
+        batch["labels"] = batch["labels"].masked_fill(torch.arange(12) >= ends, -100)
+    return batch
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def exact_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """The model's own loss in float64: transformers' own is computed in float32."""
+    logits, labels = model(**batch).logits, batch["labels"]
+    if labels.dim() == 2 and predicts_next_token(model):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+def trained(family: str, recipe: Recipe, rows, dtype=torch.float64, steps: int = 2, clip: float = 0.0):
+    """Gradients of each step and the weights after them, by name; and the losses."""
+    model = model_of(family, dtype)
+    batch = {name: t[rows] for name, t in batch_of(model, ROWS * dist.get_world_size()).items()}
+    torch.manual_seed(2)
+    model, optimizer, undo = prepare(model, recipe)
+    seen = []
+
+    def mark(part: str) -> None:
+        if part == "step":
+            weights = [p for p in model.parameters() if p.requires_grad]
+            if clip:
+                torch.nn.utils.clip_grad_norm_(weights, clip, foreach=False)
+            seen.extend(whole(p.grad).clone() for p in weights if p.grad is not None)
+
+    with undo:
+        losses = [step(model, optimizer, batch, recipe, mark=mark, loss=exact_loss) for _ in range(steps)]
+    return [*seen, *(whole(p.detach()) for p in model.parameters()), *losses]
+
+
+def distance(family: str, recipe: Recipe, **options) -> float | str:
+    """The largest relative distance of any tensor from one process's, or the sentence that refuses."""
+    try:
+        here = trained(family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options)
+    except ValueError as error:
+        return str(error)
+    alone = replace(recipe, sharding=None, accumulation=1, offload=None)
+    there = trained(family, alone, slice(None), **options)
+    assert len(here) == len(there), (len(here), len(there))
+    return max(((a - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(here, there, strict=True))
+
+
+def main(cases: dict[str, list]) -> None:
+    """``cases``: by name, the family, the recipe's fields and options. Rank 0 prints what each found."""
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    found = {}
+    for name, (family, fields, options) in cases.items():
+        try:
+            found[name] = distance(family, Recipe(**{"precision": None} | fields), **options)
+        except Exception as error:  # every rank says the same
+            found[name] = f"{type(error).__name__}: {error}"
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
