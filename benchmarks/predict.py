@@ -31,10 +31,10 @@ import torch
 from record import record
 
 from gradmem_lib.compat import attention_without_mask
+from gradmem_lib.course.shapes import SHAPES, Shape
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.techniques.shapes import SHAPES, Shape
 from gradmem_lib.training.prepare import prepare, set_attention
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import format_bytes

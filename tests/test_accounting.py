@@ -17,8 +17,8 @@ from gradmem_lib.course.accounting import PRECISIONS
 from gradmem_lib.course.check import get
 from gradmem_lib.course.claims.saved import saved_tensors
 from gradmem_lib.course.judging import judge
+from gradmem_lib.course.shapes import SHAPES, Shape
 from gradmem_lib.names import CATEGORIES
-from gradmem_lib.techniques.shapes import SHAPES, Shape
 
 DTYPES = {
     "float32": torch.float32,

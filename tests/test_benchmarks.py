@@ -13,8 +13,8 @@ import pytest
 import torch
 from benchmark_runs import ROOT, from_a_plain_checkout
 
+from gradmem_lib.course.shapes import SHAPES, Shape
 from gradmem_lib.names import OPTIMIZERS, PRECISIONS
-from gradmem_lib.techniques.shapes import SHAPES, Shape
 from gradmem_lib.training.recipe import Recipe
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..names import CATEGORIES
 from ..techniques.schedules import segments_for
-from ..techniques.shapes import SHAPES as SHAPES
-from ..techniques.shapes import Shape as Shape
+from .shapes import SHAPES as SHAPES
+from .shapes import Shape as Shape
 
 FLOAT32, INT64 = 4, 8  # bytes of one number
 

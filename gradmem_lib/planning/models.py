@@ -10,26 +10,17 @@ from typing import Any
 from torch import nn
 
 from ..prediction.configs import find_config, title_of
-from ..techniques.shapes import SHAPES
 
 
-def _table() -> dict[str, dict[str, Any]]:
+def model_table() -> dict[str, dict[str, Any]]:
     """By name: ``ids`` on the hub (the first one is loaded), and the config as its makers publish it, where that is not
-    transformers' default; of those in ``SHAPES``, the positions."""
+    transformers' default."""
     return json.loads(files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
-
-
-def _config(name: str, ids: list[str], **fields: Any) -> Any:
-    from transformers import AutoConfig
-
-    if name in SHAPES:  # the hub's GPT-2s are trained with dropout, and its masks take memory
-        return SHAPES[name].config(**fields, dropout=0.1)
-    return AutoConfig.for_model(**fields)
 
 
 def known_models() -> list[str]:
     """The names that ``known_model`` knows."""
-    return list(_table())
+    return list(model_table())
 
 
 def known_model(name: str) -> tuple[str, Any, str] | None:
@@ -37,12 +28,15 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
 
     The config has the model's sizes and needs no network. Where an id was given, the hub id is that one.
     """
+    from transformers import AutoConfig
+
     wanted = _plain(name)
-    for known, row in _table().items():
-        ids = {_plain(written): one for one in row["ids"] for written in (one, one.rpartition("/")[2])}
-        ids[_plain(known)] = next(iter(row["ids"]), "")
+    for known, row in model_table().items():
+        hub = row.pop("ids")
+        ids = {_plain(written): one for one in hub for written in (one, one.rpartition("/")[2])}
+        ids[_plain(known)] = next(iter(hub), "")
         if wanted in ids:
-            return known, _config(known, **row), ids[wanted]
+            return known, AutoConfig.for_model(**row), ids[wanted]
     return None
 
 

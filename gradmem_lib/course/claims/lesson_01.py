@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ...compat import storage_key
-from ...techniques.shapes import SHAPES, Shape
 from ...training.prepare import prepare
 from ...training.recipe import Recipe
 from .. import accounting
+from ..shapes import SHAPES, Shape
 from . import Finding, answers
 from .finding import GB, Figure, about, between, in_unit, more, yes
 from .saved import saved_tensors

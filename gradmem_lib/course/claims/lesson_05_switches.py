@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
 from ...prediction.predict import Prediction
-from ...techniques.shapes import SHAPES
 from .. import accounting, models
+from ..shapes import SHAPES
 from . import Finding, answers
 from .finding import Figure, fits, in_unit, yes
 from .lesson_01 import gb

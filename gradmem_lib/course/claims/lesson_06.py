@@ -13,10 +13,10 @@ from ...planning.cards import CARDS
 from ...planning.cost import LORA_RANK, count, seconds_per_token
 from ...planning.models import find_model
 from ...prediction.predict import Prediction, predict
-from ...techniques.shapes import SHAPES, Shape
 from ...training.recipe import Recipe
 from ...units import GiB, MiB
 from .. import accounting
+from ..shapes import SHAPES, Shape
 from . import Finding, answers, bert_large
 from .finding import GB, Figure, about, between, fits, less, more
 from .lesson_01 import gb

@@ -18,8 +18,8 @@ from ...prediction.fit import fit
 from ...prediction.predict import predict
 from ...techniques.checkpointing import checkpoint_layers
 from ...techniques.selective import checkpoint_parts
-from ...techniques.shapes import SHAPES
 from .. import accounting
+from ..shapes import SHAPES
 from . import Finding, answers
 from .finding import GB, Figure, about, between, more, yes
 from .lesson_01 import SEVEN, gb

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...compat import FakeTensorMode, model_from_config, storage_key
-from ...techniques.shapes import Shape
 from ..operations import count_operations
+from ..shapes import Shape
 
 
 def saved_tensors(

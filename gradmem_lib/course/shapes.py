@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+from ..planning.models import model_table
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,11 @@ class Shape:
             return cls(*sizes, heads, inner, tied=tied, positions=config.n_positions, **_GPT2)
         return cls(*sizes, config.num_key_value_heads, config.intermediate_size, tied=tied)
 
-    def config(self, *, positions: int = 131072, dropout: float = 0.0) -> Any:
+    def config(self, *, positions: int = 131072) -> Any:
         """A transformers config of this shape: ``from_config`` turned round.
 
         ``positions``: the longest sequence, for rotary positions; a learned table has its own length.
-        ``dropout`` is GPT-2's alone, in all three places.
+        GPT-2 has no dropout here.
         """
         from transformers import GPT2Config, LlamaConfig
 
@@ -111,7 +114,7 @@ class Shape:
             return GPT2Config(
                 vocab_size=self.vocab, n_embd=self.hidden, n_layer=self.layers, n_head=self.heads,
                 n_inner=self.intermediate, n_positions=self.positions, tie_word_embeddings=self.tied,
-                resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             )  # fmt: skip
         return LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
@@ -122,16 +125,19 @@ class Shape:
 
 _GPT2: dict[str, Any] = {"gated": False, "norm": "layer", "biases": True}
 
-SHAPES: dict[str, Shape] = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny Llama", 8192, 256, 4, 8, 8, 688),
-        Shape("SmolLM2-135M", 49152, 576, 30, 9, 3, 1536, tied=True),
-        Shape("Llama-3.2-1B", 128256, 2048, 16, 32, 8, 8192, tied=True),
-        Shape("Llama-2-7B", 32000, 4096, 32, 32, 32, 11008),
-        Shape("Llama-2-13B", 32000, 5120, 40, 40, 40, 13824),
-        Shape("Llama-2-70B", 32000, 8192, 80, 64, 8, 28672),
-        Shape("GPT-2", 50257, 768, 12, 12, 12, 3072, tied=True, positions=1024, **_GPT2),
-        Shape("GPT-2 XL", 50257, 1600, 48, 25, 25, 6400, tied=True, positions=1024, **_GPT2),
-    )
-}
+
+def _known(*names: str) -> dict[str, Shape]:
+    """Llamas and GPT-2s of ``planning/models.json``, read without transformers, which takes seconds to import."""
+    table, found = model_table(), {}
+    for name in names:
+        row = table[name]
+        head = row["hidden_size"] // row["num_attention_heads"]
+        config = SimpleNamespace(**row, head_dim=head, attention_bias=False, mlp_bias=False)
+        found[name] = Shape.from_config(config, name)
+    return found
+
+
+SHAPES = _known(
+    "tiny Llama", "SmolLM2-135M", "Llama-3.2-1B", "Llama-2-7B", "Llama-2-13B", "Llama-2-70B", "GPT-2",
+    "GPT-2 XL",
+)  # fmt: skip
