@@ -12,13 +12,13 @@ from transformers import AutoConfig, TrainerCallback
 
 from gradmem_lib.course import models
 from gradmem_lib.planning.cards import find_card
-from gradmem_lib.planning.code import code
 from gradmem_lib.planning.cost import count
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.view.plan_code import plan_code
 
 ROWS, TOKENS, VOCAB, IMAGE_TOKEN = 4, 16, 96, 95
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -150,7 +150,7 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
     made = planned(name)
-    text = code(option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu")
+    text = plan_code(option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu")
     assert f"import {name}" in text
     gradients = Gradients()
     with torch.random.fork_rng():
@@ -165,7 +165,7 @@ def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     made = planned(name)
-    text = code(option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu")
+    text = plan_code(option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
@@ -202,7 +202,7 @@ def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
     option = Search(count(config), find_card("24 GiB"), TOKENS, 2, "cpu").option(
         replace(recipe, accumulation=2)
     )
-    text = code(option, config, config, "cpu")
+    text = plan_code(option, config, config, "cpu")
     more = ", max_steps=2, live=False, progress=False"
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     space = {"config": config, "train_dataset": Rows("LlamaForCausalLM")}
@@ -216,7 +216,7 @@ def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
 
 
 def text_of(given, config, recipe, target) -> str:
-    return code(Option(recipe, 2, 0.0, 0, None, {}), given, config, target)
+    return plan_code(Option(recipe, 2, 0.0, 0, None, {}), given, config, target)
 
 
 def test_printed_code_word_for_word():

@@ -5,7 +5,7 @@ import traceback
 import torch
 
 from ..units import format_bytes
-from .diagnosis import diagnosis
+from .diagnosis import lowest_peaks
 from .timeline import Holder, MemorySnapshot
 
 
@@ -21,7 +21,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
     ):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
         self.everything, self.holders = everything, everything[:5]
-        lowest = diagnosis(snapshot, None, everything).lowest
+        lowest = lowest_peaks(snapshot, None, everything)
         enough = [name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget]
         too_little = [name for name in lowest if name not in enough]
         sums: dict[tuple[str, str], int] = {}

@@ -6,16 +6,13 @@ total that is left is the lowest peak that it can reach with them, however well 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..names import CATEGORIES, PHASES
-from ..units import format_bytes
 from .timeline import Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
-WORTH = 0.02  # of the peak; less is no reason to change a recipe
 
 
 @dataclass(frozen=True)
@@ -48,71 +45,16 @@ TECHNIQUES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """``peak``, and for each technique the lowest peak in bytes that it can reach: ``lowest``, by its name."""
+def lowest_peaks(
+    peak: MemorySnapshot, rows: np.ndarray | None, holders: Sequence[Holder] | None
+) -> dict[str, int]:
+    """For each technique, by its name, the lowest peak in bytes that it can reach.
 
-    peak: MemorySnapshot
-    lowest: dict[str, int]
-
-    @property
-    def helps(self) -> list[str]:
-        """The techniques that can lower the peak by a fiftieth or more, the most promising first."""
-        able = [name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total]
-        return sorted(able, key=lambda name: self.lowest[name])
-
-    @property
-    def cannot_help(self) -> list[str]:
-        return [name for name in self.lowest if name not in self.helps]
-
-    def __str__(self) -> str:
-        peak = self.peak
-        lines = [f"The peak is {format_bytes(peak.total)}, in {peak.phase}: {shares(peak)}."]
-        if self.helps:
-            width = max(len(name) for name in self.helps)
-            lines.append("What can lower it, and to what at best:")
-            lines += [f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps]
-        if self.cannot_help:
-            lines.append(f"What cannot: {'; '.join(self.cannot_help)}.")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def shares(moment: MemorySnapshot) -> str:
-    """The categories of ``moment`` that matter, in per cent, the largest first."""
-    parts = sorted(moment.by_category.items(), key=lambda part: -part[1])
-    return ", ".join(f"{n / moment.total:.0%} {name}" for name, n in parts if n >= WORTH * moment.total)
-
-
-def diagnose(run: Any) -> Diagnosis:
-    """What could lower the peak of ``run``: a ``MemoryTracker``, a ``Prediction``, or the ``BudgetExceeded`` of a run that failed.
-
-    The bytes are bounds, and most runs stay above: a smaller micro-batch still has a row, a factored state its factors.
-    A technique that is in use already is named again where there is more for it to do. Side effects are not counted: frozen
-    weights also save less for backward.
-
-    Raises ``TypeError`` for what has no peak, and ``ValueError`` for a tracker that has seen nothing.
+    Known are the peak, all moments (int64 (samples, 3 + 6), as in ``Timeline``) and the storages alive at the peak, or not.
     """
-    peak = getattr(run, "snapshot", None) or getattr(run, "peak", None)
-    if not isinstance(peak, MemorySnapshot):
-        raise TypeError(
-            f"diagnose was given {type(run).__name__}: give a MemoryTracker, a Prediction, or the BudgetExceeded that a run "
-            "ended with"
-        )
-    if not peak.total:
-        raise ValueError("nothing was measured yet: give diagnose a tracker whose block has run a step")
-    timeline = getattr(run, "timeline", None)
-    largest = getattr(run, "largest_at_peak", None)
-    holders = getattr(run, "everything", None) or (largest(10**9) if largest else None)
-    return diagnosis(peak, None if timeline is None else timeline.rows, holders)
-
-
-def diagnosis(peak: MemorySnapshot, rows: np.ndarray | None, holders: Sequence[Holder] | None) -> Diagnosis:
-    """Of a peak, all moments (int64 (samples, 3 + 6), as in ``Timeline``) and the storages alive at the peak, as far as known."""
     here = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
     moments = here if rows is None or not len(rows) else np.concatenate([here, rows])
-    return Diagnosis(peak, {t.name: _lowest(t, peak, moments, holders) for t in TECHNIQUES})
+    return {t.name: _lowest(t, peak, moments, holders) for t in TECHNIQUES}
 
 
 def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holders) -> int:

@@ -1,13 +1,11 @@
-"""What a plan says: the recipes that fit, fastest first, and why the others do not."""
+"""What a plan has found: the recipes that fit, fastest first, and why the others do not."""
 
 import html
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..units import format_bytes
+from ..display import pictures
 from .cards import Card
-from .code import code
 from .options import Option, RuledOut
 
 
@@ -51,34 +49,12 @@ class Plan:
     @property
     def code(self) -> str:
         """Python that trains by ``best``; empty where nothing fits. ``train_dataset`` is yours."""
-        return code(self.best, self.given, self.config, self.target) if self.best else ""
+        if self.best is None:
+            return ""
+        return pictures().plan_code(self.best, self.given, self.config, self.target)
 
     def __str__(self) -> str:
-        rows = f"{self.seq_len:,} tokens" if self.seq_len else "images"
-        lines = [
-            f"{self.title} on {self.card.name} ({self.card.nbytes:,} bytes), global batch {self.global_batch} x {rows}, "
-            f"method {self.method}, target {self.target}",
-            "",
-        ]
-        if self.fits:
-            lines += [
-                "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %",
-                "of each other, the recipe that changes training least comes first.",
-                *_table(self.fits),
-            ]
-        else:
-            lines += ["Nothing fits. Closest:", *_table([self.closest])]
-            lines += ["", _wrapped(f"It {self.closest.why_not()}.")]
-        lines += [_wrapped(line, "  * ") for line in self.advice]
-        faster = self.next_faster
-        if faster is not None:
-            lines += ["", f"The next faster one does not fit: {faster}", _wrapped(f"It {faster.why_not()}.")]
-        if self.ruled_out:
-            lines += ["", "Ruled out without a prediction:"]
-        for why in dict.fromkeys(out.why for out in self.ruled_out):
-            kinds = "; ".join(str(out) for out in self.ruled_out if out.why == why)
-            lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
-        return "\n".join(lines)
+        return pictures().plan_text(self)
 
     __repr__ = __str__
 
@@ -103,15 +79,3 @@ class Plan:
             "advice": self.advice,
             "code": self.code,
         }
-
-
-def _table(options: list[Option]) -> list[str]:
-    lines = [f"  {'us/token':>8} {'needs':>10} {'spare':>10}   recipe"]
-    for o in options:
-        spare = ("-" if o.spare < 0 else "") + format_bytes(abs(o.spare))
-        lines.append(f"  {o.seconds * 1e6:8.2f} {format_bytes(o.needs):>10} {spare:>10}   {o}")
-    return lines
-
-
-def _wrapped(text: str, bullet: str = "  ") -> str:
-    return textwrap.fill(text, 110, initial_indent=bullet, subsequent_indent=" " * len(bullet))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..measure.diagnosis import TECHNIQUES, diagnose
+from ..measure.diagnosis import TECHNIQUES
 from ..units import format_bytes, parse_bytes
+from .diagnosis import diagnose
 from .style import COLORS, HATCHES, INK, MUTED, hatch_ink, new_figure, style
 
 if TYPE_CHECKING:

@@ -1,7 +1,9 @@
-"""The pictures that measurements ask for by name (``display``)."""
+"""What measurements and plans are shown as, by the names that they ask for (``display``)."""
 
 from .live import LivePlot, show_timeline
+from .plan_code import plan_code
+from .plan_text import plan_text
 from .schedules import schedule_bundle
 from .timeline import plot_timeline
 
-__all__ = ["LivePlot", "plot_timeline", "schedule_bundle", "show_timeline"]
+__all__ = ["LivePlot", "plan_code", "plan_text", "plot_timeline", "schedule_bundle", "show_timeline"]

@@ -6,13 +6,13 @@ from pathlib import Path
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..planning.models import known_model
+from ..planning.options import Option
 from ..prediction.configs import model_class
 from ..training.recipe import Recipe
-from .models import known_model
-from .options import Option
 
 
-def code(option: Option, given, config, target: str) -> str:
+def plan_code(option: Option, given, config, target: str) -> str:
     """Python that trains the model ``given``, of this ``config``, by ``option``: with ``make_trainer`` where a ``Trainer`` can, else
     with ``step``. ``train_dataset`` is yours: rows as the model takes them, with ``labels``. So is ``model`` or ``config``, where
     ``given`` is one."""
