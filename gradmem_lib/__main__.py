@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE
+from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -174,6 +174,7 @@ def _add_predict(commands) -> None:
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
     add("--offload", metavar="O", help="moved away until backward: " + ", ".join(OFFLOAD))
+    add("--sharding", metavar="S", help="over several processes: " + ", ".join(SHARDING))
     add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")
     add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
     add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")

@@ -100,7 +100,7 @@ def _operators() -> SimpleNamespace:
         flat = weight.reshape(-1).float()
         blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         absmax = blocks.abs().amax(dim=1)
-        offset, code = absmax.mean(), code_table(True, weight.device)
+        offset, code = absmax.mean().reshape(1), code_table(True, weight.device)
         magnitudes, scales = quantized_blocks(absmax - offset, code)
         kept = dequantized_blocks(magnitudes, scales, code) + offset
         scaled = blocks / kept.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
@@ -112,7 +112,7 @@ def _operators() -> SimpleNamespace:
     def _(weight):
         new, blocks = weight.new_empty, -(-weight.numel() // BLOCK)
         packed, magnitudes = (new(n, dtype=torch.uint8) for n in (-(-weight.numel() // 2), blocks))
-        scales, offset = (new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), ()))
+        scales, offset = (new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), 1))
         return packed, magnitudes, scales, offset
 
     @torch.library.custom_op("gradmem::nf4_magnitudes", mutates_args=())
