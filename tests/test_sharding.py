@@ -18,17 +18,17 @@ QLORA = {"lora_rank": 2, "quantized_base": True}
 
 def case(family: str, how: str, clip: float = 0.0, **fields) -> tuple[str, list]:
     """A name, and the family, the recipe's fields and how it is trained."""
-    more = " ".join([*fields] + ["clipped"] * bool(clip))
-    return f"{family} {how} {more}".strip(), [family, {"sharding": how} | fields, {"clip": clip}]
+    more = [f"{name}={value}" for name, value in fields.items()] + ["clipped"] * bool(clip)
+    return ", ".join([family, how, *more]), [family, {"sharding": how} | fields, {"clip": clip}]
 
 
 def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[str, list]:
     return dict(case(family, how, **way) for family in families for how in hows for way in ways)
 
 
-PLAIN = [{}, {"accumulation": 2}]
+PIECES = {"accumulation": 2}
 TWO = (
-    cases(PLAIN, ("llama", "gpt2", "t5", "mixtral"))
+    cases([PIECES], ("llama", "gpt2", "t5", "mixtral"))
     | cases([{"clip": 1e-3}, {"lora_rank": 2}, {"checkpointing": "per-layer"}, QLORA | {"checkpointing": "per-layer"}])
     | cases(
         [
@@ -40,11 +40,9 @@ TWO = (
     )
     | cases([{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}], hows=("zero1",))
 )  # fmt: skip
-FOUR = cases(PLAIN, ("llama", "gpt2")) | cases(
-    [{"clip": 1e-3, "accumulation": 2, **QLORA}], ("llama", "qwen2"), ("fsdp",)
-)
+FOUR = cases([PIECES], ("qwen2",)) | cases([{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",))
 if os.environ.get("GRADMEM_ALL"):
-    TWO |= cases(PLAIN, FAMILIES)
+    TWO |= cases([{}, PIECES], FAMILIES)
     FOUR |= TWO
 
 
@@ -81,6 +79,7 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         ({"sharding": "fsdp", "chunked_loss": True}, "leave it out with sharding='fsdp'"),
         ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
         ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
+        ({"sharding": "fsdp", "checkpointing": "best"}, "choose checkpointing='per-layer'"),
         ({"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"}, "rounded its own way"),
         ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
     ],

@@ -145,6 +145,11 @@ class Recipe:
                 "chunked_loss goes around the model's own call, in which gradients are averaged and weights gathered over "
                 f"the ranks: leave it out with sharding={self.sharding!r}"
             )
+        if self.fully_sharded and self.checkpointing == "best":
+            raise ValueError(
+                "'best' finds a schedule by measuring one layer alone, whose weights are cut over the ranks with "
+                f"sharding={self.sharding!r}: choose checkpointing='per-layer', 'sqrt' or a list of segment lengths"
+            )
         if self.fully_sharded and not self.optimizer.startswith(("adamw", "sgd")):
             raise ValueError(
                 f"{self.optimizer} takes means over rows and columns, and sharding={self.sharding!r} leaves each rank some of the "
