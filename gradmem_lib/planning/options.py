@@ -1,6 +1,6 @@
 """One way to train, with what it needs and what it takes; and which of several comes first."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
@@ -53,20 +53,6 @@ class Option:
         )
         phase = peak.phase.replace("_", " ")
         return f"needs {format_bytes(-self.spare)} more than there is: at the peak, in {phase}, {held}"
-
-    def to_dict(self) -> dict:
-        peak = self.prediction.peak
-        return {
-            "method": method_of(self.recipe),
-            "recipe": asdict(self.recipe),
-            "micro_batch": self.micro_batch,
-            "needs": self.needs,
-            "spare": self.spare,
-            "estimated_seconds_per_token": self.seconds,
-            "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
-            "beyond_the_peak": dict(self.parts),
-            "moved": self.prediction.moved,
-        }
 
 
 @dataclass(frozen=True)

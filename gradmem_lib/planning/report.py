@@ -1,7 +1,7 @@
 """What a plan has found: the recipes that fit, fastest first, and why the others do not."""
 
 import html
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..display import pictures
@@ -63,19 +63,4 @@ class Plan:
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {
-            "model": self.title,
-            "card": asdict(self.card),
-            "seq_len": self.seq_len,
-            "global_batch": self.global_batch,
-            "method": self.method,
-            "target": self.target,
-            "fits": [o.to_dict() for o in self.fits],
-            "refused": [o.to_dict() | {"why": o.why_not()} for o in self.refused],
-            "ruled_out": [
-                {"recipe": str(o), "needs_at_least": o.needs, "why": o.why} for o in self.ruled_out
-            ],
-            "closest": self.closest.to_dict(),
-            "advice": self.advice,
-            "code": self.code,
-        }
+        return pictures().plan_dict(self)

@@ -2,8 +2,16 @@
 
 from .live import LivePlot, show_timeline
 from .plan_code import plan_code
-from .plan_text import plan_text
+from .plan_text import plan_dict, plan_text
 from .schedules import schedule_bundle
 from .timeline import plot_timeline
 
-__all__ = ["LivePlot", "plan_code", "plan_text", "plot_timeline", "schedule_bundle", "show_timeline"]
+__all__ = [
+    "LivePlot",
+    "plan_code",
+    "plan_dict",
+    "plan_text",
+    "plot_timeline",
+    "schedule_bundle",
+    "show_timeline",
+]

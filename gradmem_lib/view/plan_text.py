@@ -1,8 +1,9 @@
-"""What a plan says: the recipes that fit, fastest first, and why the others do not."""
+"""What a plan says, as text and as JSON: the recipes that fit, fastest first, and why the others do not."""
 
 import textwrap
+from dataclasses import asdict
 
-from ..planning.options import Option
+from ..planning.options import Option, method_of
 from ..planning.report import Plan
 from ..units import format_bytes
 
@@ -33,6 +34,39 @@ def plan_text(plan: Plan) -> str:
         kinds = "; ".join(str(out) for out in plan.ruled_out if out.why == why)
         lines.append(_wrapped(f"{kinds}: {why}.", "  * "))
     return "\n".join(lines)
+
+
+def plan_dict(plan: Plan) -> dict:
+    """Plain values for JSON."""
+    return {
+        "model": plan.title,
+        "card": asdict(plan.card),
+        "seq_len": plan.seq_len,
+        "global_batch": plan.global_batch,
+        "method": plan.method,
+        "target": plan.target,
+        "fits": [_option_dict(o) for o in plan.fits],
+        "refused": [_option_dict(o) | {"why": o.why_not()} for o in plan.refused],
+        "ruled_out": [{"recipe": str(o), "needs_at_least": o.needs, "why": o.why} for o in plan.ruled_out],
+        "closest": _option_dict(plan.closest),
+        "advice": plan.advice,
+        "code": plan.code,
+    }
+
+
+def _option_dict(option: Option) -> dict:
+    peak = option.prediction.peak
+    return {
+        "method": method_of(option.recipe),
+        "recipe": asdict(option.recipe),
+        "micro_batch": option.micro_batch,
+        "needs": option.needs,
+        "spare": option.spare,
+        "estimated_seconds_per_token": option.seconds,
+        "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
+        "beyond_the_peak": dict(option.parts),
+        "moved": option.prediction.moved,
+    }
 
 
 def _table(options: list[Option]) -> list[str]:
