@@ -5,6 +5,7 @@ tests/test_compat.py fails for a private name anywhere else. transformers is imp
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -345,3 +346,77 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
                 if over is not None:
                     found[name] = over
     return list(found.values()), divisors or {None}
+
+
+# Ranks.
+
+_c10d = torch.ops.c10d
+all_reduce, all_gather = _c10d.allreduce_.default, _c10d._allgather_base_.default
+collectives = frozenset(
+    (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
+)
+
+
+def settled(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What the collective ``func`` returns, when it is done and nobody but the caller holds its tensors any more.
+
+    A thread of gloo's lets go of them some time after the wait for it: what is alive would differ from run to run."""
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    if any(type(t) is FakeTensor or t.device.type != "cpu" for t in tensors):
+        return func(*args, **kwargs)
+    held = [t._use_count() for t in tensors]
+    torch._C._distributed_c10d.Work.unbox(func(*args, **kwargs)[1]).wait()
+    end = time.monotonic() + 1
+    while any(t._use_count() > n for t, n in zip(tensors, held, strict=True)) and time.monotonic() < end:
+        time.sleep(1e-5)
+    whole, work = reduced(tree_leaves(args[0]))
+    return whole if isinstance(args[0], list) else whole[0], work
+
+
+def reduced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+    """What ``all_reduce`` returns when it is done: the tensors, and a work whose future holds them."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(list(tensors))
+    return list(tensors), torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+
+class _Reducer(torch.distributed.Reducer):
+    """DDP's, which reads tensors to put its buckets into another order after a first step. They are as large in the first."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+@contextmanager
+def one_of(ranks: int, rank: int) -> Iterator[Any]:
+    """While the block runs, this process is ``rank`` of ``ranks`` that are not there, and whose messages arrive at once.
+
+    A process group that exists is put aside, and knows nothing of it. Yields the ranks' mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d = torch.distributed.distributed_c10d
+    there = c10d._world
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    tables = [(getattr(there, name), dict(getattr(there, name))) for name in names]
+    count, hook = there.group_count, sys.excepthook
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(c10d, "_world", c10d._World()))
+        for table, _ in tables:
+            table.clear()
+        try:
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+            undo.enter_context(patch.object(torch.distributed, "Reducer", _Reducer))
+            for module, name in (
+                (torch.distributed, "_verify_params_across_processes"),
+                (torch.nn.parallel.distributed, "_sync_module_states"),
+            ):
+                undo.enter_context(patch.object(module, name, lambda *args, **kwargs: None))
+            yield torch.distributed.init_device_mesh("cpu", (ranks,))
+        finally:
+            for name in list(there.pg_names.values()):
+                c10d._unregister_process_group(name)
+            for table, was in tables:
+                table.clear()
+                table.update(was)
+            there.group_count, sys.excepthook = count, hook
+            c10d._update_default_pg(there.default_pg)

@@ -236,7 +236,10 @@ def checked_optimizers(optimizer) -> list[Optimizer]:
             f"MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and was given "
             f"{type(optimizer).__name__}. For states kept by hand, use tracker.watch(tensors, 'optimizer')"
         )
-    return list(several)
+    inner = [
+        getattr(o, "optim", None) for o in several
+    ]  # ZeRO's optimizer, on each rank, has one that steps a part
+    return [*several, *(o for o in inner if isinstance(o, Optimizer))]
 
 
 def _device_of(model: nn.Module | None, device) -> torch.device:

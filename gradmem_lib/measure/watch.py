@@ -1,5 +1,6 @@
 """What a recording is fed from: every operation that PyTorch dispatches, every module, optimizer and parameter that it serves."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import UntypedStorage, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -19,6 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import compat, names
 from .recording import Recording
 from .storages import own_storage, storages_of, tensors_in
+
+GATHERED = "gathered parameters"  # FSDP's, whole while a layer needs them
 
 
 class Watch(compat.Unguarded, compat.TorchDispatchMode):
@@ -35,7 +39,10 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
             return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        if func in compat.collectives:
+            out = compat.settled(func, args, kwargs or {})
+        else:
+            out = func(*args, **kwargs) if kwargs else func(*args)
         self._observe(func, args, kwargs, out)
         return out
 
@@ -77,6 +84,7 @@ class Meter:
         self._thread = threading.get_ident()
         self._in_forward = self._with_grad = False
         self._stepping: list[Optimizer] = []
+        self._replicated = self._gathers = False
         self._names: dict[int, str] = {}
         self._hooked = WeakIdKeyDictionary()
         self._undo = ExitStack()
@@ -85,6 +93,11 @@ class Meter:
         for name, module in self.model.named_modules() if self.model is not None else ():
             if compat.is_compiled(module):
                 raise compiled_error(name or type(module).__name__)
+        modules = list(self.model.modules()) if self.model is not None else []
+        self._replicated = any(isinstance(module, DistributedDataParallel) for module in modules)
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
+        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+        self._gathers = any(isinstance(module, kinds) for module in modules)
         with self._undo as undo:
             self.sync()
             for optimizer in self.optimizers:
@@ -125,10 +138,14 @@ class Meter:
                 self._in_forward = False  # nor is what follows the backward pass
             else:
                 recording.phase = names.FORWARD if self._in_forward else names.IDLE
+            if self._replicated and recording.phase == names.BACKWARD and _is_alias(func):
+                before += self._find_bucket(out, func)
             asked = 0
             for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
                 for storage in storages_of(tensor):
                     asked += self._add(storage, func, args)
+            if func is compat.all_gather and self._gathers:  # FSDP's buffer, which no backward needs
+                recording.tag(args[0].untyped_storage(), names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
                 self.sample(asked, func)
             scratch = recording.scratch(func, args)
@@ -146,8 +163,10 @@ class Meter:
         entry = recording.live.get(compat.storage_key(storage))
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
-        if _is_alias(func):
-            category = names.OTHER  # made before the block, or by code that does not dispatch
+        if func == "resize_" and self._gathers:
+            return recording.enter(storage, names.PARAMETERS, GATHERED, func)
+        if _is_alias(func) or (self.stack and isinstance(self.stack[-1], DistributedDataParallel)):
+            category = names.OTHER  # made before the block, or by code that does not dispatch; or DDP's own
         elif recording.phase == names.FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
         elif recording.phase == names.BACKWARD:
@@ -167,6 +186,16 @@ class Meter:
         in_backward = category == names.TEMPORARIES and recording.phase == names.BACKWARD
         owner = "(backward)" if in_backward else self.stack[-1] if self.stack else ""
         return recording.enter(storage, category, owner, func)
+
+    def _find_bucket(self, out: Any, func: Any) -> int:
+        """DDP's buckets, made where nobody looks, are first seen when a gradient is written into them; the bytes found."""
+        storage, recording = own_storage(out) if isinstance(out, torch.Tensor) else None, self.recording
+        if storage is None or compat.storage_key(storage) in recording.live:
+            return 0
+        nbytes = recording.enter(storage, names.OTHER, "DistributedDataParallel", func)
+        if nbytes:
+            recording.were_there([recording.live[compat.storage_key(storage)]])
+        return nbytes
 
     # Who owns what
 

@@ -119,6 +119,11 @@ def _formula_holds() -> bool:
         return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
+def _all_reduced(args, out):
+    """DDP waits for what a fake process group never says: that the sums are there."""
+    return compat.reduced(args[0])
+
+
 def _recurrent_on_a_card(args, out):
     raise CannotTrace(
         "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's library knows: measure one real "
@@ -132,6 +137,7 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill_.Scalar: _filled,
     aten.native_layer_norm_backward.default: _contiguous_gradient,
     aten.col2im.default: _in_the_columns_storage,
+    compat.all_reduce: _all_reduced,
 }
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _layer_norm,

@@ -101,6 +101,8 @@ def predict(
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     full: bool = False,
+    ranks: int | None = None,
+    rank: int = 0,
 ) -> Prediction:
     """The memory of one training step of ``recipe``, to the byte, without allocating the model.
 
@@ -117,6 +119,8 @@ def predict(
             tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes, its values are not read.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
         full: trace every layer, also where short traces would do.
+        ranks: processes that train together as ``recipe.sharding`` says, of which this is one: ``rank``. Then ``batch_size`` is
+            the rows of one rank's step.
 
     Raises ``ValueError`` for what cannot be combined or found, and ``CannotTrace``, naming the operation, where the model's
     course depends on values.
@@ -138,10 +142,24 @@ def predict(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
             "Recipe(precision='bf16'), or give the module (under torch.device('meta') it costs no memory)"
         )
+    _check_ranks(recipe, ranks, rank)
     source = _source(model_or_config)
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
-    question = Question(source, recipe, batch_size, seq_len, target, batch, loss)
+    question = Question(source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank)
     return _prediction(question, *_rows(question, full))
+
+
+def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:
+    if (ranks is None) != (recipe.sharding is None):
+        raise ValueError(
+            f"ranks={ranks} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding says, give "
+            "both, such as predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or neither"
+        )
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (ranks or 1, rank))
+    if not whole or not 0 <= rank < (1 if ranks is None else ranks):
+        raise ValueError(
+            f"rank={rank!r} of ranks={ranks!r}: give how many processes there are, at least 1, and which one, 0 to ranks - 1"
+        )
 
 
 def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
@@ -190,6 +208,8 @@ def _source(given) -> Source:
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     """(layers in the repeated unit, the recipe for fewer of them); ``None`` where segments are not all of one length."""
     schedule = recipe.checkpointing
+    if recipe.sharding == "zero1":
+        return None  # the ranks share out whole parameters by their sizes, and other layers fall to a rank of a longer model
     if schedule in (None, "per-layer", *SELECTIVE):
         return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
@@ -264,10 +284,14 @@ def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[
         peak_by_phase=phases,
         current=replace(_snapshot(rows[-1]), phase="idle"),
         moved=moved,
-        title=f"{question.source.title}, predicted for {question.target}",
+        title=f"{question.source.title}, predicted for {question.target}{_which(question)}",
         traced_layers=layers,
         _question=question,
     )
+
+
+def _which(question: Question) -> str:
+    return f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
 
 
 def _snapshot(row: np.ndarray) -> MemorySnapshot:

@@ -39,3 +39,5 @@ class Question:
     target: str
     batch: Any
     loss: Callable | None
+    ranks: int = 1
+    rank: int = 0

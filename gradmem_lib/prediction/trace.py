@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter
+from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
 from ..training.step import autocast, cut_batch, loss_of, moving, step
@@ -147,10 +149,12 @@ def _traced(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         name = stack.enter_context(compat.attention_without_mask())
+        mesh = _ranks(question, stack)
+        real_warm_up |= mesh is not None  # in a first step, PyTorch's engines make what they keep
         mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
-        prepared = prepare(model, recipe)
+        prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
         if cache and question.source.given:
             model.config.use_cache = True  # a module is taken as it is, and so is what its own loop would do
@@ -162,6 +166,7 @@ def _traced(
             batch = fake_batch(question.batch)
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
+        model = prepared.model
         recorder = RECORDERS[question.target](model, prepared.optimizer)
         moves = moving(model, recipe)
 
@@ -190,6 +195,20 @@ def _traced(
         settled = len(used) == len(trained) and kept == _kept(model)
         moved = getattr(moves, "bytes", 0) - before
         return recorder.trace(moved) if real_warm_up or settled else None
+
+
+def _ranks(question: Question, stack: ExitStack):
+    """The mesh of the ranks of which this process is to be one, while ``stack`` is open; ``None`` for a process on its own."""
+    if question.recipe.sharding is None:
+        return None
+    summed = Processes.sums
+
+    def sums(self: Processes, *numbers: float) -> list[float]:
+        summed(self, *numbers)  # for the memory that it takes
+        return [n * question.ranks for n in numbers]  # the others do the same
+
+    stack.enter_context(patch.object(Processes, "sums", sums))
+    return stack.enter_context(compat.one_of(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:

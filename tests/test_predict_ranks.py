@@ -1,0 +1,129 @@
+"""predict(ranks=...): one rank's memory without processes, against trackers on real ranks."""
+
+import os
+import sys
+from itertools import product
+
+import pytest
+import torch.distributed as dist
+from predicted import config
+from ranked import ROWS, TOKENS, figures, measured_here, predicted_for
+from transformers import LlamaConfig
+
+from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.course import run_ranks
+from gradmem_lib.names import SHARDING
+from gradmem_lib.prediction.question import CannotTrace
+
+FAMILIES = ("llama", "gpt2", "mixtral", "t5")
+ADAPTERS = {"lora_rank": 4, "precision": "bf16"}
+VARIANTS = (
+    {}, {"checkpointing": "per-layer"}, ADAPTERS, {"accumulation": 2}, {"precision": "float32-master"},
+    ADAPTERS | {"quantized_base": True, "checkpointing": "per-layer"},
+)  # fmt: skip
+WHOLE_GRID = [
+    (family, {"sharding": how} | more) for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
+]
+# One variant each for every family and way, so that each way and each family meets most of them.
+GRID = WHOLE_GRID if os.environ.get("GRADMEM_ALL") else WHOLE_GRID[:: len(VARIANTS) + 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_predicted_rank_is_the_tracked_one(ranks):
+    cases = GRID if ranks == 2 or os.environ.get("GRADMEM_ALL") else GRID[::4]
+    cases = [*cases, ("llama", {"sharding": "fsdp", "offload": "parameters"})]
+    measured = run_ranks(measured_here, cases, ranks=ranks, seconds=600)
+    for i, (family, fields) in enumerate(cases):
+        for rank in range(ranks) if os.environ.get("GRADMEM_ALL") else (i % ranks,):
+            assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (family, fields, rank)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_short_traces_make_the_whole_one(how):
+    fields = {"sharding": how, "checkpointing": "per-layer"}
+    asked = {
+        "batch_size": 2,
+        "seq_len": 8,
+        "recipe": Recipe(**fields),
+        "target": "cpu",
+        "ranks": 3,
+        "rank": 2,
+    }
+    quick = predict(config("gqa", 12), **asked)
+    assert quick.traced_layers == (3, 4)
+    assert figures(quick) == figures(predict(config("gqa", 12), full=True, **asked))
+    assert "rank 2 of 3" in quick.title
+
+
+def test_gathered_parameters_are_parameters():
+    recipe = Recipe(sharding="fsdp")
+    asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
+    whole = predict(config("llama"), recipe=recipe, **asked)
+    kept = predict(config("llama"), recipe=Recipe(sharding="zero2"), **asked)
+    shards = whole.current.by_category["parameters"]
+    assert kept.current.by_category["parameters"] == shards
+    assert kept.peak.by_category["parameters"] == 3 * shards  # the shards, and all of them gathered
+    assert shards < whole.peak.by_category["parameters"] < 3 * shards
+
+
+@pytest.mark.parametrize(
+    "recipe, sizes, sentence",
+    [
+        (Recipe(), {"ranks": 2}, "give both"),
+        (Recipe(sharding="fsdp"), {}, "give both"),
+        (Recipe(sharding="fsdp"), {"ranks": 2, "rank": 2}, "0 to ranks - 1"),
+        (Recipe(sharding="ddp"), {"ranks": 0}, "at least 1"),
+        (Recipe(sharding="ddp"), {"ranks": 2.0}, "at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(recipe, sizes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        predict(config("llama"), batch_size=2, seq_len=8, recipe=recipe, **sizes)
+
+
+def test_no_group_is_left_also_after_an_error():
+    hook = sys.excepthook
+    asked = {"batch_size": 2, "seq_len": 8, "recipe": Recipe(sharding="fsdp"), "ranks": 4}
+    predict(config("llama"), **asked)
+    assert not dist.is_initialized()
+
+    def fails(model, batch):
+        raise KeyError("in the loss")
+
+    with pytest.raises(CannotTrace, match="in the loss"):
+        predict(config("llama"), loss=fails, **asked)
+    assert not dist.is_initialized() and sys.excepthook is hook
+
+
+def in_a_rank(rows: int, tokens: int) -> tuple:
+    """A prediction of eight ranks inside a group of two, which goes on as it was."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    found = []
+    for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
+        asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
+        found.append(figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked)))
+    import torch
+
+    sums = []
+    for one in (None, group, dist.new_group([0, 1])):
+        number = torch.ones(1)
+        dist.all_reduce(number, group=one)
+        sums.append(number.item())
+    return found, sums, dist.get_world_size(), MemoryTracker._running
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "num_hidden_layers": 3,
+}
+
+
+def test_a_real_rank_may_predict_too():
+    asked = {"batch_size": ROWS, "seq_len": TOKENS, "target": "cpu", "ranks": 8, "rank": 5}
+    here = figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
+    for found, sums, size, running in run_ranks(in_a_rank, ROWS, TOKENS):
+        assert all(one == here for one in found)
+        assert sums == [2, 2, 2] and size == 2 and running is None
