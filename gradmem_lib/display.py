@@ -9,12 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 _load: Callable[[], Any] | None = None
+_watched = False
 
 
-def register(load: Callable[[], Any]) -> None:
-    """``load()`` returns what has the functions that are asked for by name; it is called on first use."""
-    global _load
-    _load = load
+def register(load: Callable[[], Any], *, watched: bool = False) -> None:
+    """``load()`` returns what has the functions that are asked for by name; it is called on first use.
+
+    ``watched``: a kernel elsewhere shows what is drawn.
+    """
+    global _load, _watched
+    _load, _watched = load, watched
 
 
 def pictures() -> Any:
@@ -29,6 +33,11 @@ def in_kernel() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
+
+
+def watched() -> bool:
+    """Whether somebody sees what is drawn while this runs: in a kernel, or in a process that a kernel watches."""
+    return _watched or in_kernel()
 
 
 def live_enabled() -> bool:

@@ -16,8 +16,9 @@ from gradmem_lib import compat
 HOME = Path(gradmem_lib.__file__).parent
 FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 THEIRS = ("torch", "transformers", "accelerate", "peft")
-# Of Python and Jupyter: a named tuple's fields, a picture in every form, a widget's code and looks.
-PUBLIC = {"_asdict", "_replace", "_repr_mimebundle_", "_esm", "_css", "_"}
+# Of Python and Jupyter: a named tuple's fields, a process's end, where its threads are, a picture in every form, a widget's
+# code and looks.
+PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_repr_mimebundle_", "_esm", "_css", "_"}
 
 
 def is_private(name: str) -> bool:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from gradmem_lib.course import RanksFailed, run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def reduced(start: int):
@@ -52,8 +62,125 @@ def test_one_error_arrives_and_names_its_rank():
         run_ranks(fail)
 
 
+def test_of_the_same_error_everywhere_the_first_rank_tells():
+    def fail():
+        time.sleep(0.2 * (dist.get_rank() == 0))
+        raise ValueError("no such batch")
+
+    with pytest.raises(RanksFailed, match=r"rank 0 of 3: ValueError: no such batch$"):
+        run_ranks(fail, ranks=3)
+
+
 def test_what_it_cannot_run_it_refuses():
     with pytest.raises(TypeError, match="takes a function, and was given int"):
         run_ranks(3)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(print, ranks=0)
+
+
+# Nothing stays behind, whatever ends a cell.
+
+
+def family() -> list[psutil.Process]:
+    """The processes below this one that run: also the fork server, which has no rank when nothing runs."""
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """No process, port or file of a call is left after it. The fork server, which waits for the next call, is older."""
+    run_ranks(print, ranks=1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def left():
+        ports = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        return {p.pid for p in family()}, ports, os.listdir(tmp_path)
+
+    before = left()
+    yield
+    assert left() == before
+
+
+def stuck(kill=None):
+    if kill == dist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.get_rank() or dist.recv(torch.ones(1), src=1)
+    return "done"
+
+
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_killed_rank_ends_the_others_with_a_sentence(killed, alone):
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=rf"rank {killed} of 4 was ended by SIGKILL .* The other ranks"):
+        run_ranks(stuck, killed, ranks=4)
+    assert time.monotonic() - start < 20
+
+
+def test_a_rank_that_leaves_by_itself_says_how(alone):
+    def leave():
+        transformers.logging.get_logger("transformers.trainer").warning("last words")
+        os._exit(7) if dist.get_rank() else dist.barrier()
+
+    with pytest.raises(RanksFailed, match=r"last words\n\nrank 1 of 2 was ended with exit code 7"):
+        run_ranks(leave)
+
+
+def test_after_its_time_it_says_where_each_rank_waits(alone):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 0 was at\n.*in stuck\n.*dist.recv.*1 of 2 ranks had not"
+    ) as caught:
+        run_ranks(stuck, seconds=1)
+    assert "rank 1 was" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_all(alone):
+    ours = os.getpid()
+
+    def press():
+        if dist.get_rank() == 0:
+            os.kill(ours, signal.SIGINT)
+        stuck()
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(press)
+    assert time.monotonic() - start < 20
+
+
+# No `if __name__ == "__main__"`, and every network but this computer's own is blocked.
+SCRIPT = """
+import os, sys, time
+import torch.distributed as dist
+from gradmem_lib.course import run_ranks
+
+print("started", os.getpid(), flush=True)
+
+class Own:
+    pass
+
+def wait(own, for_ever):
+    print("rank", os.getpid(), flush=True)
+    dist.barrier()
+    if for_ever:
+        time.sleep(600)
+    return own
+
+assert type(run_ranks(wait, Own(), False)[1]) is Own
+run_ranks(wait, Own(), True)
+"""
+
+
+def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "offline"), str(ROOT)])}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True
+    ) as script:
+        said = [script.stdout.readline().split()[0] for _ in range(3)]
+        below = psutil.Process(script.pid).children(recursive=True)
+        script.kill()
+        _, left = psutil.wait_procs(below, timeout=20)
+    assert said == ["started", "rank", "rank"] and len(below) >= 4 and not left

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..display import in_kernel, pictures
+from ..display import pictures, watched
 from ..names import CATEGORIES, PHASES
 from ..units import parse_bytes
 from .budget import BudgetExceeded, let_go
@@ -77,7 +77,7 @@ class MemoryTracker:
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
         self._recording = Recording(self.device, TIMELINE_SAMPLES)
-        draws = live is not False and in_kernel()
+        draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
         listens = self.budget is not None or draws  # who does not pays nothing for it

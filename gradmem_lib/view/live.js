@@ -75,7 +75,7 @@ function render({ model, el }) {
   const names = model.get("names"), colors = model.get("colors"), hatches = model.get("hatches");
   const phases = model.get("phases"), budget = model.get("budget"), title = model.get("title");
 
-  const root = make("figure", "gm-live", el);
+  const root = make("figure", model.get("small") ? "gm-live gm-small" : "gm-live", el);
   const head = make("div", "gm-head", root);
   const heading = make("div", "gm-title", head);
   const dot = make("span", "gm-dot", heading);
@@ -214,7 +214,7 @@ function render({ model, el }) {
     }
     words();
     const { n, op, phase, parts, totals, peak } = frame;
-    const highest = Math.max(peak.total, totals.reduce((a, b) => Math.max(a, b), 1));
+    const highest = Math.max(peak.total, model.get("top"), totals.reduce((a, b) => Math.max(a, b), 1));
     const shown = Math.max(highest, budget && budget <= 2.5 * highest ? budget : 0) * 1.08;
     const [unit, factor] = UNITS.find(([, f]) => highest >= f) || ["B", 1];
     const yStep = niceStep(shown / factor, 4) * factor;
@@ -357,9 +357,11 @@ function render({ model, el }) {
   restyled.observe(document.body, { attributes: true });
   document.head.addEventListener("load", schedule, true);
   model.on("change:frame", arrived);
+  model.on("change:top", schedule);
   arrived();
   return () => {
     model.off("change:frame", arrived);
+    model.off("change:top", schedule);
     resized.disconnect();
     restyled.disconnect();
     document.head.removeEventListener("load", schedule, true);

@@ -58,8 +58,13 @@ def encode_frame(
     return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes()
 
 
+def frame_peak(frame: bytes) -> float:
+    """The peak, in bytes, that ``frame`` states."""
+    return float(np.frombuffer(frame, "<f8", 4)[3])
+
+
 @cache
-def _widget_class():
+def widget_class():
     # In a function, so that a plain script never imports the widget machinery.
     import anywidget
     import traitlets
@@ -69,6 +74,8 @@ def _widget_class():
         _css = Path(__file__).with_name("live.css")
         title = traitlets.Unicode("").tag(sync=True)
         budget = traitlets.Float(0.0).tag(sync=True)
+        top = traitlets.Float(0.0).tag(sync=True)  # bytes that the axis reaches at least
+        small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
         names = traitlets.List(list(CATEGORIES)).tag(sync=True)
         colors = traitlets.List([COLORS[name] for name in CATEGORIES]).tag(sync=True)
         hatches = traitlets.List([HATCHES[name][:1] for name in CATEGORIES]).tag(sync=True)
@@ -83,10 +90,17 @@ def plain_text(title: str) -> str:
     return "MemoryTracker plot" + (f": {title}" if title else "")
 
 
-def _view_bundle(widget, title: str) -> tuple[dict, dict]:
+def view_bundle(widget, words: str) -> tuple[dict, dict]:
+    """A widget's mimebundle, with ``words`` as its plain text."""
     bundle = widget._repr_mimebundle_()
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-    return {**data, "text/plain": plain_text(title)}, metadata
+    return {**data, "text/plain": words}, metadata
+
+
+def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
+    """A still figure's mimebundle: (data, metadata)."""
+    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": words}
+    return data, {"image/png": {**display_size(figure), "alt": alt}}
 
 
 def still_bundle(
@@ -102,8 +116,7 @@ def still_bundle(
         return {"text/html": f"<em>{words}</em>", "text/plain": plain_text(title)}, {}
     figure = plot_timeline(timeline, title=title, budget=budget, peak=peak)
     alt = describe(timeline, title=title, budget=budget, peak=peak)
-    data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": plain_text(title)}
-    return data, {"image/png": {**display_size(figure), "alt": alt}}
+    return picture_bundle(figure, alt, plain_text(title))
 
 
 class LivePlot:
@@ -122,10 +135,10 @@ class LivePlot:
             return
         from IPython.display import display
 
-        self._widget = _widget_class()(
+        self._widget = widget_class()(
             title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None)
         )
-        data, metadata = _view_bundle(self._widget, self.title)
+        data, metadata = view_bundle(self._widget, plain_text(self.title))
         self._output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(
@@ -168,8 +181,8 @@ def show_timeline(
     data, metadata = still_bundle(timeline, title=title, budget=budget, peak=peak)
     if live_enabled() and len(timeline):
         frame = encode_frame(timeline, peak, None, finished=True)
-        widget = _widget_class()(title=title, budget=float(budget or 0), frame=frame)
-        live, live_metadata = _view_bundle(widget, title)
+        widget = widget_class()(title=title, budget=float(budget or 0), frame=frame)
+        live, live_metadata = view_bundle(widget, plain_text(title))
         data, metadata = {**data, **live}, {**metadata, **live_metadata}
     display(data, metadata=metadata, raw=True)
 

@@ -87,13 +87,13 @@ def plot_timeline(
     total, parts, phase, _ = peak_of(timeline, peak)
     with style():
         if ax is not None:
-            _draw_areas(ax, timeline, budget, peak)
+            draw_areas(ax, timeline, budget, peak)
             if title:
                 ax.set_title(title, loc="left", pad=24)
             return ax.figure
         figure = new_figure(8.6, 3.5)
         axes = figure.add_axes((0.078, 0.145, 0.672, 0.66))
-        used = _draw_areas(axes, timeline, budget, peak)
+        used = draw_areas(axes, timeline, budget, peak)
         figure.text(0.078, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
         figure.text(0.772, 0.93, "peak", color=MUTED, va="baseline")
         figure.text(
@@ -106,8 +106,8 @@ def plot_timeline(
     return figure
 
 
-def _draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak) -> list[str]:
-    """Draw into ``ax``; returns the phases that occur."""
+def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: int = 0) -> list[str]:
+    """Draw into ``ax``, whose height is at least ``highest`` bytes; returns the phases that occur."""
     import numpy as np
 
     total, _, _, at = peak_of(timeline, peak)
@@ -115,8 +115,9 @@ def _draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak) -> list[
     x = np.asarray(shown.events)
     if len(x) == 1:  # one sample has no width: let it hold for one operation
         x = np.append(x, x + 1)
-    factor, unit = scale_of(max(total, *shown.totals))
-    top = axis_top(max(total, *shown.totals), budget)
+    highest = max(total, highest, *shown.totals)
+    factor, unit = scale_of(highest)
+    top = axis_top(highest, budget)
     low = np.zeros(len(x))
     for name in CATEGORIES:
         values = np.resize(np.asarray(shown.by_category[name], dtype=float) / factor, len(x))

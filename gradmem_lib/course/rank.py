@@ -1,0 +1,107 @@
+"""What one rank of ``run_ranks`` does: it runs the function and tells the kernel, over its line, how that went."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
+from ..display import live_wanted, register
+from ..view import live, pictures
+
+
+def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
+    """A process's whole life. ``line``, ``out`` and ``err`` lead to the kernel: for reports, prints and warnings."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the kernel decides
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, encoding="utf-8", closefd=False) for fd in (1, 2))
+    one_at_a_time, leave = threading.Lock(), threading.Event()
+
+    def send(kind: str, value) -> None:
+        with one_at_a_time:
+            line.send((kind, value))
+
+    main = threading.get_ident()
+    threading.Thread(target=_hear_kernel, args=(line, send, main, leave), daemon=True).start()
+    try:
+        value = _run(task, send)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send("returned", value)
+    except BaseException as error:
+        when = time.monotonic()
+        what = "".join(traceback.format_exception_only(error)).strip()
+        send("failed", (when, _frames(traceback.walk_tb(error.__traceback__)), what))
+    leave.wait()
+    # A process that ends well leaves without taking Python down first. DistributedDataParallel keeps its process group,
+    # also after destroy_process_group(), and a thread of gloo's that lets go of a tensor meanwhile would abort the
+    # process (pytorch/pytorch#179291).
+    os._exit(0)
+
+
+def _run(task: bytes, send: Callable) -> bytes:
+    import cloudpickle
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    function, args, watched = cloudpickle.loads(task)
+    if watched:
+        drawn = {**vars(pictures), "LivePlot": partial(_FarPlot, send, count())}
+        register(lambda: SimpleNamespace(**drawn), watched=True)
+    dist.init_process_group("gloo")
+    return cloudpickle.dumps(function(*args))
+
+
+def _hear_kernel(line, send: Callable, main: int, leave: threading.Event) -> None:
+    """On a thread of its own: without a kernel there is nothing left to do."""
+    while not leave.is_set():
+        try:
+            asked = line.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if asked == "where":
+            send("stands", _frames(reversed([*traceback.walk_stack(sys._current_frames()[main])])))
+        else:
+            leave.set()
+
+
+def _frames(walked: Iterable) -> list[tuple[str, int, str]]:
+    """Where the function was: (file, line, name), outermost first, without what started it."""
+    summary = traceback.StackSummary.extract(walked, lookup_lines=False)
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in summary]
+    ours = [i for i, (file, *_) in enumerate(frames) if file == __file__]
+    return frames[ours[-1] + 1 :] if ours else frames
+
+
+def stack_of(frames: list[tuple[str, int, str]]) -> str:
+    """Where a rank was, with the lines of source that the kernel knows: also those of a notebook's cells."""
+    return "".join(traceback.format_list([(*frame, None) for frame in frames]))
+
+
+class _FarPlot:
+    """A tracker's live plot, for which the kernel draws."""
+
+    def __init__(self, send: Callable, numbers, *, title: str = "", budget: int | None = None):
+        self.send, self.numbers, self.about = send, numbers, (title, budget)
+
+    def start(self) -> None:
+        self.number = next(self.numbers)
+        self.send("picture", (self.number, "start", *self.about))
+
+    def push(self, timeline, peak, current) -> None:
+        if live_wanted():
+            self.send("picture", (self.number, "push", live.encode_frame(timeline, peak, current)))
+
+    def finish(self, timeline, peak=None) -> None:
+        self.send("picture", (self.number, "finish", timeline))

@@ -1,0 +1,119 @@
+"""Several ranks' memory side by side, on one scale: while they run, and as a still picture after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..display import live_enabled
+from ..names import CATEGORIES
+from .live import encode_frame, frame_peak, picture_bundle, plain_text, view_bundle, widget_class
+from .style import new_figure, style, swatch
+from .timeline import describe, draw_areas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..measure.timeline import Timeline
+
+
+class RankPictures:
+    """What the trackers of one ``run_ranks`` show: the first tracker of every rank in one picture, the second in the next.
+
+    As a context: at its end each picture becomes a still one. With ``GRADMEM_LIVE=0`` it appears only then.
+    """
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.pictures: dict[int, _Picture] = {}
+
+    def __enter__(self) -> RankPictures:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number in sorted(self.pictures):
+            self.pictures[number].finish()
+
+    def told(self, rank: int, number: int, action: str, *what) -> None:
+        """``rank`` says of its tracker ``number``: "start" (title, budget), "push" (a frame), "finish" (a timeline)."""
+        if action == "start" and number not in self.pictures:
+            self.pictures[number] = _Picture(self.ranks, *what)
+        elif action == "push":
+            self.pictures[number].push(rank, *what)
+        elif action == "finish":
+            self.pictures[number].timelines[rank] = what[0]
+
+
+class _Picture:
+    """The first tracker of each rank, or the second, ..., which share their title and budget."""
+
+    def __init__(self, ranks: int, title: str, budget: int | None):
+        self.title, self.budget = title, budget
+        self.timelines: list[Timeline | None] = [None] * ranks
+        self.widgets, self.output = [], None
+        self.words = plain_text(f"{title}, {ranks} ranks" if title else f"{ranks} ranks")
+        if not live_enabled():
+            return
+        from IPython.display import display
+        from ipywidgets import HBox, Layout
+
+        start = {"budget": float(budget or 0), "small": True, "frame": encode_frame(None, None, None)}
+        views = [
+            widget_class()(title=f"rank {rank}", layout=Layout(flex="1 1 0%", min_width="195px"), **start)
+            for rank in range(ranks)
+        ]
+        self.widgets = [*views, HBox(views, layout=Layout(flex_flow="row wrap"))]
+        data, metadata = view_bundle(self.widgets[-1], self.words)
+        self.output = display(data, metadata=metadata, raw=True, display_id=True)
+
+    def push(self, rank: int, frame: bytes) -> None:
+        """Draw the next frame of ``rank``, and all ranks on the scale of the largest."""
+        if self.widgets:
+            top = max(self.widgets[0].top, frame_peak(frame))
+            for view in self.widgets[:-1]:
+                view.top = top
+            self.widgets[rank].frame = frame
+
+    def finish(self) -> None:
+        """Put the still picture in the place of the moving one."""
+        from IPython.display import display
+
+        if any(timeline is not None and len(timeline) for timeline in self.timelines):
+            alt = " ".join(
+                f"Rank {rank}. {describe(timeline, title=self.title, budget=self.budget)}"
+                for rank, timeline in enumerate(self.timelines)
+            )
+            figure = plot_ranks(self.timelines, title=self.title, budget=self.budget)
+            data, metadata = picture_bundle(figure, alt, self.words)
+        else:
+            words = "No rank has come to the end of its measurement."
+            data, metadata = {"text/html": f"<em>{words}</em>", "text/plain": self.words}, {}
+        show = self.output.update if self.output is not None else display
+        show(data, metadata=metadata, raw=True)
+        for widget in self.widgets:
+            widget.close()
+
+
+def plot_ranks(timelines: list[Timeline | None], *, title: str = "", budget: int | None = None) -> Figure:
+    """Live bytes by category of several ranks side by side on one scale; ``None`` where a rank was not measured."""
+    highest = max(max(t.totals) for t in timelines if t is not None and len(t))
+    left, right, gap = 0.07, 0.985, 0.022
+    width = (right - left + gap) / len(timelines) - gap
+    with style():
+        figure = new_figure(8.6, 3.2)
+        figure.text(left, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
+        for rank, timeline in enumerate(timelines):
+            axes = figure.add_axes((left + rank * (width + gap), 0.25, width, 0.51))
+            if timeline is None or not len(timeline):
+                axes.set_axis_off()
+                axes.text(0.5, 0.5, "not measured to its end", ha="center", transform=axes.transAxes)
+            else:
+                draw_areas(axes, timeline, budget, None, highest)
+            axes.set_title(f"rank {rank}", loc="left", pad=18, fontsize=9, fontweight="bold")
+            if rank:
+                axes.set_ylabel("")
+                axes.set_yticklabels([])
+        for place, name in enumerate(CATEGORIES):
+            x = left + place * (right - left) / len(CATEGORIES)
+            swatch(figure, name, (x, 0.045), (0.021, 0.052))
+            figure.text(x + 0.029, 0.045, name, va="center_baseline", fontsize=8.5)
+    return figure
