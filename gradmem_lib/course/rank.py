@@ -94,13 +94,14 @@ class _FarPlot:
 
     def __init__(self, send: Callable, numbers, *, title: str = "", budget: int | None = None):
         self.send, self.numbers, self.about = send, numbers, (title, budget)
+        self.number = None  # until it starts
 
     def start(self) -> None:
         self.number = next(self.numbers)
         self.send("picture", (self.number, "start", *self.about))
 
     def push(self, timeline, peak, current) -> None:
-        if live_wanted():
+        if self.number is not None and live_wanted():
             self.send("picture", (self.number, "push", live.encode_frame(timeline, peak, current)))
 
     def finish(self, timeline, peak=None) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..display import live_enabled
 from ..names import CATEGORIES
+from ..units import format_bytes
 from .live import encode_frame, frame_peak, picture_bundle, plain_text, view_bundle, widget_class
 from .style import new_figure, style, swatch
 from .timeline import describe, draw_areas
@@ -108,6 +109,8 @@ def plot_ranks(timelines: list[Timeline | None], *, title: str = "", budget: int
                 axes.text(0.5, 0.5, "not measured to its end", ha="center", transform=axes.transAxes)
             else:
                 draw_areas(axes, timeline, budget, None, highest)
+                peak = format_bytes(max(timeline.totals))
+                axes.set_title(f"peak {peak}", loc="right", pad=18, fontsize=8.5)
             axes.set_title(f"rank {rank}", loc="left", pad=18, fontsize=9, fontweight="bold")
             if rank:
                 axes.set_ylabel("")

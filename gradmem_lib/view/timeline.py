@@ -107,7 +107,7 @@ def plot_timeline(
 
 
 def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: int = 0) -> list[str]:
-    """Draw into ``ax``, whose height is at least ``highest`` bytes; returns the phases that occur."""
+    """Draw into ``ax``; returns the phases that occur. One of several shows at least ``highest`` bytes, and its peak unnamed."""
     import numpy as np
 
     total, _, _, at = peak_of(timeline, peak)
@@ -115,7 +115,7 @@ def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: 
     x = np.asarray(shown.events)
     if len(x) == 1:  # one sample has no width: let it hold for one operation
         x = np.append(x, x + 1)
-    highest = max(total, highest, *shown.totals)
+    one_of_several, highest = highest > 0, max(total, highest, *shown.totals)
     factor, unit = scale_of(highest)
     top = axis_top(highest, budget)
     low = np.zeros(len(x))
@@ -154,19 +154,21 @@ def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: 
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.xaxis.get_major_locator().set_params(integer=True)
 
-    _mark_peak(ax, timeline.events[at], total / factor, total)
+    _mark_peak(
+        ax, timeline.events[at], total / factor, "" if one_of_several else f"peak {format_bytes(total)}"
+    )
     if budget is not None:
         # On the side where the peak is not, so that the two labels stay apart.
         _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
     return _draw_phases(ax, x, shown.phases)
 
 
-def _mark_peak(ax: Axes, x: float, y: float, nbytes: int) -> None:
+def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
     left, right = ax.get_xlim()
     near_right = x > left + 0.75 * (right - left)
     ax.plot([x], [y], marker="o", markersize=6, color=INK, markeredgecolor=PAPER, zorder=6, clip_on=False)
     ax.annotate(
-        f"peak {format_bytes(nbytes)}",
+        label,
         (x, y),
         xytext=(-8 if near_right else 8, 3),
         textcoords="offset points",
