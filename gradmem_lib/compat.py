@@ -326,7 +326,22 @@ def inside_peft(model: nn.Module) -> nn.Module:
     return model.get_base_model()
 
 
-# FSDP.
+# DistributedDataParallel and FSDP.
+
+
+def ddp_is_done(model: nn.Module) -> bool:
+    """Whether the last backward of a ``DistributedDataParallel`` has sent all gradients: what it asks first in its next forward,
+    where it would raise the same. After the first backward that makes new buckets too: not asked then, if no gradient is missing."""
+    missing = any(p.requires_grad and p.grad is None for p in model.parameters())
+    if not (missing or model._has_rebuilt_buckets):
+        return True
+    try:
+        model.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        return False
+    return True
 
 
 def fsdp1_groups(model: nn.Module) -> list:

@@ -3,10 +3,13 @@
 import os
 
 import pytest
+import sharded_trainer
+import torch
+import torch.distributed as dist
 from sharded import distances
 from torch import nn
 
-from gradmem_lib import Recipe
+from gradmem_lib import Recipe, make_trainer, prepare, step
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.techniques.sharding import shard
@@ -87,3 +90,52 @@ def test_without_a_process_group_the_sentence_says_torchrun():
 def test_what_does_not_go_together_is_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         Recipe(**fields)
+
+
+def unused(yourself: bool):
+    """Two steps of a model with a layer that no forward reaches."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "spare": nn.Linear(3, 3)})
+    model.forward = lambda x: model["used"](x).sum()
+    if yourself:
+        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
+    try:
+        for _ in range(2):
+            step(parallel, optimizer, torch.full((2, 3), 1.0 + dist.get_rank()), Recipe())
+    except ValueError as error:
+        return str(error)
+    return model["used"].weight.detach()
+
+
+def test_a_layer_that_no_forward_reaches_is_refused_before_the_step_or_found_by_ddp():
+    said, _ = run_ranks(unused, False)
+    assert "spare.weight, spare.bias" in said and "find_unused_parameters=True" in said
+    one, other = run_ranks(unused, True)
+    assert torch.equal(one, other)
+
+
+def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
+    """In float32 a micro-batch's share of the labels is rounded."""
+    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
+    (one, wrapper), (other, _) = run_ranks(
+        sharded_trainer.trained, tmp_path, 4, {"accumulation": 2, "sharding": "ddp"}
+    )
+    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
+    assert (one - alone).norm() <= 1e-6 * alone.norm()
+
+
+def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
+    model = sharded_trainer.model_of("llama", torch.float32)
+    for fields, more, says in [
+        ({"sharding": "fsdp"}, {}, "turn FSDP into DDP without a word"),
+        ({"sharding": "zero1"}, {}, "prepare.model, recipe. and step"),
+        ({}, {"fsdp": "full_shard"}, "turn FSDP into DDP without a word"),
+        ({"sharding": "ddp"}, {}, "torchrun --nproc-per-node=2"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            make_trainer(model, Recipe(**fields), batch_size=2, output_dir=str(tmp_path), **more)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate launch was told to use FSDP"):
+        make_trainer(model, Recipe(), batch_size=2, output_dir=str(tmp_path))

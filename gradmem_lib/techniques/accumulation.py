@@ -80,6 +80,7 @@ def accumulate_gradients(
         with processes.forward_and_backward(needed):
             window.add(loss_and_count(micro), needed)
         del micro
+    processes.check_gradients()
     return window.end()
 
 

@@ -32,6 +32,9 @@ class Processes:
     def forward_and_backward(self, needed: bool) -> AbstractContextManager:
         return nullcontext()
 
+    def check_gradients(self) -> None:
+        """After the last backward. ``ValueError`` where gradients have not travelled."""
+
     def sums(self, *numbers: float) -> list[float]:
         """Each number, added up over all processes."""
         if not self.groups:
@@ -60,6 +63,18 @@ class Replicated(Processes):
     def forward_and_backward(self, needed: bool) -> AbstractContextManager:
         # DDP sends gradients in any backward whose forward ran outside no_sync().
         return nullcontext() if needed else self.model.no_sync()
+
+    def check_gradients(self) -> None:
+        if not compat.ddp_is_done(self.model):
+            without = [
+                n for n, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None
+            ]
+            raise ValueError(
+                f"backward has not reached every trained parameter ({', '.join(without[:3]) or 'of this micro-batch'}), and "
+                "DistributedDataParallel still waits for it, others' gradients not averaged: freeze what is not used "
+                "(requires_grad_(False)) or, where the data decide what is, wrap the model in DistributedDataParallel yourself, with "
+                "find_unused_parameters=True"
+            )
 
 
 class Sharded(Processes):

@@ -18,6 +18,11 @@ from ..names import SHARDING
 from .data_parallel import device_of
 from .layers import find_layers
 
+ALONE = (
+    "sharding={!r} is for several processes that train together, and this process is in no group: start the script with "
+    "torchrun --nproc-per-node=2, and call torch.distributed.init_process_group() in it first"
+)
+
 
 def shard(
     model: nn.Module,
@@ -43,10 +48,7 @@ def shard(
     if how not in SHARDING:
         raise ValueError(f"sharding={how!r} is not known: choose one of {', '.join(map(repr, SHARDING))}")
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            f"sharding={how!r} is for several processes that train together, and this process is in no group: start the script "
-            "with torchrun --nproc-per-node=2, and call torch.distributed.init_process_group() in it first"
-        )
+        raise ValueError(ALONE.format(how))
     if mesh is None:
         mesh = init_device_mesh(device_of(model).type, (dist.get_world_size(),))
     if how in ("ddp", "zero1"):

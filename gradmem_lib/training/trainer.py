@@ -1,18 +1,21 @@
 """All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed."""
 
 import inspect
+import os
 import signal
 import threading
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
+from ..techniques.sharding import ALONE
 from .adapters import adapters_of, save_adapters
 from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
@@ -131,6 +134,12 @@ class RecipeTrainer(Trainer):
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
                 "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
             )
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+            raise ValueError(
+                f"accelerate launch was told to use FSDP, which is not set up by make_trainer{_CUT}"
+            )
+        if recipe.sharding == "ddp" and not dist.is_initialized():
+            raise ValueError(ALONE.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
             raise ValueError(
                 f"chunked_loss goes around the wrapper that averages gradients over {self.args.world_size} processes: leave it out"
@@ -260,11 +269,16 @@ class _StopAfterStep(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopped = True
 
 
+_CUT = (
+    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word): use gradmem_lib's prepare(model, recipe) and "
+    "step(...) with this Recipe(sharding=...) under torchrun, or sharding='ddp' here"
+)
 # What Trainer takes and a recipe decides, or cannot keep to.
 _NOT_TAKEN = {
     "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
     "optimizers": "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type",
     "optimizer_cls_and_kwargs": "the recipe makes the optimizer: choose it there",
+    "fsdp": f"FSDP is not set up by make_trainer{_CUT}",
     "compute_loss_func": "micro-batches are weighed by their labels: give a model that returns this loss as its own mean",
     "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, and is no loss of chunks: give a "
     "model that smooths its loss itself",
@@ -332,10 +346,7 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
             "and step(...), or a Trainer of your own with a LayerWiseDummyOptimizer"
         )
     if recipe.sharding not in (None, "ddp"):
-        raise ValueError(
-            f"sharding={recipe.sharding!r} is not set up by make_trainer: use gradmem_lib's prepare(model, recipe) and step(...) "
-            "under torchrun, or sharding='ddp'"
-        )
+        raise ValueError(f"sharding={recipe.sharding!r} is not set up by make_trainer{_CUT}")
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
             "on the CPU, Trainer trains in float32 in spite of fp16=True: choose 'autocast-bf16', or move the model to a card"
