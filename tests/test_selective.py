@@ -1,6 +1,7 @@
 """A part of each layer runs again: same gradients, fewer bytes, bytes as predicted, and refusals."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
@@ -16,6 +17,7 @@ from gradmem_lib.course import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import count, seconds_per_token
+from gradmem_lib.techniques.checkpointing import CACHE_LEFT_OUT
 from gradmem_lib.techniques.selective import checkpoint_parts
 
 SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
@@ -148,6 +150,19 @@ def test_without_gradients_and_in_eval_mode_nothing_runs_again():
 def test_what_cannot_be_is_refused(family, part, says):
     with pytest.raises(ValueError, match=says):
         checkpoint_parts(model_of(family), part)
+
+
+@pytest.mark.parametrize("part", ["attention", "elementwise"])  # an MLP is given none
+def test_a_key_value_cache_is_left_out_with_one_warning(part):
+    model = models.tiny_llama(**SHAPE)
+    with checkpoint_parts(model, part), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
+    assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_LEFT_OUT]
+    with checkpoint_parts(model, part), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
 
 
 def test_layers_are_checkpointed_once():

@@ -110,11 +110,41 @@ class Halved(nn.Module):
 
 @pytest.mark.parametrize(
     "module",
-    [Summed(), Delayed(), Halved(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))],
+    [Summed(), Delayed(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))],
 )
 def test_a_token_that_depends_on_another_is_refused(module):
     with tiled(module, 2), pytest.raises(ValueError, match=f"in {type(module).__name__}, a token's output"):
         module(torch.randn(TOKENS, WIDTH))
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, None
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "says"),
+    [
+        (Halved(), (TOKENS, WIDTH), r"Halved returned shape \(\d+, 32\) for a slice"),
+        (Pair(), (TOKENS, WIDTH), "Pair returned a tuple for a slice"),
+        (nn.Conv1d(TOKENS, 7, 1), (1, TOKENS, WIDTH), r"Conv1d cannot run on a slice .*channels"),
+    ],
+)
+def test_what_is_no_tensor_by_token_is_refused(module, shape, says):
+    with tiled(module, 2), pytest.raises(ValueError, match=says):
+        module(torch.randn(shape))
+
+
+def test_a_mixtures_block_takes_slices_of_one_row_and_says_so():
+    cfg = tiny_config("mixtral")
+    block = model_class(cfg)(cfg).train().model.layers[0].mlp
+    x = torch.randn(2, TOKENS, cfg.hidden_size)
+    expected = block(x[:1])
+    with tiled(block, 2):
+        torch.testing.assert_close(block(x[:1]), expected)
+    for tokens in (TOKENS, 4):
+        with tiled(block, 2), pytest.raises(ValueError, match=r"cannot run on a slice .*of one row"):
+            block(x[:, :tokens])
 
 
 def test_a_first_row_of_one_token_says_nothing_of_longer_ones():

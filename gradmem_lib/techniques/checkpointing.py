@@ -156,7 +156,7 @@ class _Segments:
         args, kwargs, left_out = without_cache(args, kwargs)
         if left_out and not self.warned:
             self.warned = True
-            warnings.warn(_CACHE, stacklevel=2)
+            warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
         x, rest = _split(args, kwargs)
         if self.measured is not None:
             return self._measure(i, x, rest, waiting)
@@ -362,7 +362,9 @@ _TWICE = (
 )
 
 
-_CACHE = "training with checkpoints leaves the key-value cache out: set model.config.use_cache = False"
+CACHE_LEFT_OUT = (
+    "training with checkpoints leaves the key-value cache out: set model.config.use_cache = False"
+)
 
 
 def refuse_checkpointed(layers: list[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import Context
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
 from ..names import SELECTIVE
-from .checkpointing import Again, refuse_checkpointed, without_cache
+from .checkpointing import CACHE_LEFT_OUT, Again, refuse_checkpointed, without_cache
 from .layers import find_layers
 
 PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # how the names of their classes end
@@ -29,7 +30,8 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
         part: a key of ``SELECTIVE``: ``"attention"`` and ``"mlp"`` put that module of each layer into a checkpoint, and
             ``"elementwise"`` the whole layer into one that keeps the results of matrix products and of fused attention.
 
-    Copies of the model (``copy.deepcopy``) have checkpoints of their own. Raises ``ValueError`` for another part, or where a
+    In training, an empty key-value cache is left out, with a warning. Copies of the model (``copy.deepcopy``) have checkpoints of
+    their own. Raises ``ValueError`` for another part, or where a
     layer has no module of that kind, and ``RuntimeError`` where layers are checkpointed or compiled already.
     """
     if part not in SELECTIVE:
@@ -38,7 +40,8 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     refuse_checkpointed(layers)
     whole = part == "elementwise"
     modules = layers if whole else [module for layer in layers for module in find_parts(layer, part)]
-    return CheckpointedParts([replace_call(module, Part(module, whole)) for module in modules])
+    warned: list[str] = []
+    return CheckpointedParts([replace_call(module, Part(module, whole, warned)) for module in modules])
 
 
 def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
@@ -46,7 +49,8 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     checkpoint, until ``.remove()`` or the end of a ``with`` block: what it computes inside exists for one slice at a time.
 
     It takes and returns a tensor (..., tokens, width). Gradients of weights are added up slice by slice: the same up to rounding.
-    ``ValueError`` for a number of tiles below 1, and at the first call where a token's output depends on another token.
+    ``ValueError`` for a number of tiles below 1, and at the first call where a token's output depends on another token, or the
+    module takes or returns something else than such a tensor.
     """
     if type(tiles) is not int or tiles < 1:
         raise ValueError(f"tiles={tiles!r}: give a whole number of slices, at least 1, such as 8")
@@ -70,14 +74,17 @@ class CheckpointedParts(ExitStack):
 class Part(Again):
     """What stands in for a module's ``__call__``."""
 
-    def __init__(self, module: nn.Module, keeps_products: bool):
-        self.module, self.keeps_products = module, keeps_products
+    def __init__(self, module: nn.Module, keeps_products: bool, warned: list[str]):
+        self.module, self.keeps_products, self.warned = module, keeps_products, warned
 
     def __call__(self, *args, **kwargs):
         run = plain_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(*args, **kwargs)
-        args, kwargs, _ = without_cache(args, kwargs)
+        args, kwargs, left_out = without_cache(args, kwargs)
+        if left_out and not self.warned:
+            self.warned.append(CACHE_LEFT_OUT)  # once for all parts of a model
+            warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
         how = (
             {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
             if self.keeps_products
@@ -100,21 +107,35 @@ class Tiled(Again):
             # A checkpoint of the whole layer around this call must not notice.
             with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
                 # Nor what transformers collects of a forward, by a context variable.
-                Context().run(self._check, run, x[..., :16, :].detach().requires_grad_())
+                few = max(2, min(16, x.shape[-2] - 1))  # a slice, with the strides of one
+                Context().run(self._check, run, x[..., :few, :].detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
     def _check(self, run: Callable, few: Tensor) -> None:
         """There is an output for each token, and the gradient of the first one's, and of the last one's, is 0 at all others."""
-        out = run(few)
+        name, shape = type(self.module).__name__, (*few.shape,)
+        try:
+            out = run(few)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that takes (..., tokens, width) in any "
+                "strides, such as an MLP. A mixture's block may take slices of one row, and of several not"
+            ) from error
+        if not isinstance(out, Tensor) or out.shape[:-1] != few.shape[:-1]:
+            what = f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise ValueError(
+                f"{name} returned {what} for a slice of shape {shape}, and what slices return is joined token by token: tile a "
+                "module that returns one tensor (..., tokens, width), such as an MLP"
+            )
         for i in (0, -1):
             one = out[..., i, :]
             (found,) = torch.autograd.grad(one, few, torch.rand_like(one), retain_graph=True)
             found[..., i, :] = 0
-            if found.any() or out.shape[:-1] != few.shape[:-1]:
+            if found.any():
                 raise ValueError(
-                    f"in {type(self.module).__name__}, a token's output depends on another token, and slices would change it: "
-                    "tile a module that treats each token by itself, such as an MLP"
+                    f"in {name}, a token's output depends on another token, and slices would change it: tile a module that treats "
+                    "each token by itself, such as an MLP"
                 )
         self.checked = few.shape[-2] > 1  # one token alone says nothing of longer rows
 
