@@ -28,6 +28,18 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
+
+
+def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
+    """What ``FakeTensor(mode, inside, device)`` makes, whose ``attributes`` another one has had from it."""
+    fake = Tensor._make_subclass(
+        FakeTensor, inside, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes)
+    return fake
+
+
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 # A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
 NO_VALUES = (
@@ -52,6 +64,13 @@ _aten = torch.ops.aten
 # Which autograd asks of a fake tensor some ten times an operation.
 read_device = torch.ops.prim.device.default
 read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
+# Where a profiler's record of a stretch of code begins and ends, as of each optimizer's step.
+marks = frozenset(
+    (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention

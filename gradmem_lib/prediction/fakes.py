@@ -49,6 +49,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._corrections = corrections.OF.get(target, {})
         self.value: float | None = None
+        self._blank: dict[torch.device, dict] = {}
         self._answers = _known.setdefault((target, _settings()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
@@ -62,6 +63,8 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         again = self._answers.get(key)
         if again is not None:
             return again(self, args)
+        if func in compat.marks:
+            return func(*args, **kwargs or {})  # for a profiler's record, with no tensors
         out = self._asked(func, types, args, kwargs or {})
         if func in self._corrections:
             out = self._corrections[func](args, out)
@@ -69,6 +72,14 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         if again is not None:
             self._answers[key] = again
         return out
+
+    def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor of ``device`` around ``inside``, with what the first one of its kind was found to have."""
+        if device not in self._blank:
+            first = FakeTensor(self, inside, device)
+            self._blank[device] = dict(vars(first))
+            return first
+        return compat.another_fake(inside, device, self._blank[device])
 
     def _asked(self, func, types, args, kwargs):
         """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
@@ -135,11 +146,11 @@ def _one_again(out, args) -> Again | None:
 
         def view(mode, args):
             inside = torch.empty(0, dtype=dtype, device="meta")
-            return FakeTensor(mode, inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
+            return mode.fake(inside.set_(args[of].untyped_storage(), offset, shape, stride), device)
 
         return view
 
     def new(mode, args):
-        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+        return mode.fake(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     return None if offset or storage.nbytes() != new(out.fake_mode, ()).untyped_storage().nbytes() else new
