@@ -13,6 +13,7 @@ from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.lora import add_lora
+from gradmem_lib.techniques.optimizers import code_table, nearest
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -71,6 +72,17 @@ def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):
     whole = layer.dequantized()
     monkeypatch.setattr(quantized, "SLICE", 128)
     assert torch.equal(layer.dequantized(), whole)
+
+
+@pytest.mark.parametrize("code", [code_table(True, None), code_table(False, None), quantized.nf4_values()])
+def test_the_table_finds_what_a_binary_search_finds(code):
+    """At every middle and beside it, and at both ends of all floats that begin alike."""
+    middles = (code[1:] + code[:-1]) / 2
+    beside = [torch.nextafter(middles, middles + sign) for sign in (-1, 1)]
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    ends = torch.cat([upper, upper | 0xFFFF]).view(torch.float32)
+    values = torch.cat([middles, *beside, ends[ends.abs() <= 1], torch.tensor([torch.nan])])
+    assert torch.equal(nearest(values, code), torch.bucketize(values, middles).to(torch.uint8))
 
 
 def test_quantized_base_needs_lora_and_no_autocast():

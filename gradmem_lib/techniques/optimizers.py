@@ -1,7 +1,7 @@
 """AdamW whose states take one byte a number."""
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def _adamw_8bit():
 
 
 def dequantized_blocks(codes: Tensor, absmax: Tensor, code: Tensor) -> Tensor:
-    return code[codes.long()] * absmax.repeat_interleave(BLOCK)[: codes.numel()]
+    return code.index_select(0, codes.int()) * absmax.repeat_interleave(BLOCK)[: codes.numel()]
 
 
 def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,5 +123,26 @@ def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest(values: Tensor, code: Tensor) -> Tensor:
-    """uint8 indices of the values of ``code``, which increase, that lie next to ``values``."""
-    return torch.bucketize(values, (code[1:] + code[:-1]) / 2).to(torch.uint8)
+    """uint8 indices of the values of ``code``, which increase, that lie next to ``values`` (float32, flat, from -1 to 1).
+
+    The CPU's binary search takes eight times as long as all the rest of an update. There a table says where to look.
+    """
+    if values.device.type != "cpu":
+        return torch.bucketize(values, _middles(code)).to(torch.uint8)
+    first, middles = _by_upper_half(tuple(code.tolist()))
+    at = first.index_select(0, (values.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+    return at.add_(values > middles.index_select(0, at)).to(torch.uint8)
+
+
+def _middles(code: Tensor) -> Tensor:
+    return (code[1:] + code[:-1]) / 2
+
+
+@lru_cache(maxsize=8)
+def _by_upper_half(code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """By the upper 16 bits of a float32: how many middles of ``code`` are below all numbers that begin so. At most one more is
+    below some of them, the next one. And the middles, with one that nothing is above."""
+    middles = _middles(torch.tensor(code))
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    least = torch.bucketize((upper | (upper >> 31 & 0xFFFF)).view(torch.float32), middles)
+    return least.int(), torch.cat([middles, middles.new_tensor([math.inf])])

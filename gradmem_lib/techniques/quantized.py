@@ -132,7 +132,7 @@ def _operators() -> SimpleNamespace:
             pairs = packed[start // 2 : (start + SLICE) // 2]
             nibbles = torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[: len(part)]
             scale = absmax[start // BLOCK : (start + SLICE) // BLOCK].repeat_interleave(BLOCK)[: len(part)]
-            part.copy_(values[nibbles.int()] * scale)
+            part.copy_(values.index_select(0, nibbles.int()) * scale)
         return out.view(rows, columns)
 
     @dequantize.register_fake
