@@ -36,9 +36,24 @@ PRINT = """
 from gradmem_lib.units import format_bytes
 print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in reversed(tracker.peak.by_category.values())), sep=", ")
 """
+RANKS = """
+from gradmem_lib.course import run_ranks
+
+def both(enough):
+    import torch.distributed as dist
+    def agreed():
+        stop = torch.tensor(enough())
+        dist.broadcast(stop, 0)
+        return stop
+    with MemoryTracker(model, optimizer, title="two ranks"):
+        train(agreed)
+
+run_ranks(both, Path("seen_enough").exists)
+"""
 SEEN = "seen_enough"  # a file that ends the training of live.ipynb
 NOTEBOOKS = {
     "live.ipynb": [MODEL, TRAIN.format(enough=f"Path({SEEN!r}).exists")],
+    "ranks.ipynb": [MODEL, RANKS],
     "endless.ipynb": [MODEL, TRAIN.format(enough="")],
     "after.ipynb": [
         MODEL,
@@ -96,6 +111,31 @@ def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, the
         assert_still_picture(notebook, notebook.output(1))
         shot(notebook, f"after_{theme.lower()}")
         assert notebook.errors == []
+
+
+def test_two_ranks_move_side_by_side_on_one_scale(browser, lab):
+    with Notebook(browser, lab, "ranks.ipynb", scale=1.5) as notebook:
+        notebook.start()
+        notebook.watch(until=lambda pictures: pictures >= 5)
+        views = notebook.output(1).locator(".gm-small")
+        assert [name.strip() for name in views.locator(".gm-title").all_inner_texts()] == [
+            "rank 0, two ranks",
+            "rank 1, two ranks",
+        ]
+        left, right = (view.bounding_box() for view in views.all())
+        assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] and left["width"] > 200
+        frames = views.locator("canvas.gm-canvas")
+        assert all(int(canvas.get_attribute("data-frames")) >= 2 for canvas in frames.all())
+        views.last.locator("tfoot").scroll_into_view_if_needed()
+        shot(notebook, "ranks_live")
+        assert notebook.running()
+        (lab.folder / SEEN).touch()
+        notebook.watch()
+        (lab.folder / SEEN).unlink()
+        assert_still_picture(notebook, notebook.output(1))
+        notebook.output(1).scroll_into_view_if_needed()
+        shot(notebook, "ranks_after")
+        assert notebook.failed() == 0 and notebook.errors == []
 
 
 def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):

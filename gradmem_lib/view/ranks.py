@@ -59,7 +59,11 @@ class _Picture:
 
         start = {"budget": float(budget or 0), "small": True, "frame": encode_frame(None, None, None)}
         views = [
-            widget_class()(title=f"rank {rank}", layout=Layout(flex="1 1 0%", min_width="195px"), **start)
+            widget_class()(
+                title=f"rank {rank}" + (f", {title}" if title else ""),
+                layout=Layout(flex="1 1 0%", min_width="195px"),
+                **start,
+            )
             for rank in range(ranks)
         ]
         self.widgets = [*views, HBox(views, layout=Layout(flex_flow="row wrap"))]
