@@ -139,3 +139,13 @@ def test_a_long_name_does_not_run_into_its_bar():
     name = next(text for text in figure.texts if text.get_text().startswith("micro"))
     right = name.get_window_extent().x1 / figure.bbox.width
     assert right < figure.axes[0].get_position().x0
+
+
+@pytest.mark.parametrize("budget", [*range(200, 320, 10), *range(1000, 3000, 150)])
+def test_the_unit_stands_apart_from_the_last_number(budget):
+    figure = Waterfall(budget=budget * MiB).add("one", snapshot(parameters=budget - 40)).plot()
+    figure.canvas.draw()
+    axis = figure.axes[0].xaxis
+    unit, last = (t.get_window_extent() for t in (axis.label, axis.get_ticklabels()[-1]))
+    assert last.x1 < unit.x0 or unit.x1 < last.x0
+    assert unit.x1 < figure.bbox.width * 0.82

@@ -257,6 +257,8 @@ def _axis(axes, top: float, factor: int, unit: str) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(colors=MUTED, length=0, labelsize=8)
     axes.set_xlabel(unit, color=MUTED, fontsize=8.5, loc="right", labelpad=-9)
+    if axes.get_xticks()[-1] * factor > 0.89 * top:  # the last number stands where the unit would
+        axes.xaxis.label.set_x(1.11)
 
 
 def _budget_line(axes, budget: int, top: float, factor: int) -> None:
