@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
-from sharded import model_of
+from sharded import exact_loss, model_of, whole
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from gradmem_lib import Recipe, make_trainer
+from gradmem_lib import Recipe, make_trainer, prepare, step
 
 
 def rows(number: int) -> list[dict]:
@@ -32,3 +35,27 @@ def trained(folder: str, batch_size: int, fields: dict, family: str = "llama"):
     trainer.train()
     change = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     return change, type(trainer.model_wrapped).__name__
+
+
+def resumed(folder: str, fields: dict, steps: int, load: bool, save: bool):
+    """``steps`` on the same 8 rows, from and to a distributed checkpoint: the weights, as one process has them."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = model_of("llama", torch.float64)
+    if load:
+        torch.nn.init.zeros_(next(model.parameters()))  # what is not loaded is seen
+    batch = {
+        name: torch.stack([row[name] for row in rows(8)[rank::ranks]]) for name in ("input_ids", "labels")
+    }
+    torch.manual_seed(rank)
+    recipe = Recipe(precision=None, **fields)
+    model, optimizer, _ = prepare(model, recipe, lr=1e-2)
+    if load:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for _ in range(steps):
+        step(model, optimizer, batch, recipe, loss=exact_loss)
+    if save:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.save(state, checkpoint_id=folder)
+    return [whole(p.detach()) for p in model.parameters()]

@@ -6,12 +6,13 @@ import pytest
 import sharded_trainer
 import torch
 import torch.distributed as dist
-from sharded import distances
+from sharded import distances, far, whole
 from torch import nn
 
 from gradmem_lib import Recipe, make_trainer, prepare, step
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
+from gradmem_lib.techniques.precision import GradScaler
 from gradmem_lib.techniques.sharding import shard
 
 CLOSE = 1e-12
@@ -82,6 +83,7 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         ({"sharding": "fsdp", "chunked_loss": True}, "leave it out with sharding='fsdp'"),
         ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
         ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
+        ({"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2}, "or None and a model in bf16"),
         ({"sharding": "fsdp", "checkpointing": "best"}, "choose checkpointing='per-layer'"),
         ({"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"}, "rounded its own way"),
         ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
@@ -139,3 +141,49 @@ def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate launch was told to use FSDP"):
         make_trainer(model, Recipe(), batch_size=2, output_dir=str(tmp_path))
+
+
+def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(tmp_path):
+    """torch.distributed.checkpoint, weights and states: sharded, and with a 4-bit base."""
+    for fields in ({}, QLORA) if os.environ.get("GRADMEM_ALL") else ({},):
+        folder, sharded = str(tmp_path / f"{len(fields)}"), fields | {"sharding": "fsdp"}
+        never_stopped, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 2, False, False)
+        run_ranks(sharded_trainer.resumed, folder, sharded, 1, False, True)
+        four, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 1, True, False, ranks=4)
+        assert far(four, never_stopped) <= CLOSE
+        assert far(sharded_trainer.resumed(folder, fields, 1, True, False), never_stopped) <= CLOSE
+
+
+def overflowed(how: str):
+    """Four steps in float16, in the third of which one rank's loss is not finite: the factor after each, and the weights."""
+    model, optimizer, _ = prepare(
+        sharded_trainer.model_of("llama", torch.float32), Recipe(precision="autocast-fp16", sharding=how)
+    )
+    ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
+    for number in range(4):
+        bad = float("inf") if number == 2 and dist.get_rank() == 1 else 1.0
+        recipe = Recipe(precision="autocast-fp16")
+        batch = {"input_ids": ids, "labels": ids}
+        step(model, optimizer, batch, recipe, loss=lambda m, b, bad=bad: m(**b).loss * bad, scaler=scaler)
+        factors.append(scaler.get_scale())
+    return factors, torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("how", ["zero1", "fsdp"])
+def test_all_ranks_skip_a_step_that_overflowed_on_one(how):
+    (factors, one), (others, other) = run_ranks(overflowed, how)
+    assert factors == others == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
+    assert torch.equal(one, other) and one.isfinite().all()
+
+
+def rounded_by_chance():
+    recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", sharding="zero1")
+    model, optimizer, _ = prepare(sharded_trainer.model_of("llama", torch.float32), recipe, lr=1e-2)
+    ids = torch.arange(3, 19).view(2, 8) + dist.get_rank()
+    torch.manual_seed(dist.get_rank())
+    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_weights_rounded_by_chance_stay_the_same_on_all_ranks():
+    assert torch.equal(*run_ranks(rounded_by_chance))

@@ -155,7 +155,7 @@ def make_optimizer(
     """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
     name = recipe.optimizer
     if recipe.sharding == "zero1":
-        on_one = partial(make_optimizer, recipe=replace(recipe, sharding="ddp"), lr=lr)
+        on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)
         return cut_states(parameters, on_one, mesh and mesh.get_group())
     if name in ("adamw", "adamw-foreach", "adamw-fused"):
         master = recipe.precision == "float32-master" and not recipe.fully_sharded

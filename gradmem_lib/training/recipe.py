@@ -145,6 +145,11 @@ class Recipe:
                 "chunked_loss goes around the model's own call, in which gradients are averaged and weights gathered over "
                 f"the ranks: leave it out with sharding={self.sharding!r}"
             )
+        if self.fully_sharded and self.precision == "float32-master" and self.lora_rank is not None:
+            raise ValueError(
+                f"float32-master with sharding={self.sharding!r} cuts float32 weights, the frozen ones too, and gathers them in bf16, "
+                "the scales of a 4-bit base too: choose precision='bf16', or None and a model in bf16, whose additions are float32"
+            )
         if self.fully_sharded and self.checkpointing == "best":
             raise ValueError(
                 "'best' finds a schedule by measuring one layer alone, whose weights are cut over the ranks with "
