@@ -14,7 +14,9 @@ import answers_moving
 import answers_numbers
 import answers_optimizers
 import answers_precision
+import answers_ranks
 import answers_runs
+import answers_shards
 import answers_windows
 import pytest
 
@@ -31,6 +33,8 @@ BANKS = (
     answers_optimizers,
     answers_adapters,
     answers_moving,
+    answers_ranks,
+    answers_shards,
     answers_more,
 )
 RIGHT, FALSE = {}, {}

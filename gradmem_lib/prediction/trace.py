@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import compat
+from .. import compat, compat_groups
 from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.tracker import checked_optimizers
@@ -208,7 +208,7 @@ def _ranks(question: Question, stack: ExitStack):
         return [n * question.ranks for n in numbers]  # the others do the same
 
     stack.enter_context(patch.object(Processes, "sums", sums))
-    return stack.enter_context(compat.one_of(question.ranks, question.rank))
+    return stack.enter_context(compat_groups.one_of(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:
