@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from gradmem_lib import MemoryTracker
-from gradmem_lib.course.processes import torchrun
+from gradmem_lib.course import run_ranks
 
 
 class Int8(torch.Tensor):
@@ -53,38 +54,28 @@ def test_a_quantized_weight_counts_what_is_inside():
     assert tracker.peak.total == codes.nbytes + scale.nbytes + x.nbytes + 2 * 4 * 32 * 64
 
 
-SHARDED = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from gradmem_lib import MemoryTracker
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-for layer in model: fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-with MemoryTracker(model, optimizer, live=False) as tracker:
-    start = tracker.current.total
-    for _ in range(2):
-        model(torch.randn(8, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    now = tracker.current
-print("BYTES", start, now.by_category["parameters"], now.by_category["optimizer"], now.total, flush=True)
-dist.destroy_process_group()
-"""
+def sharded_here():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        start = tracker.current.total
+        for _ in range(2):
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return start, tracker.current
 
 
 def test_fsdp_shards_count_their_own_half():
-    printed = torchrun(SHARDED, processes=2)
     half = 4 * 64 * 64 * 4 // 2
-    found = [[int(n) for n in line.split()[1:]] for line in printed.splitlines() if line.startswith("BYTES")]
-    assert found
-    for start, parameters, optimizer, total in found:
-        assert start == parameters == half
-        assert optimizer == 2 * half + 4 * 4
-        assert total < 4 * half, "what FSDP frees by resizing is gone from the count"
+    for start, now in run_ranks(sharded_here):
+        assert start == now.by_category["parameters"] == half
+        assert now.by_category["optimizer"] == 2 * half + 4 * 4
+        assert now.total < 4 * half, "what FSDP frees by resizing is gone from the count"
 
 
 def test_a_storage_that_is_resized_is_seen_at_once():
