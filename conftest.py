@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -81,6 +82,24 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items) -> None:
     # Two workers end together if what takes minutes is not what comes last. The order within a file stays.
     items.sort(key=lambda item: -seconds(item.path))
+
+
+def stay() -> None:
+    """Garbage collections pass over what exists now. Many tests collect, and thousands of tests and modules are no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    stay()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        stay()  # what this file has imported
+    return done
 
 
 @pytest.hookimpl(wrapper=True)
