@@ -97,14 +97,39 @@ def test_to_the_byte():
     assert fit(shape, "1 GiB", **ASKED).checkpointing is None
 
 
-def test_what_nothing_fits_says_the_lowest_peak():
+def asked_of(monkeypatch, shape, budget, **asked) -> tuple[list[str | None], str]:
+    """What ``fit`` predicted before it refused ``budget``, and what it said."""
+    tried = []
+
+    def counted(*given, recipe, **more):
+        tried.append(recipe.checkpointing)
+        return predict(*given, recipe=recipe, **more)
+
+    monkeypatch.setattr("gradmem_lib.prediction.fit.predict", counted)
+    with pytest.raises(ValueError, match="is not enough") as refused:
+        fit(shape, budget, **ASKED | asked)
+    return tried, str(refused.value)
+
+
+def test_what_nothing_fits_says_the_lowest_peak(monkeypatch):
     shape = FAMILIES["smollm2"]()
     lowest = min(
         predict(shape, recipe=with_first(Recipe(), k), **ASKED).peak.total for k in range(LAYERS + 1)
     )
-    with pytest.raises(ValueError, match=f"needs at least {lowest:,} bytes"):
-        fit(shape, lowest - 1, **ASKED)
     assert fit(shape, lowest, **ASKED).checkpointing is not None
+    tried, said = asked_of(monkeypatch, shape, lowest - 1)
+    assert f"this step needs at least {lowest:,} bytes" in said and len(tried) <= LAYERS  # not every k
+
+
+def test_a_budget_that_residents_pass_is_refused_after_two_predictions(monkeypatch):
+    shape = FAMILIES["smollm2"]()
+    shape.num_hidden_layers = 12
+    held = (
+        4 * predict(shape, **ASKED).peak.by_category["parameters"]
+    )  # gradients and two moments are as large
+    tried, said = asked_of(monkeypatch, shape, held - 1)
+    assert tried == [None, "first-12"] and "alone need" in said
+    assert int(said.split("alone need ")[1].split(" bytes")[0].replace(",", "")) >= held - 1
 
 
 def loss_and_gradients(model, batch) -> list[torch.Tensor]:

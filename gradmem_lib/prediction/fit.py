@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..names import OPTIMIZER_STEP
 from ..techniques import checkpointing
 from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes, parse_bytes
 from .configs import find_config, skeleton
+from .extrapolation import PHASE, TOTAL
 from .predict import predict
 
 
@@ -18,7 +20,8 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
 
     Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``), and above it for one layer less. Counted are live
     tensors: what else a card holds, ``plan`` adds up. The first layers run again, which backward reaches when the others are gone.
-    ``asked``: what ``predict`` takes besides. ``ValueError``, with the lowest peak, where no number of layers is enough.
+    ``asked``: what ``predict`` takes besides. ``ValueError``, with the lowest peak, or with what no checkpoint takes away where that
+    is too much, where no number of layers is enough.
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
@@ -31,18 +34,31 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
     n = sum(len(layers) for layers, _ in find_layers(model).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
     peaks: dict[int, int] = {}
+    fixed = 0  # bytes that no checkpoint takes away
 
     def fits(k: int) -> bool:
+        nonlocal fixed
         if k not in peaks:
-            peaks[k] = predict(model_or_config, recipe=recipes[k], **asked).peak.total
+            found = predict(model_or_config, recipe=recipes[k], **asked)
+            peaks[k], rows = found.peak.total, found.timeline.rows
+            in_step = rows[rows[:, PHASE] == OPTIMIZER_STEP, TOTAL]
+            fixed = int(max(fixed, rows[:, 3:6].sum(axis=1).max(), in_step.max(initial=0)))
         return peaks[k] <= limit
 
-    # The last to try are all layers, and a few less: a checkpoint adds some bytes too.
-    most = 0 if fits(0) else next((k for k in range(n, 0, -1) if fits(k)), None)
+    most = 0 if fits(0) else None
+    # The last to try are all layers, and a few less: a checkpoint adds some bytes too. Once one layer less needs more, so does
+    # each further one.
+    for k in range(n, 0, -1) if most is None else ():
+        if fits(k):
+            most = k
+        if most is not None or fixed > limit or peaks[k] > peaks.get(k + 1, peaks[k]):
+            break
     if most is None:
-        lowest = min(peaks.values())
+        lowest, what = min(peaks.values()), "this step needs at least"
+        if fixed > limit:
+            lowest, what = fixed, "weights, gradients, states and the optimizer's step alone need"
         raise ValueError(
-            f"budget={budget!r} is not enough, however many layers run again: this step needs at least {lowest:,} bytes "
+            f"budget={budget!r} is not enough, however many layers run again: {what} {lowest:,} bytes "
             f"({format_bytes(lowest)}). Take a smaller batch, accumulation, chunked_loss, or another precision or optimizer"
         )
     return recipes[bisect_left(range(most), True, key=fits)]
