@@ -1,0 +1,767 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10 · Beyond one card
+#
+# *60 minutes, and 4 more for optional exercises. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
+#
+# Some models fit on no card. Then several cards train one model together. What does each of them hold, and what do
+# they send to each other? Here each card is a process on your CPU. PyTorch's engines do not know the difference. After
+# this lesson you can
+#
+# - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it on every process;
+# - write DDP's averaging and a sharded layer by hand, and shard a real model in the right order;
+# - plan a 70B model for two cards of 24 GB, and tell when a second card does not help.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# %%
+from gradmem_lib import CARDS, MemoryTracker, Recipe, Waterfall, check, known_model
+from gradmem_lib import predict, predict_first, prepare
+from gradmem_lib.course import claims, models, quiet_arguments, run_ranks
+
+# %% [markdown]
+# ## 1 · Ranks
+#
+# The processes that train together form a **group**. Each has a number, its **rank**. All run the same program, on
+# other rows of the batch. `run_ranks` starts a function in several processes and returns what each rank returned:
+
+
+# %%
+def hello():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    number = torch.tensor(10.0**rank)
+    dist.all_reduce(number)
+    print(f"one of {ranks}: the sum of all numbers is {number.item():.0f}")
+
+
+_ = run_ranks(hello, ranks=4, everyone=True)
+
+# %% [markdown]
+# `all_reduce` is a **collective**: every rank has to call it, and waits until all have. If one rank skips a
+# collective, the others wait forever. This lesson needs three collectives:
+#
+# | collective | before | after |
+# |---|---|---|
+# | all-gather | each rank has a piece | each has all pieces |
+# | reduce-scatter | each rank has all pieces, of its own | each has one piece, summed over the ranks |
+# | all-reduce | each rank has a tensor | each has the sum |
+#
+# An all-reduce is a reduce-scatter, and then an all-gather.
+#
+# ## 2 · What is copied, and what is cut
+#
+# **Distributed data parallel (DDP)** gives every rank a copy of everything. The ranks only average their gradients. So
+# it saves no memory, except that each rank has fewer rows. **ZeRO**
+# ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054)) gives each of the N ranks an Nth, a **shard**, of what
+# others have a copy of: in stage 1 of the optimizer states, in stage 2 of the gradients too, and in stage 3 of the
+# weights too. PyTorch calls stage 3 *fully sharded data parallel* (**FSDP**).
+
+# %% [markdown]
+# ### Exercise 10.1 · what is copied, and what is cut
+#
+# ●○○ · 3 minutes · trains: deriving ZeRO's table from the parts of a step
+#
+# Mixed precision keeps weights and gradients in bf16. The optimizer keeps a float32 copy of the weights and two float32
+# moments. Write `bytes_per_rank(parameters, ranks, way)`: the bytes of `(weights, gradients, states)` on each rank, where
+# `way` is `"ddp"`, `"zero1"`, `"zero2"` or `"fsdp"`. `ranks` divides `parameters`.
+#
+# <details><summary>Hint 1: the whole</summary>
+#
+# 2, 2 and 12 bytes a parameter.
+#
+# <details><summary>Hint 2: the order</summary>
+#
+# ZeRO cuts the largest part first. Each stage cuts one part more.
+#
+# </details></details>
+
+
+# %%
+def bytes_per_rank(parameters, ranks, way):
+    ### BEGIN SOLUTION
+    parts = [2 * parameters, 2 * parameters, 12 * parameters]
+    cut = ["ddp", "zero1", "zero2", "fsdp"].index(way)
+    return tuple(n / ranks if i >= 3 - cut else n for i, n in enumerate(parts))
+    ### END SOLUTION
+
+
+bytes_per_rank = check("10.1", bytes_per_rank)
+
+# %% [markdown]
+# Measure it. The model is a Llama with 429,248 weights in float32, and its 4 rows are shared out among the ranks.
+
+# %%
+ids = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    return models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=257)
+
+
+def my_batch():
+    mine = ids.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return {"input_ids": mine, "labels": mine}
+
+
+# %%
+def update(net, optimizer):
+    loss = net(**my_batch()).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def track(net, optimizer, **options):
+    update(net, optimizer)  # the first one makes states and buffers
+    with MemoryTracker(net, optimizer, **options) as tracker:
+        update(net, optimizer)
+    return tracker
+
+
+# %% [markdown]
+# With plain AdamW, a process keeps 12 bytes a weight between steps: the weight and two moments.
+
+# %%
+question = "DDP on two ranks: bytes a weight that a rank keeps between steps?"
+guess_a = predict_first("10.a", question, unit="bytes a weight")
+
+
+# %%
+def measure(ways):
+    figures = {}
+    for way in ways:
+        net, optimizer, _ = prepare(llama(), Recipe(sharding=way))
+        tracker = track(net, optimizer, live=False)
+        figures[way] = tracker.current.total, tracker.peak.total
+    return figures
+
+
+ways = None, "ddp", "zero1", "zero2", "fsdp"
+measured = {ranks: run_ranks(measure, ways, ranks=ranks)[0] for ranks in (2, 4)}
+kept = measured[2]["ddp"][0] / 429_248
+
+# %%
+guess_a.reveal(formula=16, measured=round(kept, 2))
+
+# %% [markdown]
+# DDP copies the gradients into **buckets**, so that it can send many at once. The buckets stay when the gradients are
+# gone: 4 bytes a weight more. Here is the whole table, on rank 0 of two and of four ranks:
+
+# %%
+print("(MB)       2 ranks: between    peak    4 ranks: between    peak")
+for way in ways:
+    row = [n / 1e6 for ranks in (2, 4) for n in measured[ranks][way]]
+    print("{:<11}{:>17.2f}{:>8.1f}{:>20.2f}{:>8.1f}".format(way or "alone", *row))
+
+# %% [markdown]
+# "Alone" is a rank that averages nothing: a process on its own, with as many rows.
+#
+# - **DDP needs more than a process alone**, by its buckets.
+# - **ZeRO-1** cuts the states. `ZeroRedundancyOptimizer` gives each whole *parameter* to one rank, so the ranks are only
+#   roughly equal.
+# - **ZeRO-2 and FSDP keep the same between steps.** PyTorch's ZeRO-2 cuts the weights too. It gathers them in
+#   forward and keeps them until backward, and FSDP frees each layer's at once. So they differ at the peak.
+#
+# This is an update under FSDP, on both ranks side by side:
+
+
+# %%
+def watch():
+    net, optimizer, _ = prepare(llama(), Recipe(sharding="fsdp"))
+    track(net, optimizer, title=f"FSDP, rank {dist.get_rank()}")
+
+
+_ = run_ranks(watch)
+
+# %% [markdown]
+# ## 3 · DDP by hand
+#
+# After backward, DDP leaves the mean of all ranks' gradients on every rank.
+
+# %% [markdown]
+# ### Exercise 10.2 · DDP by hand
+#
+# ●●○ · 4 minutes · trains: what every rank sends, and that all of them send the same
+#
+# Every rank has had its backward. Write `average_gradients(model)`, which every rank calls: afterwards each trained weight's
+# `.grad` is the mean over the ranks. A rank may have no gradient for some weight (its rows took another way through the
+# model). There the gradient counts as zeros. Frozen weights get none.
+#
+# <details><summary>Hint 1: the sum</summary>
+#
+# `dist.all_reduce(tensor)` adds up a tensor over all ranks, in place. `dist.get_world_size()` is their number.
+#
+# <details><summary>Hint 2: the same calls</summary>
+#
+# A rank that skips a weight meets the others in the wrong call. So begin with
+# `if p.grad is None: p.grad = torch.zeros_like(p)`, for each `p` that requires a gradient.
+#
+# </details></details>
+
+
+# %%
+def average_gradients(model):
+    ### BEGIN SOLUTION
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+    ### END SOLUTION
+
+
+average_gradients = check("10.2", average_gradients)
+
+# %% [markdown]
+# Yours sends after backward. DDP sends a bucket as soon as all gradients in it are complete, while backward computes the
+# next ones. A *hook* sees each bucket:
+
+
+# %%
+def buckets(accumulate):
+    sent, ddp = [], DistributedDataParallel(llama(), bucket_cap_mb=0.25)
+
+    def hook(state, bucket):
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    ddp(**my_batch()).loss.backward()  # from here on DDP knows the order
+    sent.clear()
+    if accumulate:
+        with ddp.no_sync():
+            ddp(**my_batch()).loss.backward()
+    ddp(**my_batch()).loss.backward()
+    return sent
+
+
+# %%
+for accumulate in (False, True):
+    sent = run_ranks(buckets, accumulate)[0]
+    print(f"{1 + accumulate} micro-batches: {len(sent)} buckets, {sum(sent):,} bytes")
+
+# %% [markdown]
+# The buckets hold all 1,716,992 bytes of gradients. With `no_sync` from lesson 03, two micro-batches send as much as
+# one.
+#
+# `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But then
+# `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. In PyTorch 2.13 it does
+# not go with `no_sync`: the next backward stops with an internal error.)
+#
+# ## 4 · A sharded layer by hand
+#
+# With sharded weights, each rank needs the whole matrix for a moment: in forward, and again in backward. Between the two
+# it keeps its shard alone.
+
+# %% [markdown]
+# ### Exercise 10.3 · a linear layer that is cut over ranks
+#
+# ●●● · 6 minutes · trains: all-gather in forward and in backward, reduce-scatter after
+#
+# Write `ShardedLinear(linear)`, for an `nn.Linear` without bias that is the same on every rank. It keeps this rank's rows of
+# the weight as its one parameter. Its output is the whole layer's. Its gradient is this rank's rows of the *mean* over the
+# ranks, and `x.grad` is this rank's own. The whole weight exists only while it is used: six layers of 256 x 256 on 4
+# ranks have **1,700,000 bytes**. The ranks divide the rows. `gather(shard)` and `own_mean(whole)` are given.
+#
+# <details><summary>Hint 1: forward</summary>
+#
+# `x @ gather(shard).T`. Save `x` and `shard`, not the whole weight.
+#
+# <details><summary>Hint 2: backward</summary>
+#
+# It returns `d_out @ gather(shard)` for `x`, and `own_mean(d_weight)` for the shard.
+#
+# <details><summary>Hint 3: the weight's gradient</summary>
+#
+# `d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)`. This rank's rows are
+# `weight.chunk(dist.get_world_size())[dist.get_rank()]`, cloned, so that the rest can go.
+#
+# </details></details></details>
+
+
+# %%
+def gather(shard):
+    """The shards of all ranks (rows, columns), one below the other: (ranks * rows, columns)."""
+    whole = shard.new_empty(dist.get_world_size() * len(shard), shard.shape[1])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
+    return whole
+
+
+def own_mean(whole):
+    """This rank's rows of the mean over the ranks: (ranks * rows, columns) to (rows, columns)."""
+    parts = list(whole.chunk(dist.get_world_size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+# %%
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard):
+        ### BEGIN SOLUTION
+        ctx.save_for_backward(x, shard)
+        return x @ gather(shard).T
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ### BEGIN SOLUTION
+        x, shard = ctx.saved_tensors
+        d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)
+        return d_out @ gather(shard), own_mean(d_weight)
+        ### END SOLUTION
+
+
+# %%
+class ShardedLinear(nn.Module):
+    def __init__(self, linear):
+        ### BEGIN SOLUTION
+        super().__init__()
+        rows = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
+        self.shard = nn.Parameter(rows.clone())
+        ### END SOLUTION
+
+    def forward(self, x):
+        ### BEGIN SOLUTION
+        return Gathered.apply(x, self.shard)
+        ### END SOLUTION
+
+
+ShardedLinear = check("10.3", ShardedLinear)
+
+# %% [markdown]
+# `fully_shard` does this with any module, and changes it in place. The parameters of one call are a **unit**: they are
+# gathered together in one buffer, and freed together. While a unit computes, the next one is gathered already
+# (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows its
+# shards. `p.to_local()` is this rank's.
+#
+# ## 5 · FSDP2 on a real model
+#
+# What if we call `fully_shard(model)`, and nothing else? A process alone peaks at 8.1 MB.
+
+# %%
+question = "FSDP on two ranks, the whole model as one unit: peak on a rank?"
+guess_b = predict_first("10.b", question, unit="MB")
+
+
+# %%
+def peak_of(wrap):
+    net = wrap(llama())
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    return round(track(net, optimizer, live=False).peak.total / 1e6, 1)
+
+
+# %%
+guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
+
+# %% [markdown]
+# With one unit, all weights are whole from the start of forward to the end of backward, and beside them all gradients
+# wait for their reduce-scatter. **Worse than no sharding at all.** With a unit for each layer, as in section 2, the peak
+# was 6.1 MB.
+#
+# Activations are what remains. Checkpoints run each layer twice, and FSDP gathers a layer's weights for each run. How
+# often? A rank's collectives can be counted like any operator:
+
+
+# %%
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"allgather": 0, "reduce_scatter": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for name in self.seen:
+            self.seen[name] += name in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+# %%
+def count(checkpointing):
+    net, _, _ = prepare(llama(), Recipe(sharding="fsdp", checkpointing=checkpointing))
+    with Collectives() as collectives:
+        net(**my_batch()).loss.backward()
+    return collectives.seen
+
+
+print("without checkpoints:", run_ranks(count, None)[0])
+
+# %% [markdown]
+# Eight layers are gathered twice each, in forward and in backward. The rest of the model is gathered once, since
+# backward begins where forward ends.
+
+# %%
+guess_c = predict_first(
+    "10.c", "All-gathers with a checkpoint on every layer?", unit="all-gathers"
+)
+
+# %%
+guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
+
+# %% [markdown]
+# None more. Backward gathers a layer before it runs the layer again, and frees it after the layer's backward. So
+# checkpoints under FSDP cost what they cost on one card.
+
+# %%
+claims.show("C49")
+
+# %% [markdown]
+# ### Exercise 10.4 · a model of sharded layers
+#
+# ●●○ · 4 minutes · trains: units of FSDP2, and checkpoints under them
+#
+# Write `wrap(model, mesh)` for a Llama of transformers, and return the model. Each layer is a unit of `fully_shard`, and so is
+# all that the layers leave. Each layer is a checkpoint. A forward and a backward of a tiny Llama of six layers, 2 rows of 32 tokens, on
+# one of 2 ranks have **2,550,000 bytes**. The gradients stay those of one process.
+#
+# <details><summary>Hint 1: units</summary>
+#
+# `fully_shard(module, mesh=mesh)` takes all of `module`'s parameters that no unit has taken yet. So the layers come first.
+#
+# <details><summary>Hint 2: checkpoints</summary>
+#
+# `model.activation_checkpointing_enable({"use_reentrant": False})`. The layers are in `model.model.layers`.
+#
+# </details></details>
+
+
+# %%
+def wrap(model, mesh):
+    ### BEGIN SOLUTION
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+    ### END SOLUTION
+
+
+wrap = check("10.4", wrap)
+
+
+# %%
+def yours(net):
+    return wrap(net, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
+
+# %% [markdown]
+# Other options of `fully_shard`:
+#
+# - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16.
+#   The shards stay in float32 and are the master copy of lesson 07.
+#   Sums over ranks should be in float32 as well.
+# - `reshard_after_forward=False` is ZeRO-2 of section 2: one all-gather less for each layer.
+# - `offload_policy=CPUOffloadPolicy()` keeps shards, gradients and states in the host's memory (*ZeRO-Offload*).
+#
+# `Recipe(sharding="fsdp", precision="float32-master")`, `sharding="zero2"` and `offload="parameters"` choose these.
+#
+# ## 6 · One batch on many ranks
+#
+# DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again: divide by
+# the labels of *all* ranks, and multiply by the number of ranks (exercise 10.5). `accumulate_gradients(..., model=net)`
+# counts for you. Under DDP, ranks may have different numbers of micro-batches. Under FSDP every forward is a
+# collective, so all ranks need equally many. Some may be empty, with all labels −100.
+#
+# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. To keep last year's result, keep this
+# product: take fewer micro-batches as ranks are added. If the batch does grow, the learning rate usually grows too, and
+# needs a new search.
+#
+# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` understands DTensors. A norm by hand does
+# not:
+
+
+# %%
+def norms():
+    net = yours(llama())
+    net(**my_batch()).loss.backward()
+    mine = torch.stack([p.grad.to_local().norm() for p in net.parameters()]).norm()
+    total = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0).full_tensor()
+    return round(mine.item(), 3), round(total.item(), 3)
+
+
+for rank, (mine, total) in enumerate(run_ranks(norms)):
+    print(f"rank {rank}: norm of its shards {mine}, of the gradient {total}")
+
+# %% [markdown]
+# If each rank clipped by its own norm, the shards would be scaled by different numbers, and no error would tell.
+#
+# ## 7 · Save, and go on with other ranks
+#
+# `torch.save(net.state_dict())` on rank 0 writes rank 0's shards. `torch.distributed.checkpoint` lets each rank write its
+# own part, with an index. So a run may go on with another number of ranks:
+
+
+# %%
+def train(folder, go_on):
+    net = yours(llama())
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    if not go_on:
+        update(net, optimizer)
+    states = dict(zip(("model", "optim"), get_state_dict(net, optimizer), strict=True))
+    (dcp.load if go_on else dcp.save)(states, checkpoint_id=folder)
+    both = {f"{part}_state_dict": state for part, state in states.items()}
+    set_state_dict(net, optimizer, **both)
+    losses = torch.stack([update(net, optimizer) for _ in range(2)])
+    dist.all_reduce(losses)
+    return [round(loss, 3) for loss in (losses / dist.get_world_size()).tolist()]
+
+
+# %%
+folder = tempfile.TemporaryDirectory()
+print("2 ranks:          ", run_ranks(train, folder.name, False)[0])
+print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
+
+# %% [markdown]
+# The four ranks continue where the two were, optimizer states included. For one ordinary file,
+# `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights. It
+# is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
+#
+# ## 8 · Trainer, accelerate, and real cards
+#
+# Trainer takes `fsdp=True`. Try it here, on two ranks. The model has 1,716,992 bytes of weights.
+
+# %%
+question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
+guess_d = predict_first("10.d", question)
+
+
+# %%
+def trainer_weights():
+    from transformers import Trainer
+
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    how = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_find_unused_parameters": False}
+    with quiet_arguments(max_steps=1, **how) as arguments:
+        trainer = Trainer(llama(), arguments, train_dataset=rows)
+        trainer.train()
+    net = trainer.model_wrapped
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
+    return type(net).__name__, sum(p.nbytes for p in local)
+
+
+# %%
+name, nbytes = run_ranks(trainer_weights)[0]
+guess_d.reveal(measured=nbytes)
+print(name)
+
+# %% [markdown]
+# It is DDP, without a warning. accelerate, which Trainer uses, shards on accelerators alone. So a test on the CPU says
+# nothing about your FSDP settings. Count the bytes on the first card that you rent. (`make_trainer` refuses this.)
+#
+# On real cards the same script runs in one process a card. `torchrun` starts them, or accelerate with a file of
+# settings:
+
+# %%
+settings = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+Path(folder.name, "fsdp.yaml").write_text(settings)
+print("torchrun --nproc-per-node=2 train.py")
+print("accelerate launch --config_file fsdp.yaml train.py")
+
+# %% [markdown]
+# `cpu_ram_efficient_loading`: eight processes that each load a 70B model need 8 × 138 GB of *host* memory. With this
+# setting rank 0 alone reads the weights, and sends each rank its shards.
+#
+# ## 9 · What it costs to send
+#
+# In a ring, an all-gather or a reduce-scatter of B bytes takes each rank (N − 1) / N · B over its link.
+
+# %% [markdown]
+# ### Exercise 10.6 · what communication costs
+#
+# ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
+#
+# Ranks that form a ring send `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a reduce-scatter, and
+# twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes, ranks, micro_batches, bandwidth)`
+# for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward to backward) or `"fsdp"`.
+# Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. FSDP reduces after every micro-batch.
+#
+# <details><summary>Hint: passes</summary>
+#
+# DDP has one all-reduce an update. FSDP has, for each micro-batch, two all-gathers (forward, backward) and one
+# reduce-scatter. ZeRO-2 gathers once.
+#
+# </details>
+
+
+# %%
+def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
+    ### BEGIN SOLUTION
+    passes = {"ddp": 2, "zero2": 2 * micro_batches, "fsdp": 3 * micro_batches}[way]
+    return passes * nbytes * (ranks - 1) / ranks / bandwidth
+    ### END SOLUTION
+
+
+communication_seconds = check("10.6", communication_seconds)
+
+# %% [markdown]
+# Sending can hide behind computing, as long as computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards.
+# A token costs about 6 operations a weight.
+
+# %%
+question = "Tokens in a micro-batch, so that two RTX 4090s compute as long as they send?"
+guess_e = predict_first("10.e", question, unit="tokens")
+
+
+# %%
+def tokens(card, link):
+    seconds = communication_seconds("fsdp", 2 * 6.74e9, 2, 1, 0.8 * link)
+    return round(seconds * CARDS[card].half / (6 * 6.74e9))
+
+
+guess_e.reveal(measured=tokens("RTX 4090 24GB", 31.5e9), what="estimated")
+print("two H100s over NVLink:", tokens("H100 80GB", 450e9))
+
+# %% [markdown]
+# (We take 80 % of a link's rate: PCIe 4 has 31.5 GB/s each way, an H100's NVLink 450. Cards reach less than their full
+# rate of operations too, and then fewer tokens are enough.)
+#
+# When not to shard:
+#
+# - **It fits on one card.** Use DDP, or accumulate on one card. DDP sends once an update, FSDP three times in each
+#   *micro-batch*.
+# - **Small micro-batches over a slow link.** Checkpoints make room for more rows, and more rows hide the sending.
+# - **Only activations are too large.** FSDP cuts weights, gradients and states. Lessons 04 and 08 cut activations.
+#
+# ## 10 · A 70B on two cards
+#
+# Llama-2-70B has 69 billion weights: 138 GB in bf16. Two cards have 24 GB each. `predict` takes `ranks`, and computes one
+# rank's memory without starting processes. `batch_size` is the rows of *one* rank.
+
+# %%
+guess_f = predict_first("10.f", "QLoRA with FSDP, 1,024 tokens: peak on a card?", unit="GB")
+
+
+# %%
+def seventy(tokens, ranks=2, precision="bf16", **choice):
+    config = known_model("Llama-2-70B")[1]
+    recipe = Recipe(precision, sharding="fsdp", checkpointing="per-layer", **choice)
+    ask = {"seq_len": tokens, "recipe": recipe, "ranks": ranks, "target": "cuda"}
+    return predict(config, batch_size=1, **ask).peak
+
+
+# %%
+card, qlora = CARDS["RTX 4090 24GB"], {"lora_rank": 16, "quantized_base": True}
+chart = Waterfall(budget=card.nbytes, title="Llama-2-70B, one of two RTX 4090s")
+short = seventy(1024, **qlora)
+chart.add("LoRA, 1,024 tokens", seventy(1024, lora_rank=16))
+chart.add("base in 4 bits", short)
+chart.add("2,048 tokens", seventy(2048, **qlora), aside=True)
+guess_f.reveal(measured=round(short.total / 1e9, 1), what="predicted")
+chart
+
+# %%
+claims.show("C17")
+# %% [markdown]
+# Nobody here has these cards. But the same code runs on SmolLM2's first two layers, with their real weights:
+
+
+# %%
+def carried_out(recipe):
+    smol = models.smollm2()[0]
+    smol.model.layers = smol.model.layers[:2]
+    net, optimizer, _ = prepare(smol, recipe)
+    return track(net, optimizer, live=False).peak.total
+
+
+# %%
+recipe = Recipe("bf16", sharding="fsdp", checkpointing="per-layer", **qlora)
+config = known_model("SmolLM2-135M")[1]
+config.num_hidden_layers = 2
+ask = {"seq_len": 32, "recipe": recipe, "ranks": 2, "target": "cpu"}
+print(f"predicted {predict(config, batch_size=2, **ask).peak.total:,} bytes")
+print("measured ", *(f"{nbytes:,} bytes" for nbytes in run_ranks(carried_out, recipe)))
+
+# %% [markdown]
+# And training **every weight** of the 70B, on cards of 80 GB, with 2,048 tokens on each?
+
+# %%
+for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-master")):
+    whole = seventy(2048, ranks, precision).total
+    print(f"{ranks:>2} cards, {precision:<15}{whole / 1e9:>4.0f} GB each")
+
+# %% [markdown]
+# Eight cards hold it in pure bf16, whose small updates are lost (lesson 07). With float32 master weights it takes
+# sixteen. Fewer cards can keep shards and states on the host: `offload="parameters"`. Then each micro-batch moves a rank's
+# shards to the card twice, and its gradients back.
+
+# %% [markdown]
+# ## 11 · What you can now do
+#
+# - **DDP copies everything** and keeps buckets besides. ZeRO and FSDP cut states, gradients, weights.
+# - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last. Checkpoints go on first.
+# - **Collectives need every rank**, in saving and in clipping too.
+# - **Divide by the count of all ranks**, then correct for the mean that the engine takes.
+# - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.
+# - **Shard only what does not fit.** Sending costs three passes over the weights in each micro-batch.
+#
+# ## More practice
+
+# %% [markdown]
+# ### Exercise 10.5 · uneven rows over uneven ranks
+#
+# ●●○ · 4 minutes · optional · trains: one mean over all labels, where each rank sees some
+#
+# DDP and FSDP average gradients over the ranks, whatever each rank has seen. Write `loss_scale(micro_batches)`, which every rank
+# calls with its own list of label tensors, one for each micro-batch. Labels of -100 do not count. It returns the number by
+# which each micro-batch's *summed* loss is multiplied, so that the averaged gradients are those of the mean loss over all
+# labels of all ranks. Ranks may have different numbers of micro-batches, and one may have no label at all.
+#
+# <details><summary>Hint 1: what is undone</summary>
+#
+# The gradients are divided by the number of ranks afterwards. Multiply by it first.
+#
+# <details><summary>Hint 2: what all ranks must know</summary>
+#
+# The number of labels on all ranks: count your own over all micro-batches, put it in a tensor, and `dist.all_reduce` it once.
+#
+# </details></details>
+
+
+# %%
+def loss_scale(micro_batches):
+    ### BEGIN SOLUTION
+    count = torch.tensor(sum(int((labels != -100).sum()) for labels in micro_batches))
+    dist.all_reduce(count)
+    return dist.get_world_size() / count.item()
+    ### END SOLUTION
+
+
+loss_scale = check("10.5", loss_scale)
