@@ -32,7 +32,11 @@ def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):
             seconds=800, on_frame=lambda n: n == 5 and shot(notebook, f"lesson_{name[:2]}_live")
         )
         draws = "image/png" in (ROOT / "solutions" / name).read_text(encoding="utf-8")
-        moves = draws and name[:2] not in ("08", "09", "10")  # whose pictures are drawn once, after what they show
+        moves = draws and name[:2] not in (
+            "08",
+            "09",
+            "10",
+        )  # whose pictures are drawn once, after what they show
         assert pictures >= moves and notebook.not_run() == [] and notebook.failed() == 0
         # No stub passes, and the reference takes over; lesson 00 shows a wrong answer on purpose.
         own = {each: said for each, said in lab.checks().items() if each.startswith(f"{int(name[:2])}.")}
