@@ -1,7 +1,7 @@
 """The CPU allocator's own account of a step: every block taken and given back, as PyTorch's profiler saw it.
 
 It knows nothing of the tracker. Blocks that one operation takes and gives back before it returns are left out, since no
-dispatch mode can see them.
+dispatch mode can see them; and those that gloo takes for a collective (it copies what it gathers and scatters).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def walk(nodes, inside=None):
     for node in nodes:
         yield node, inside
         own = inside
-        if own is None and node.tag == _EventType.TorchOp and not composite(node.name):
-            own = node.id
+        by_gloo = node.name.startswith(("c10d::", "gloo:"))
+        if by_gloo or (own is None and node.tag == _EventType.TorchOp and not composite(node.name)):
+            own = node.id, by_gloo
         yield from walk(node.children, own)
 
 
@@ -73,9 +74,11 @@ def allocator_peak(step, before: int = 0) -> int:
     for n, (_, nbytes, address, inside) in enumerate(events):
         if nbytes > 0:
             taken[address] = n, inside
+            if inside is not None and inside[1]:
+                scratch.add(n)  # gloo's thread may give it back, which is not profiled
         elif address in taken:
             first, by = taken.pop(address)
-            if inside is not None and inside == by:
+            if first in scratch or (inside is not None and inside == by):
                 scratch |= {first, n}
     live = np.cumsum([0, *(0 if n in scratch else event[1] for n, event in enumerate(events))])
     begun = sum(time < start for time, *_ in events)
