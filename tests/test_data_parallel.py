@@ -1,5 +1,9 @@
 """accumulate_gradients in two real processes, replicated and sharded, against the full batch's gradient."""
 
+import os
+from contextlib import suppress
+
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,3 +164,16 @@ def test_sharded_over_two_processes_it_is_the_full_batchs_gradient():
 def test_a_process_that_fails_is_reported():
     with pytest.raises(RuntimeError, match=r"one of the 1 processes failed(.|\n)*no such batch"):
         torchrun("raise ValueError('no such batch')", processes=1)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_the_processes_of_torchrun(tmp_path):
+    name = str(tmp_path / "pid")
+    with pytest.raises(KeyboardInterrupt):
+        torchrun(
+            f"import os, signal, time; open({name!r}, 'w').write(str(os.getpid())); os.kill({os.getpid()}, signal.SIGINT); "
+            "time.sleep(600)",
+            processes=1,
+        )
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(20)

@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from .ranks import loopback_only
 
-# A process that ends well leaves as a rank of run_ranks does, and for the same reason.
+# A process that ends well leaves as a rank of run_ranks does, and for the same reason; and all leave with the kernel, which
+# alone holds the other end of their standard input.
 _START = """
-import os, runpy, sys
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 runpy.run_path({!r}, run_name="__main__")
 sys.stdout.flush()
 sys.stderr.flush()
@@ -32,7 +35,10 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
     paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     env |= loopback_only()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as kept:
+        line, ours = os.pipe()
+        kept.callback(os.close, ours)
+        kept.callback(os.close, line)
         path, start = Path(folder) / "script.py", Path(folder) / "start.py"
         path.write_text(script, encoding="utf-8")
         start.write_text(_START.format(str(path)), encoding="utf-8")
@@ -40,7 +46,7 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--nnodes=1",
             "--master-addr=127.0.0.1", f"--master-port={port}", str(start),
         ]  # fmt: skip
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, env=env, stdin=line, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise RuntimeError(f"one of the {processes} processes failed:\n{done.stderr[-30000:]}")
     return done.stdout
