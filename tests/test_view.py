@@ -15,7 +15,7 @@ import pytest
 
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
 from gradmem_lib.names import CATEGORIES, PHASES
-from gradmem_lib.units import GiB, MiB
+from gradmem_lib.units import GiB, MiB, format_bytes
 from gradmem_lib.view import live, style
 from gradmem_lib.view import timeline as stills
 
@@ -261,3 +261,18 @@ def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(m
         assert "nothing was recorded" in empty[0].data["text/html"]
     assert view in moving[3][0].data and view in moving[4][0].data
     assert not any(view in output.get("data", {}) for cell in still for output in cell)
+
+
+def test_several_ranks_stand_side_by_side_on_one_scale():
+    from gradmem_lib.view.ranks import plot_ranks
+
+    lower, higher = timeline_of(300), timeline_of(600)
+    higher.rows[:, 2:] *= 3
+    figure = plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
+    axes = figure.axes
+    assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(higher.totals)
+    assert [ax.get_title(loc="left") for ax in axes] == ["rank 0", "rank 1", "rank 2"]
+    for ax, timeline in zip(axes, (lower, higher), strict=False):
+        assert ax.get_title(loc="right") == f"peak {format_bytes(max(timeline.totals))}"
+    assert "not measured to its end" in [text.get_text() for text in axes[2].texts]
+    assert {"three ranks", *CATEGORIES} <= {text.get_text() for text in figure.texts}
