@@ -283,7 +283,7 @@ class _Zeroes(_Steps):
 
 
 WRONG["9.3"] = {
-    "no decay": (_decay(lambda lr, decay: 1), "p shrinks by the wrong factor"),
+    "no decay": (_decay(lambda lr, decay: 1), "p does not shrink"),
     "decay without lr": (_decay(lambda lr, decay: 1 - decay), "p shrinks by the wrong factor"),
     "decay last": (_decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay), "p is to shrink first"),
     "m updated first": (_lion(_updated_first), "the sign of another blend"),

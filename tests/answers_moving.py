@@ -141,6 +141,7 @@ WRONG["8.2"] = {
     "one product": (partial(_repeated, formula=partial(_fused, factor=2)), "two products"),
     "multiplications": (partial(_repeated, of=lambda more, less: (more - less) // 2), "addition|too small"),
     "whole step": (partial(_repeated, of=lambda more, less: more), "whole step|difference"),
+    "plain step": (partial(_repeated, of=lambda more, less: less), "without its checkpoint"),
     "turned round": (partial(_repeated, of=lambda more, less: less - more), "sign|negative|round"),
     "square": (partial(_repeated, formula=partial(_fused, keys=lambda q, k: q[2])), "keys"),
     "a head": (partial(_repeated, formula=lambda q, k, v, *a, out_val=None, **kw: 4 * q[0] * q[2] * k[2] * q[3]), "head"),

@@ -70,6 +70,10 @@ WRONG["1.1"] = {
     "one moment": (lambda model: _resident(model, moments=1), "one moment"),
     "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
     "4 bytes": (lambda model: _resident(model, parameters=lambda p: 4 * p.numel()), "bf16 MLP, entry 'parameters'"),
+    "frozen moments": (
+        lambda model: _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}, "neither gradient"
+    ),
+    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "all the same"),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
     "buffers": (lambda model: _resident(model) | {"buffers": 0}, "nothing of this name"),
 }  # fmt: skip

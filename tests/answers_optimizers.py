@@ -212,6 +212,10 @@ class _LionUphill(_Lion):
     sign = staticmethod(lambda direction: -direction.sign())
 
 
+class _LionSoftSign(_Lion):
+    sign = staticmethod(torch.tanh)
+
+
 RIGHT["9.3"] = {"lerp": _Lion, "counts its steps": _LionCounted, "out of place": _LionOutOfPlace}
 WRONG["9.3"] = {
     "one beta": (_LionOneBeta, "beta"),
@@ -225,6 +229,7 @@ WRONG["9.3"] = {
     "hidden": (_LionHidden, "self.state"),
     "float32 states": (_LionFloat32, "dtype|float32|bf16"),
     "uphill": (_LionUphill, "sign|uphill"),
+    "no sign but a curve": (_LionSoftSign, "lr times a sign"),
 }
 
 

@@ -72,6 +72,12 @@ def _explain_resident(got, expected):
     right = {entry: [got[case].get(entry) == expected[case][entry] for case in expected] for entry in ENTRIES}
     if all(ok for each in right.values() for ok in each[:-1]):
         return "each parameter has a dtype of its own, and a model may have several: ask each for its element_size()."
+    frozen = [*expected].index("an MLP whose first layer is frozen")
+    wrong = [entry for entry, each in right.items() if not each[frozen]]
+    if all(ok for each in right.values() for i, ok in enumerate(each) if i != frozen):
+        if wrong == ["parameters"]:
+            return "frozen parameters need no gradient, and lie in memory all the same: count them with the parameters."
+        return "frozen parameters have neither gradient nor moments: only those with requires_grad do."
     if not all(right["parameters"]):
         return None
     if not all(right["gradients"]):

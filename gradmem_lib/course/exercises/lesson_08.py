@@ -229,6 +229,8 @@ def _explain_repeated(got, expected):
     if not got[mlp]:
         return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
     if got[mlp] != expected[mlp]:
+        if got == _observe_repeated(_repeated(result=lambda more, less: less)):
+            return "this is the step without its checkpoint: count both steps, and take the difference."
         both = _observe_repeated(_repeated(result=lambda more, less: more + less))
         return (
             "the sum of both steps is counted: each has a counter of its own, and the difference is asked for."

@@ -123,12 +123,14 @@ def _explain_lion(got, expected):
     steps = ("after step 1", "after step 2")
     first, second = (got[step]["weights"] - expected[step]["weights"] for step in steps)
     if first[:400].abs().max() > 1e-3:
-        return (
-            None if difference(far, wanted) else "the weights go the other way: they walk against the sign."
-        )
+        if difference(far, wanted):
+            return "the weights go by something else than lr: a step is lr times a sign, and nothing else."
+        return "the weights go the other way: they walk against the sign."
     rest = first[400:]
     if rest.abs().max() > 1e-6:
         share = rest / expected.notes["begin"][400:]
+        if (share - 0.03 * 0.5).abs().max() < 1e-3:
+            return "p does not shrink: take 1 - lr * weight_decay of it before it goes by the sign."
         if (share - share[0]).abs().max() < 1e-3:
             return "p shrinks by the wrong factor: by 1 - lr * weight_decay, both of its own group."
         if rest.abs().max() - rest.abs().min() < 1e-6:
