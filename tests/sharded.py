@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import tiny_config
+from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.training.losses import predicts_next_token
@@ -55,11 +56,30 @@ def exact_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     return total / (labels != -100).sum().clamp(min=1)
 
 
-def trained(family: str, recipe: Recipe, rows, dtype=torch.float64, steps: int = 2, clip: float = 0.0):
+def trained(
+    family: str,
+    recipe: Recipe,
+    rows,
+    dtype=torch.float64,
+    steps: int = 2,
+    clip: float = 0.0,
+    peft: bool = False,
+):
     """Gradients of each step, the weights after the last, and the losses."""
     model = model_of(family, dtype)
     batch = {name: t[rows].contiguous() for name, t in batch_of(model, ROWS * dist.get_world_size()).items()}
     torch.manual_seed(2)
+    if peft:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).to(dtype)
+    if (
+        family == "albert" and recipe.fully_sharded
+    ):  # one layer that is called again and again: found by nobody
+        for layer in model.albert.encoder.albert_layer_groups:
+            fully_shard(layer)
+        fully_shard(model)
+        recipe = replace(recipe, sharding=None)
     model, optimizer, undo = prepare(model, recipe)
     seen = []
 

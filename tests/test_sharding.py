@@ -1,6 +1,8 @@
 """Every way to train one model in several processes, against one process on the same rows."""
 
 import os
+import warnings
+from importlib.util import find_spec
 
 import pytest
 import sharded_trainer
@@ -44,6 +46,9 @@ TWO = (
     )
     | cases([{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}], hows=("zero1",))
 )  # fmt: skip
+TWO |= cases([PIECES], ("albert",), ("fsdp",))
+if find_spec("peft"):
+    TWO["adapters of peft's, fsdp"] = ["llama", {"sharding": "fsdp"} | PIECES, {"peft": True}]
 FOUR = cases([PIECES], ("qwen2",)) | cases([{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",))
 if os.environ.get("GRADMEM_ALL"):
     TWO |= cases([{}, PIECES], FAMILIES)
@@ -187,3 +192,39 @@ def rounded_by_chance():
 
 def test_weights_rounded_by_chance_stay_the_same_on_all_ranks():
     assert torch.equal(*run_ranks(rounded_by_chance))
+
+
+def said_by_shard() -> list[str]:
+    """What models are told that cannot be sharded, or have another gradient then."""
+    plain = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    twice = nn.Linear(2, 2)
+    mixed = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()}))
+    said = []
+    for model in (plain, nn.Sequential(twice, twice), mixed):
+        try:
+            shard(model, "fsdp")
+        except ValueError as error:
+            said.append(str(error))
+    pairs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "return_loss": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        normed, optimizer, _ = prepare(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Recipe(sharding="fsdp")
+        )
+        recipe = Recipe(sharding="fsdp")
+        step(normed, optimizer, torch.randn(3, 2), recipe, loss=lambda m, b: m(b).square().mean())
+    said += [str(w.message) for w in caught if "normalizes" in str(w.message)]
+    try:
+        step(normed, optimizer, pairs, recipe)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_sharded_is_told_so():
+    none, twice, mixed, normed, pairs = run_ranks(said_by_shard)[0]
+    assert "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
+    assert "the same layer is in the list more than once. Call" in twice
+    assert "torch.bfloat16 and torch.float32" in mixed
+    assert "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows" in normed
+    assert "a contrastive loss compares each row" in pairs

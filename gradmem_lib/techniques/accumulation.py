@@ -75,8 +75,8 @@ def accumulate_gradients(
         total_items = int(processes.sums(_whole(total_items, "total_items"))[0])
     window = _Window(processes, total_items, reduction == "mean", model, scaler)
     for number, (micro, needed) in enumerate(processes.micro_batches(micro_batches)):
-        if number == 1:
-            _warn_of_shared_statistics(model)
+        if number == 1 or (number == 0 and processes.divisor > 1):
+            _warn_of_shared_statistics(model, between_ranks=number == 0)
         with processes.forward_and_backward(needed):
             window.add(loss_and_count(micro), needed)
         del micro
@@ -152,13 +152,13 @@ class _Window:
         self.trained |= new
 
 
-def _warn_of_shared_statistics(model: nn.Module | None) -> None:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+def _warn_of_shared_statistics(model: nn.Module | None, between_ranks: bool) -> None:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) + (() if between_ranks else (nn.SyncBatchNorm,))
     for name, module in [] if model is None else model.named_modules():
         if isinstance(module, kinds) and module.training:
             warnings.warn(
-                f"{name} is a {type(module).__name__}, which normalizes each micro-batch by its own rows: the gradient "
-                "is not the full batch's. Freeze its statistics (its eval()), or use GroupNorm or LayerNorm",
+                f"{name} is a {type(module).__name__}, which normalizes each micro-batch{' of each rank' * between_ranks} by its own "
+                "rows: the gradient is not the full batch's. Freeze its statistics (its eval()), or use GroupNorm or LayerNorm",
                 stacklevel=3,
             )
             return

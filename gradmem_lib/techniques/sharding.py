@@ -65,9 +65,24 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for layers, _ in find_layers(model).values():
-        for layer in layers:
-            fully_shard(layer, reshard_after_forward=reshard, **options)
+    try:
+        layers = [layer for some, _ in find_layers(model).values() for layer in some]
+    except ValueError as error:
+        raise ValueError(
+            f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call torch.distributed.fsdp's fully_shard "
+            "on each of its parts and then on the whole yourself, make the optimizer afterwards, and give both to step"
+        ) from error
+    inside = {p for layer in layers for p in layer.parameters()}
+    for part in [*layers, model]:
+        own = [p for p in part.parameters() if p.requires_grad and (part is not model or p not in inside)]
+        dtypes = sorted({str(p.dtype) for p in own})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"trained weights of one {type(part).__name__} are in {' and '.join(dtypes)}, and fully_shard keeps a layer's in one dtype: "
+                "choose a precision in the recipe, such as 'bf16', or cast the model"
+            )
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard, **options)
     # What is left, such as embeddings and the output layer. Backward begins where forward ends: freed between, it would be
     # gathered again at once.
     fully_shard(model, reshard_after_forward=False, **options)

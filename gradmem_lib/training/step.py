@@ -107,13 +107,15 @@ def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
     """The micro-batches of ``batch``: views of equal numbers of rows, or the batch itself in one piece."""
+    cut = recipe.accumulation > 1 or recipe.sharding is not None
+    if cut and isinstance(batch, dict) and batch.get("return_loss"):
+        raise ValueError(
+            f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r} and return_loss=True: a contrastive loss compares each row "
+            "with all others of its micro-batch, so that a batch in pieces has another loss. Take accumulation=1, no sharding, and "
+            "checkpointing to make room"
+        )
     if recipe.accumulation == 1:
         return iter([batch])
-    if isinstance(batch, dict) and batch.get("return_loss"):
-        raise ValueError(
-            f"accumulation={recipe.accumulation} and return_loss=True: a contrastive loss compares each row with all others of its "
-            "micro-batch, so that a batch in pieces has another loss. Take accumulation=1, and checkpointing to make room"
-        )
     return split(batch, recipe.micro_batch(count_rows(batch)))
 
 
