@@ -24,7 +24,7 @@ _HOMES = {
     "training.trainer": "MemoryCallback arguments make_trainer",
     "prediction.predict": "Prediction predict",
     "prediction.fit": "checkpoint_layers fit",
-    "planning.cards": "BUSES CARDS find_card seconds_over_bus",
+    "planning.cards": "BUSES CARDS find_card seconds_between seconds_over_bus",
     "planning.models": "known_model",
     "planning.plan": "plan",
     "planning.report": "Plan",

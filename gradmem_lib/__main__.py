@@ -39,8 +39,9 @@ def _predict(options: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
     config, title = find_model(options.model)
     prediction = predict(
-        config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target
-    )
+        config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target,
+        ranks=options.ranks, rank=options.rank,
+    )  # fmt: skip
     print(json.dumps(_as_dict(title, prediction), indent=2) if options.json else _as_text(title, prediction))
     return 0
 
@@ -100,6 +101,7 @@ def _plan(options: argparse.Namespace) -> int:
         global_batch=options.global_batch,
         method=options.method,
         target=options.target,
+        cards=options.cards,
     )
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
@@ -159,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_predict(commands) -> None:
-    """Every option but the first three and the last two is a field of ``Recipe``, by the same name."""
+    """Every option but the first three and the last four is a field of ``Recipe``, by the same name."""
     predict = commands.add_parser("predict", help="the peak of a training step, without running it")
     add = predict.add_argument
     add("model", help=_MODEL)
@@ -180,6 +182,8 @@ def _add_predict(commands) -> None:
     add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")
     add("--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)")
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
+    add("--ranks", type=int, metavar="N", help="of so many ranks that train together (with --sharding), one")
+    add("--rank", type=int, default=0, metavar="R", help="which one of them, from 0")
     add("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
     add("--json", action="store_true", help="print JSON")
     predict.set_defaults(run=_asked, command=_predict)
@@ -190,6 +194,7 @@ def _add_plan(commands) -> None:
     add = plan.add_argument
     add("model", help=_MODEL)
     add("--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)")
+    add("--cards", type=int, default=1, metavar="N", help="so many of them in one machine")
     add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
     add("--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step")
     add("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradmem_lib.planning.cards import BUSES, CARDS, Card, _card, find_card, seconds_over_bus
+from gradmem_lib.planning.cards import BUSES, CARDS, Card, _card, find_card, seconds_between, seconds_over_bus
 from gradmem_lib.units import GiB
 
 
@@ -94,3 +94,14 @@ def test_seconds_over_the_bus_by_the_standard_s_rates():
     for name, generation, lanes in (("T4", 3, 16), ("RTX 4090", 4, 16), ("H100", 5, 16), ("4060 Ti", 4, 8)):
         whole = BUSES[f"PCIe {generation}"] * lanes / 16
         assert seconds_over_bus(1e9, name) == pytest.approx(1e9 / (0.8 * whole))
+
+
+def test_links_between_cards_are_the_data_sheets():
+    """NVLink of modules, both ways together, as the data sheets have it; all others talk over their bus."""
+    both_ways = {"V100 16GB": 300, "A100 40GB": 600, "A100 80GB": 600, "H100 80GB": 900, "H200 141GB": 900}
+    assert {name: 2 * card.nvlink / 1e9 for name, card in CARDS.items() if card.nvlink} == both_ways
+    assert CARDS["A100 80GB"].link == 300e9 and CARDS["RTX 3090 24GB"].link == BUSES["PCIe 4"]
+    # What nccl-tests found on such machines, in public issues of NVIDIA/nccl, nccl-tests and open-gpu-kernel-modules: bytes a
+    # second around a ring.
+    for name, found in (("A100 80GB", 208e9), ("H100 80GB", 350e9), ("RTX 4090", 25.8e9)):
+        assert seconds_between(1e9, name) == pytest.approx(1e9 / found, rel=0.17)

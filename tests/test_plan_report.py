@@ -112,6 +112,17 @@ def test_a_plan_in_which_nothing_fits_word_for_word():
     assert made.best is None and made.next_faster is None and made.closest is FASTER and made.code == ""
 
 
+def test_a_plan_for_several_cards_says_so():
+    best = replace(FITS, recipe=replace(FITS.recipe, sharding="fsdp"), cards=4)
+    text = str(plan_of(fits=[best], cards=4))
+    assert text.startswith(
+        "a model on 4 x Tiny 2GB (2,147,483,648 bytes each), global batch 8 x 2,048 tokens"
+    )
+    assert "adamw-fused, sharding=fsdp, every_n_layers=2, micro-batch 2 x 4 x 4 cards\n" in text
+    assert "\nStart the code of the first one with: torchrun --nproc-per-node=4 train.py\n" in text
+    assert "cards" not in str(plan_of()) and "torchrun" not in str(plan_of())
+
+
 def test_the_next_faster_is_the_slowest_of_those_that_are_faster():
     made = plan_of(refused=[FASTEST, FASTER, replace(FASTER, seconds=FITS.seconds)])
     assert made.best is made.closest is FITS and made.next_faster is FASTER
@@ -125,7 +136,9 @@ def test_a_plan_as_plain_values():
         "model": "a model",
         "card": {
             "name": "Tiny 2GB", "nbytes": 2 * GiB, "half": 2e12, "single": 1e12, "bandwidth": 1e11, "capability": [8, 6], "bus": 31.5e9,
+            "nvlink": 0.0,
         },
+        "cards": 1,
         "seq_len": 2048,
         "global_batch": 8,
         "method": "full",

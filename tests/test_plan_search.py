@@ -38,19 +38,22 @@ def predicted():
 
 
 def brute_force(
-    config, remembered, card: Card, rows: int, method: str, target: str, seq_len=16
+    config, remembered, card: Card, rows: int, method: str, target: str, seq_len=16, cards=1
 ) -> list[Option]:
     """Every recipe that the planner may propose, with every micro-batch."""
-    search = Search(count(config), card, seq_len, rows, target)
+    search = Search(count(config), card, seq_len, rows * cards, target, cards)
+    ranks = {"ranks": cards} if cards > 1 else {}
     options = []
     for family in search.families(method):
         for chunked in (False, True):
             for recipe in search.ways(replace(family, chunked_loss=chunked)):
-                found = remembered(config, batch_size=rows, seq_len=seq_len, recipe=recipe, target=target)
+                found = remembered(
+                    config, batch_size=rows, seq_len=seq_len, recipe=recipe, target=target, **ranks
+                )
                 parts = beyond(found, card.capability)
                 micro = rows // recipe.accumulation
-                seconds = seconds_per_token(search.work, recipe, card, micro, seq_len)
-                options.append(Option(recipe, micro, seconds, card.nbytes, found, parts))
+                seconds = seconds_per_token(search.work, recipe, card, micro, seq_len, cards=cards)
+                options.append(Option(recipe, micro, seconds, card.nbytes, found, parts, cards))
     return options
 
 
@@ -98,9 +101,9 @@ def test_the_best_found_is_the_best_of_all(method, predicted, monkeypatch):
 def pretended(work):
     """A model of memory in place of a prediction: four moments of a step, by counted sizes."""
 
-    def answer(config, *, batch_size, seq_len, recipe, target):
+    def answer(config, *, batch_size, seq_len, recipe, target, ranks=1):
         tokens = batch_size // recipe.accumulation * seq_len
-        held = resident_bytes(work, recipe)
+        held = resident_bytes(work, recipe, ranks)
         layers = 3.0 * tokens * work.adapters / 16
         kept = (1 - run_again(work, recipe)) * layers + 2 * tokens * work.head / work.vocabulary
         layer = layers / work.layers
@@ -128,9 +131,11 @@ def pretended(work):
     return answer
 
 
-@pytest.mark.parametrize("seq_len", [4, 200])
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, predicted, monkeypatch):
+@pytest.mark.parametrize(
+    "method, seq_len, cards",
+    [*((m, n, 1) for m in ("full", "lora", "qlora") for n in (4, 200)), ("full", 200, 2), ("qlora", 4, 4)],
+)
+def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, cards, predicted, monkeypatch):
     """With bytes from a formula, so that hundreds of cards cost nothing."""
     config, _ = predicted
     asked = []
@@ -141,12 +146,20 @@ def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, predic
 
     formula = pretended(count(config))
     monkeypatch.setattr("gradmem_lib.planning.search.predict", answer)
-    everything = brute_force(config, formula, CARD, 12, method, "cpu", seq_len)
+    everything = brute_force(config, formula, CARD, 12, method, "cpu", seq_len, cards)
     sizes = sorted({option.needs for option in everything})
     chosen, plans = set(), 0
     for nbytes in [sizes[0] - 1, *sizes[:: max(1, len(sizes) // 60)], sizes[-1]]:
         card = replace(CARD, nbytes=nbytes)
-        made = plan(config, card=card, seq_len=seq_len, global_batch=12, method=method, target="cpu")
+        made = plan(
+            config,
+            card=card,
+            seq_len=seq_len,
+            global_batch=12 * cards,
+            method=method,
+            target="cpu",
+            cards=cards,
+        )
         check(everything, nbytes, made)
         chosen.add(made.best and made.best.recipe)
         plans += 1

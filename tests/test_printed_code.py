@@ -295,6 +295,42 @@ def test_printed_code_without_a_card_word_for_word():
     assert 'model = LlamaForCausalLM.from_pretrained("me/mine")\n' in own
 
 
+def test_printed_code_for_several_cards_word_for_word():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", accumulation=4)
+    option = Option(recipe, 2, 0.0, 0, None, {}, cards=2)
+    assert plan_code(option, "llama 2 7b", config, "cuda") == (
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py\n"
+        "from torch.distributed import destroy_process_group, init_device_mesh\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, prepare, step\n"
+        "\n"
+        'mesh = init_device_mesh("cuda", (2,))  # meets the other processes\n'
+        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
+        "recipe = Recipe(\n"
+        '    precision="bf16",\n'
+        '    optimizer="adamw-fused",\n'
+        '    sharding="fsdp",\n'
+        "    accumulation=4,\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe, mesh=mesh)\n"
+        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), drop_last=True, "
+        "collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, recipe)\n'
+        "destroy_process_group()\n"
+    )
+    ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
+    assert ddp.startswith(
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py\nfrom transf"
+    )
+    assert ddp.endswith(
+        "trainer = make_trainer(model, recipe, batch_size=8, train_dataset=train_dataset)\ntrainer.train()\n"
+    )
+
+
 def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
     recipe, config = Recipe(), small().config
     whole, sizes = tmp_path / "whole", tmp_path / "sizes"

@@ -8,13 +8,14 @@ from ..units import GiB, format_bytes, parse_bytes
 _TERA, _GIGA = 1e12, 1e9
 # Bytes a second each way, of 16 lanes by the standard: 128 of 130 bits are data. NVLink-C2C by Grace Hopper's data sheet.
 BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
-BUS_KEPT = 0.8  # of that: what copies of pinned memory reach, roughly
+BUS_KEPT = 0.8  # of that: what copies of pinned memory, and NCCL between cards, reach, roughly
 
 
 @dataclass(frozen=True)
 class Card:
     """``nbytes``: what the driver lets a program have. ``half`` and ``single``: operations a second in 16 and 32 bits;
-    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way."""
+    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way; ``nvlink``: to other
+    cards, 0 where they talk over the bus."""
 
     name: str
     nbytes: int
@@ -23,6 +24,12 @@ class Card:
     bandwidth: float
     capability: tuple[int, int] = (8, 9)
     bus: float = BUSES["PCIe 4"]
+    nvlink: float = 0.0
+
+    @property
+    def link(self) -> float:
+        """Bytes a second to another card in the same machine, each way."""
+        return self.nvlink or self.bus
 
     @property
     def bf16(self) -> bool:
@@ -31,11 +38,12 @@ class Card:
 
 
 def _card(
-    name, gib: float, half: float, single: float, bandwidth: float, capability: float, lanes=16
+    name, gib: float, half: float, single: float, bandwidth: float, capability: float, lanes=16, nvlink=0
 ) -> Card:
     major, minor = divmod(round(10 * capability), 10)
     bus = BUSES[f"PCIe {3 if major < 8 else 4 if major < 9 else 5}"] * lanes / 16
-    return Card(name, round(gib * GiB), half * _TERA, single * _TERA, bandwidth * _GIGA, (major, minor), bus)
+    rates = half * _TERA, single * _TERA, bandwidth * _GIGA
+    return Card(name, round(gib * GiB), *rates, (major, minor), bus, nvlink * _GIGA)
 
 
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
@@ -43,9 +51,15 @@ def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
     return nbytes / (BUS_KEPT * find_card(card).bus)
 
 
+def seconds_between(nbytes: float, card: Card | str | int) -> float:
+    """The time in which ``card`` sends ``nbytes`` to another one beside it, and receives as many: an estimate, as above."""
+    return nbytes / (BUS_KEPT * find_card(card).link)
+
+
 # Memory: what PyTorch's out-of-memory message calls the total capacity of such a card on Linux, to two digits. The nominal
 # figure is in GiB too; the driver keeps 1 to 4 % of it, and 8 % where error correction takes its share of GDDR6. Rates: the
-# makers' data sheets, dense matrices, float32 sums.
+# makers' data sheets, dense matrices, float32 sums. NVLink, half of what they state, which is both ways: of modules (SXM); an
+# RTX 3090 has it too (56), over a bridge that is bought apart.
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -54,7 +68,7 @@ CARDS: dict[str, Card] = {
         _card("RTX 3080 10GB", 9.78, 60, 30, 760, 8.6),
         _card("RTX 3060 12GB", 11.75, 25, 13, 360, 8.6),
         _card("T4 16GB", 14.75, 65, 8.1, 320, 7.5),
-        _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0),
+        _card("V100 16GB", 15.75, 125, 15.7, 900, 7.0, nvlink=150),
         _card("RTX 4060 Ti 16GB", 15.60, 44, 22, 288, 8.9, lanes=8),
         _card("RTX 4080 16GB", 15.60, 97, 49, 717, 8.9),
         _card("L4 24GB", 22.03, 121, 30, 300, 8.9),
@@ -62,11 +76,11 @@ CARDS: dict[str, Card] = {
         _card("RTX 3090 24GB", 23.69, 71, 36, 936, 8.6),
         _card("RTX 4090 24GB", 23.64, 165, 83, 1008, 8.9),
         _card("RTX 5090 32GB", 31.36, 210, 105, 1792, 12.0),
-        _card("A100 40GB", 39.39, 312, 19.5, 1555, 8.0),
+        _card("A100 40GB", 39.39, 312, 19.5, 1555, 8.0, nvlink=300),
         _card("L40S 48GB", 44.40, 362, 92, 864, 8.9),
-        _card("A100 80GB", 79.15, 312, 19.5, 2039, 8.0),
-        _card("H100 80GB", 79.10, 989, 67, 3350, 9.0),
-        _card("H200 141GB", 139.80, 989, 67, 4800, 9.0),
+        _card("A100 80GB", 79.15, 312, 19.5, 2039, 8.0, nvlink=300),
+        _card("H100 80GB", 79.10, 989, 67, 3350, 9.0, nvlink=450),
+        _card("H200 141GB", 139.80, 989, 67, 4800, 9.0, nvlink=450),
     )
 }
 

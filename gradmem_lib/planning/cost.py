@@ -1,6 +1,7 @@
 """What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,26 +12,28 @@ from ..names import SELECTIVE
 from ..prediction import allocator
 from ..prediction.configs import skeleton
 from ..prediction.predict import Prediction
+from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
 from ..techniques.selective import PARTS
 from ..training.losses import chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
-from .cards import Card, seconds_over_bus
+from ..units import MiB
+from .cards import Card, seconds_between, seconds_over_bus
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
 ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds beside them, before it is replayed
-OPERATIONS_KEPT = (
-    0.5  # of a data sheet's operations a second: what training steps reach on most cards, roughly
-)
+OPERATIONS_KEPT = 0.5  # of a data sheet's operations a second: what training reaches on most cards, roughly
+NCCL = 544 * MiB  # beside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
     """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``experts``: those of
     experts that a token goes through; ``scores``: heads x head size, summed over layers, of which attention makes its products;
-    ``attended``: entries of ``matrices`` that are in attention; ``patches``: of an image, with the class token, ``None`` for text."""
+    ``attended``: entries of ``matrices`` that are in attention; ``patches``: of an image, with the class token, ``None`` for text;
+    ``root``: parameters outside of the layers."""
 
     config: Any
     parameters: int
@@ -47,6 +50,7 @@ class Work:
     patches: int | None
     experts: float
     attended: int
+    root: int
 
 
 def count(config) -> Work:
@@ -63,9 +67,13 @@ def count(config) -> Work:
     heads = getattr(text, "num_attention_heads", 1)
     # An encoder with a decoder has as many layers in each, and the decoder's attend twice.
     attentions = 3 * layers if config.is_encoder_decoder else layers
+    root = parameters = sum(p.numel() for p in model.parameters())
+    with suppress(ValueError):
+        for blocks, _ in find_layers(model).values():
+            root -= sum(p.numel() for block in blocks for p in block.parameters())
     return Work(
         config=config,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         sizes=tuple(tuple(p.shape) for p in model.parameters()),
         matrices=sum(i * o for i, o in linear),
         head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
@@ -79,6 +87,7 @@ def count(config) -> Work:
         patches=patches,
         experts=_experts(model),
         attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(tuple(attention))),
+        root=root,
     )
 
 
@@ -109,9 +118,9 @@ def _experts(model: nn.Module) -> float:
     return entries * (getattr(text, "num_experts_per_tok", None) or most) / most
 
 
-def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
+def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
     """Bytes that no cut of the batch makes smaller: weights, gradients (all alive at the end of a backward, unless the
-    optimizer steps in it), optimizer states."""
+    optimizer steps in it), optimizer states. On one of several ``cards``, what ``recipe.sharding`` leaves it, at least."""
     width = recipe.weight_dtype.itemsize
     weights = width * work.parameters
     trained, sizes = work.parameters, work.sizes
@@ -124,19 +133,47 @@ def resident_bytes(work: Work, recipe: Recipe) -> dict[str, int]:
     if recipe.optimizer.startswith("adafactor"):
         own = 4 if recipe.optimizer == "adafactor" else width
         states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
-    return {
-        "parameters": weights,
-        "gradients": 0 if recipe.in_backward else width * trained,
-        "optimizer": round(states),
-    }
+    cut = cards if recipe.fully_sharded else 1
+    if recipe.sharding == "zero2":  # gathered until backward, in the dtype that computes
+        weights = weights * _gathered(recipe) // width * cards
+    gradients = 0 if recipe.in_backward else width * trained // cut
+    states = round(states) // (cards if recipe.sharding == "zero1" else cut)
+    held = {"parameters": weights // cut, "gradients": gradients, "optimizer": states}
+    return dict.fromkeys(held, 0) if recipe.offload == "parameters" else held
+
+
+def _gathered(recipe: Recipe) -> int:
+    """Bytes of a weight in what computes with it."""
+    return 2 if recipe.precision == "float32-master" else recipe.weight_dtype.itemsize
+
+
+def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
+    """Bytes that each of ``cards`` cards in a ring sends to the next in a step (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+
+    To gather what is cut, or to add it up and cut it, sends all but the own part once. DDP does both to the gradients, at the end of
+    the step alone; zero1 gathers what has been trained as well. ``fully_shard`` adds up the gradients of every micro-batch, and
+    gathers all weights before each forward and (fsdp) each layer's before its backward.
+    """
+    alone = replace(recipe, sharding=None, offload=None, in_backward=False)
+    held, width = resident_bytes(work, alone), alone.weight_dtype.itemsize
+    weights, gradients = held["parameters"], held["gradients"] / width * recipe.weight_dtype.itemsize
+    sent = {"ddp": 2 * gradients, "zero1": 3 * gradients, "zero2": weights + gradients}
+    sent["fsdp"] = 2 * weights - width * work.root + gradients
+    return (1 - 1 / cards) * (recipe.accumulation if recipe.fully_sharded else 1) * sent[recipe.sharding]
 
 
 def seconds_per_token(
-    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None
+    work: Work,
+    recipe: Recipe,
+    card: Card,
+    micro_batch: int,
+    seq_len: int,
+    moved: float | None = None,
+    cards=1,
 ) -> float:
     """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
-    weights, gradients and states at its bandwidth, and ``moved`` bytes of the token over the bus and back, one after the other.
-    Without ``moved`` it is as much as is moved at least, by the sizes alone.
+    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus and back, and what ``cards`` send each
+    other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone. ``micro_batch`` is a card's.
 
     Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
     """
@@ -157,7 +194,7 @@ def seconds_per_token(
 
     width = recipe.weight_dtype.itemsize
     passes = 2 + again
-    read = width * work.parameters
+    read = _gathered(recipe) * work.parameters
     if recipe.autocast_dtype:
         read += (2 + 2) * (work.matrices + work.head)
     if recipe.quantized_base:
@@ -169,13 +206,16 @@ def seconds_per_token(
     states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}.get(
         recipe.optimizer, 4 * width
     )
-    step = (3 * width + states) * trained
-    read_written = (micro + step / recipe.accumulation) / tokens
+    step = (3 * width + states) * trained / (1 if recipe.sharding in (None, "ddp") else cards)
+    # The host's memory, where it steps, is taken to be as fast for each card as its bus.
+    stepped = step / recipe.accumulation / (card.bus if recipe.offload == "parameters" else card.bandwidth)
+    sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
     if moved is None:
         inputs = (4 if recipe.precision == "float32" else 2) * work.scores
         kept = kept_by_a_token(work, replace(recipe, offload=None))
-        moved = {None: 0, "boundaries": inputs, "activations": kept}[recipe.offload]
-    return operations + read_written / card.bandwidth + 2 * seconds_over_bus(moved, card)
+        moved = {None: 0, "boundaries": inputs, "activations": kept, "parameters": 0}[recipe.offload]
+    apart = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
+    return (operations + apart + 2 * seconds_over_bus(moved, card)) / cards
 
 
 def run_again(work: Work, recipe: Recipe) -> float:
@@ -203,19 +243,18 @@ def kept_by_a_token(work: Work, recipe: Recipe) -> float:
     return (4 if recipe.precision == "float32" else 2) * numbers
 
 
-def beyond(
-    prediction: Prediction, capability: tuple[int, int] = (8, 0), replay: bool = True
-) -> dict[str, int]:
+def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1) -> dict[str, int]:
     """What a card must hold beside the live bytes, in bytes; empty for target "cpu".
 
     ``replay``: follow the allocator through the whole step (seconds for a deep model); else its part is a rough one.
     """
     if prediction.target == "cpu":
         return {}
-    return beside(prediction.peak.total, capability, prediction.replay_allocator() if replay else None)
+    reserved = prediction.replay_allocator() if replay else None
+    return beside(prediction.peak.total, capability, reserved, cards)
 
 
-def beside(live: int, capability: tuple[int, int], reserved: int | None = None) -> dict[str, int]:
+def beside(live: int, capability: tuple[int, int], reserved: int | None = None, cards=1) -> dict[str, int]:
     """What a card of ``capability`` must hold beside ``live`` bytes, of which its allocator has ``reserved`` (``None``: roughly
     so many)."""
     if reserved is None:
@@ -226,4 +265,4 @@ def beside(live: int, capability: tuple[int, int], reserved: int | None = None) 
         **held,
         "cuBLAS workspace": allocator.workspace(capability),
         "CUDA context": allocator.CONTEXT,
-    }
+    } | ({"NCCL, about": NCCL} if cards > 1 else {})

@@ -19,7 +19,8 @@ class Option:
     """A recipe with its micro-batch, what it needs, and what it takes.
 
     ``parts`` are what a card holds beside the live bytes of the prediction (empty for target "cpu"); ``needs``, the sum, and
-    ``spare``, what the card has left (negative: what it lacks), are in bytes. ``seconds`` is the estimated time of one token.
+    ``spare``, what the card has left (negative: what it lacks), are in bytes. ``seconds`` is the estimated time of one token. Of
+    several ``cards``, the micro-batch and all bytes are each one's, and the time is that of all.
     """
 
     recipe: Recipe
@@ -28,6 +29,7 @@ class Option:
     card_bytes: int
     prediction: Prediction
     parts: dict[str, int]
+    cards: int = 1
 
     @property
     def needs(self) -> int:
@@ -42,7 +44,8 @@ class Option:
         return self.spare >= 0
 
     def __str__(self) -> str:
-        return f"{describe(self.recipe)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}"
+        cards = f" x {self.cards} cards" if self.cards > 1 else ""
+        return f"{describe(self.recipe)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}{cards}"
 
     def why_not(self) -> str:
         """What stands in the way, in bytes."""
@@ -76,6 +79,7 @@ def describe(recipe: Recipe) -> str:
     """A recipe in a line, its options spelled as ``Recipe`` does."""
     words = [method_of(recipe), recipe.precision, recipe.optimizer]
     words += ["in_backward"] if recipe.in_backward else []
+    words += [f"sharding={recipe.sharding}"] if recipe.sharding else []
     words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []
     words += [f"checkpointing={recipe.checkpointing}"] if recipe.checkpointing is not None else []
     words += [f"offload={recipe.offload}"] if recipe.offload else []

@@ -17,6 +17,7 @@ def plan(
     global_batch: int,
     method: str = "full",
     target: str = "cuda",
+    cards: int = 1,
 ) -> Plan:
     """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why faster ones do not.
 
@@ -24,15 +25,17 @@ def plan(
         model_or_config: a transformers config, a model, a folder with a config, or a hub id.
         card: a name such as ``"RTX 4090"`` (see ``CARDS``), or its memory: ``"24 GiB"``, or bytes.
         seq_len: tokens in a row; not needed for images.
-        global_batch: rows of one optimizer step; the plan cuts them into micro-batches.
+        global_batch: rows of one optimizer step, on all cards together; the plan cuts them into micro-batches.
         method: ``"full"``, ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
+        cards: how many such cards of one machine train together: each key of ``SHARDING`` is tried.
 
     Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
     divides the global batch. In place of checkpoints, parts of each layer or the host's memory are tried where they are faster;
     where nothing fits, the inputs of checkpoints go to the host. Attention is always fused where the model can: eager needs more bytes and more time.
-    ``float32-master`` is not tried, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW in bf16.
+    ``float32-master`` is not tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW
+    in bf16. On several, no loss is in chunks, and AdamW alone steps in backward.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """
@@ -40,11 +43,13 @@ def plan(
         known = ", ".join(map(repr, (*METHODS, "any")))
         raise ValueError(f"method={method!r} is not known: choose one of {known}")
     global_batch = _checked("global_batch", global_batch, "rows", 16)
+    if global_batch % _checked("cards", cards, "cards", 2):
+        raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = count(config)
     seq_len = None if work.patches else _checked("seq_len", seq_len, "tokens in a row", 2048)
-    search = Search(work, found, seq_len, global_batch, target)
+    search = Search(work, found, seq_len, global_batch, target, cards)
     methods = list(METHODS) if method == "any" else [method]
     for name in methods:
         search.run(name)
@@ -56,19 +61,10 @@ def plan(
     if fits:
         search.next_faster(fits[0])
     return Plan(
-        title=title,
-        card=found,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        method=method,
-        target=target,
-        fits=fits,
-        refused=search.refused(),
-        ruled_out=search.ruled_out,
+        title=title, card=found, seq_len=seq_len, global_batch=global_batch, method=method, target=target, cards=cards,
+        fits=fits, refused=search.refused(), ruled_out=search.ruled_out, given=model_or_config, config=config,
         advice=[] if fits else _advice(search, methods),
-        given=model_or_config,
-        config=config,
-    )
+    )  # fmt: skip
 
 
 def _checked(name: str, number: int | None, what: str, example: int) -> int:
@@ -86,10 +82,12 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
 
     def first(name: str, values: list[int], recipe, more: str = "") -> None:
         for value in values:
-            sizes = {"seq_len": search.seq_len, "global_batch": search.global_batch} | {name: value}
-            option = Search(search.work, search.card, target=search.target, **sizes).option(recipe)
+            sizes = {n: getattr(search, n) for n in ("seq_len", "global_batch", "target", "cards")}
+            other = Search(search.work, search.card, **sizes | {name: value})
+            option = other.option(recipe or other.lightest(methods[-1:])[0])
             if option.fits:
-                line = f"{name}={value} would fit, by the same recipe: {option} needs {format_bytes(option.needs)}."
+                same = ", by the same recipe" if recipe else ""
+                line = f"{name}={value} would fit{same}: {option} needs {format_bytes(option.needs)}."
                 advice.append(line + more)
                 return
 
@@ -100,17 +98,14 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
             break
     in_backward = [option for option in refused if option.recipe.in_backward]
     if in_backward:
-        rows = [n for n in range(search.global_batch - 1, 0, -1) if search.global_batch % n == 0]
-        why = (
-            " An optimizer that steps in backward cannot accumulate, so its batch goes through in one piece."
-        )
+        fewer = range(search.global_batch - search.cards, 0, -search.cards)
+        rows = [n for n in fewer if search.global_batch % n == 0]
+        why = " An optimizer that steps in backward cannot accumulate: its batch goes through in one piece."
         first("global_batch", rows, in_backward[0].recipe, why)
     if search.seq_len:
         first("seq_len", [n for n in (search.seq_len // 2, search.seq_len // 4) if n], closest.recipe)
-    larger = [card for card in CARDS.values() if card.nbytes >= closest.needs]
-    if larger:
-        card = min(larger, key=lambda c: c.nbytes)
-        advice.append(f"{card.name} would do: {format_bytes(card.nbytes)}.")
-    else:
-        advice.append(f"No card of the table has {format_bytes(closest.needs)}: this model needs several.")
+    card = min((c for c in CARDS.values() if c.nbytes >= closest.needs), key=lambda c: c.nbytes, default=None)
+    no_card = f"No card of the table has {format_bytes(closest.needs)}: this model needs several."
+    advice.append(f"{card.name} would do: {format_bytes(card.nbytes)}." if card else no_card)
+    first("cards", [n for n in (2, 4, 8) if n > search.cards and search.global_batch % n == 0], None)
     return advice

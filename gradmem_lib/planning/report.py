@@ -29,6 +29,7 @@ class Plan:
     advice: list[str]
     given: Any
     config: Any
+    cards: int = 1
 
     @property
     def best(self) -> Option | None:

@@ -1,12 +1,12 @@
 """The search for recipes that fit: from the fastest down, without predicting what surely needs too much."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from ..names import PHASES, SELECTIVE
+from ..names import PHASES, SELECTIVE, SHARDING
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
@@ -26,29 +26,31 @@ TRIED = 2  # of them, the fastest: each takes a prediction
 
 class Search:
     """Everything that one ``plan`` has been asked, and what it has found out so far. A recipe's ``accumulation`` says how the
-    global batch is cut; a *family* is a recipe with neither that nor checkpoints nor a chunked loss."""
+    rows of a card are cut; a *family* is a recipe with neither that nor checkpoints nor a chunked loss, on one card."""
 
-    def __init__(self, work: cost.Work, card: Card, seq_len: int | None, global_batch: int, target: str):
-        self.work, self.card, self.target = work, card, target
-        self.seq_len, self.global_batch = seq_len, global_batch
+    def __init__(self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1):
+        self.work, self.card, self.target, self.cards = work, card, target, cards
+        self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
         self.tokens = work.patches or seq_len  # in a row; of an image, its patches
+        self.chunked = work.chunked and cards == 1  # which goes around what averages gradients
         self.ruled_out: list[RuledOut] = []
         self._known: dict[Recipe, Option] = {}
         # Bytes for live tensors and the allocator.
-        self.room = card.nbytes - (
-            sum(cost.beside(0, card.capability, 0).values()) if target == "cuda" else 0
-        )
+        beside = cost.beside(0, card.capability, 0, cards) if target == "cuda" else {}
+        self.room = card.nbytes - sum(beside.values())
 
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted. The allocator is replayed, which may take seconds, only where its part decides."""
         if recipe not in self._known:
+            asked = {"ranks": self.cards} if self.cards > 1 else {}
             prediction = predict(
-                self.work.config, batch_size=self.global_batch, seq_len=self.seq_len, recipe=recipe, target=self.target
+                self.work.config, batch_size=self.rows, seq_len=self.seq_len, recipe=recipe, target=self.target, **asked
             )  # fmt: skip
-            parts = cost.beyond(prediction, self.card.capability, replay=prediction.peak.total <= self.room)
-            micro_batch = self.global_batch // recipe.accumulation
-            seconds = self.seconds(recipe, prediction.moved / (self.global_batch * self.tokens))
-            self._known[recipe] = Option(recipe, micro_batch, seconds, self.card.nbytes, prediction, parts)
+            replay = prediction.peak.total <= self.room
+            parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
+            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.tokens))
+            found = self.rows // recipe.accumulation, seconds, self.card.nbytes, prediction, parts, self.cards
+            self._known[recipe] = Option(recipe, *found)
         return self._known[recipe]
 
     def fits(self) -> list[Option]:
@@ -64,8 +66,8 @@ class Search:
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def seconds(self, recipe: Recipe, moved: float | None = None) -> float:
-        micro_batch = self.global_batch // recipe.accumulation
-        return cost.seconds_per_token(self.work, recipe, self.card, micro_batch, self.tokens, moved)
+        sizes = self.rows // recipe.accumulation, self.tokens, moved, self.cards
+        return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
         """Precisions and optimizers, those first that change training least; optimizers in backward come last."""
@@ -80,21 +82,28 @@ class Search:
             return
         for in_backward in (False, True):
             for precision in precisions:
-                for optimizer in OPTIMIZERS if not in_backward or precision != "autocast-fp16" else ():
+                # Of several cards, in backward, each steps a part of each weight: which AdamW alone can.
+                optimizers = OPTIMIZERS[:1] if in_backward and self.cards > 1 else OPTIMIZERS
+                for optimizer in optimizers if not in_backward or precision != "autocast-fp16" else ():
                     yield replace(base, precision=precision, optimizer=optimizer, in_backward=in_backward)
 
     def ways(self, family: Recipe) -> list[Recipe]:
         """The family's recipes, its loss as it is, from the fastest to the slowest, which needs least of those in pieces."""
-        pieces = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
-        found = [
-            replace(family, accumulation=n, **less)
+        pieces = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        ways = [
+            {"sharding": sharding, "precision": _precision(family, sharding), "accumulation": n, **less}
+            for sharding in (SHARDING if self.cards > 1 else (None,))
             for less in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
-        return sorted(found, key=self.seconds)
+        return sorted(_possible(family, ways), key=self.seconds)
 
-    def residents(self, family: Recipe) -> int:
-        return sum(cost.resident_bytes(self.work, family).values())
+    def residents(self, recipe: Recipe) -> dict[str, int]:
+        return cost.resident_bytes(self.work, recipe, self.cards)
+
+    def leanest(self, family: Recipe) -> Recipe:
+        """The slowest of the family's ways with the fewest residents."""
+        return min(reversed(self.ways(family)), key=lambda way: sum(self.residents(way).values()))
 
     def run(self, method: str) -> None:
         """Look for the fastest way of each family; what cannot be predicted, or need not, is ``ruled_out``."""
@@ -102,15 +111,18 @@ class Search:
         for family in self.families(method):
             if family.in_backward and best is not None and not best.recipe.in_backward:
                 continue
-            if self.residents(family) > self.card.nbytes:
-                self.ruled_out.append(RuledOut(family, self.residents(family), self._too_many(family)))
+            leanest = self.leanest(family)
+            held = sum(self.residents(leanest).values())
+            if held > self.card.nbytes:
+                shown = leanest if self.cards > 1 else family
+                self.ruled_out.append(RuledOut(shown, held, self._too_many(leanest)))
                 continue
             try:
                 best = self._fastest(family, best) or best
-                if self.work.chunked:
+                if self.chunked:
                     best = self._fastest(replace(family, chunked_loss=True), best) or best
             except CannotTrace as error:
-                self.ruled_out.append(RuledOut(family, self.residents(family), str(error)))
+                self.ruled_out.append(RuledOut(family, held, str(error)))
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
         """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
@@ -124,7 +136,7 @@ class Search:
     def refine(self, best: Option) -> None:
         """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
-        ways = [replace(plain, **less) for less in LESS[: None if self.target == "cuda" else -1]]
+        ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
         faster = [
             way for way in sorted(ways, key=self.seconds) if self.seconds(way) * EQUAL_TIME < best.seconds
         ]
@@ -147,11 +159,11 @@ class Search:
 
     def lightest(self, methods: list[str]) -> list[Recipe]:
         """Those with the fewest residents, with an optimizer after backward and, where there is one, in it."""
+        families = [replace(f, chunked_loss=self.chunked) for m in methods for f in self.families(m)]
         found = []
         for in_backward in (False, True):
-            families = [f for m in methods for f in self.families(m) if f.in_backward == in_backward]
-            for family in sorted(families, key=self.residents)[:1]:
-                found.append(self.ways(replace(family, chunked_loss=self.work.chunked))[-1])
+            ways = [self.leanest(family) for family in families if family.in_backward == in_backward]
+            found += sorted(ways, key=lambda way: sum(self.residents(way).values()))[:1]
         return found
 
     def move(self, methods: list[str]) -> None:
@@ -169,8 +181,8 @@ class Search:
         optimizer, what it does in its step says nothing.
         """
         if known is None:
-            held = cost.resident_bytes(self.work, recipe)
-            tokens = self.tokens * (self.global_batch // recipe.accumulation)
+            held = self.residents(recipe)
+            tokens = self.tokens * (self.rows // recipe.accumulation)
             # In one piece, gradients come while activations go.
             waiting = held["gradients"] if recipe.accumulation > 1 else 0
             kept = tokens * cost.kept_by_a_token(self.work, recipe)
@@ -180,11 +192,12 @@ class Search:
         rows = known.prediction.timeline.rows
         if known.recipe.optimizer != recipe.optimizer:
             rows = rows[rows[:, 1] != PHASES.index("optimizer_step")]
-        states = [cost.resident_bytes(self.work, r)["optimizer"] for r in (known.recipe, recipe)]
+        states = [self.residents(r)["optimizer"] for r in (known.recipe, recipe)]
         fixed = rows[:, 3] + rows[:, 5] + states[1] - states[0]
         gradients = rows[:, 4]
         if recipe.accumulation > 1:
-            gradients = gradients.max()  # from the second micro-batch on, all are there from the beginning
+            # From the second micro-batch on, all are there from the beginning; not those that are about to be cut.
+            gradients = min(gradients.max(), self.residents(recipe)["gradients"])
         elif known.recipe.accumulation > 1:
             gradients = 0
         grows = rows[:, 6:].sum(axis=1) * min(1, known.recipe.accumulation / recipe.accumulation)
@@ -193,19 +206,36 @@ class Search:
     def _alike(self, known: Recipe, recipe: Recipe) -> bool:
         """Whether ``known`` differs in no more than its micro-batch, its optimizer after backward, and in saving more."""
         kinds = [
-            (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer)
+            (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer, r.sharding, r.offload)
             for r in (known, recipe)
         ]
         saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 
-    def _too_many(self, family: Recipe) -> str:
+    def _too_many(self, recipe: Recipe) -> str:
         """Which of weights, gradients and states are more than the card has."""
         names = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states"}
         held, sums = [], 0
-        for category, nbytes in cost.resident_bytes(self.work, family).items():
+        for category, nbytes in self.residents(recipe).items():
             if nbytes and sums <= self.card.nbytes:
                 held.append(f"{names[category]} {format_bytes(nbytes)}")
                 sums += nbytes
         alone = " and ".join(held) + " alone" + (f" are {format_bytes(sums)}" if len(held) > 1 else "")
         return f"{alone}, and the card has {format_bytes(self.card.nbytes)}"
+
+
+def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:
+    """``recipe`` with each of ``changes`` that goes with it."""
+    found = []
+    for change in changes:
+        with suppress(ValueError):
+            found.append(replace(recipe, **change))
+    return found
+
+
+def _precision(family: Recipe, sharding: str | None) -> str:
+    """Mixed precision by autocast, or where weights are gathered, by gathering them in bf16, which sends and holds half of it."""
+    if family.precision not in ("autocast-bf16", "float32-master"):
+        return family.precision
+    cut = sharding in ("zero2", "fsdp") and family.optimizer == OPTIMIZERS[0] and not family.lora_rank
+    return "float32-master" if cut else "autocast-bf16"

@@ -182,7 +182,7 @@ def _traced(
 
         mode.value = 1.0
         if real_warm_up:
-            one_step(lambda part: None)
+            one_step(lambda part: None, None if question.source.given else 1)
         else:
             _warm_up(recorder, model, batch, recipe, mode)
         trained = [p for o in recorder.optimizers for group in o.param_groups for p in group["params"]]

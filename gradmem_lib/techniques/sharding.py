@@ -52,6 +52,8 @@ def shard(
     if mesh is None:
         mesh = init_device_mesh(device_of(model).type, (dist.get_world_size(),))
     if how in ("ddp", "zero1"):
+        if device_of(model).type != mesh.device_type:
+            model.to(mesh.device_type)  # as fully_shard does by itself, a layer at a time
         return DistributedDataParallel(model, process_group=mesh.get_group())
     _shard_fully(model, mesh, how == "fsdp", compute_dtype, offload)
     return model

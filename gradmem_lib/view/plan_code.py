@@ -15,19 +15,33 @@ from ..training.recipe import Recipe
 def plan_code(option: Option, given, config, target: str) -> str:
     """Python that trains the model ``given``, of this ``config``, by ``option``: with ``make_trainer`` where a ``Trainer`` can, else
     with ``step``. ``train_dataset`` is yours: rows as the model takes them, with ``labels``. So is ``model`` or ``config``, where
-    ``given`` is one."""
+    ``given`` is one. For several cards it is a script, and its first line says how to start it."""
     recipe = option.recipe
-    uses, how = (["prepare", "step"], _loop) if recipe.in_backward else (["make_trainer"], _trainer)
+    loop = recipe.in_backward or recipe.sharding not in (None, "ddp")
+    uses, how = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
     loading, transformers, ours = _loading(given, model_class(config).__name__)
-    transformers += ["default_data_collator"] if recipe.in_backward else []
-    imports = ["from torch.utils.data import DataLoader"] if recipe.in_backward else []
+    imports, joined = [], []
+    if option.cards > 1:
+        imports.append(f"# Save this as train.py, and start it with: {launch(option.cards)}")
+    if loop and option.cards > 1:
+        imports.append("from torch.distributed import destroy_process_group, init_device_mesh")
+        imports.append("from torch.utils.data import DataLoader, DistributedSampler")
+        joined = [f'mesh = init_device_mesh("{target}", ({option.cards},))  # meets the other processes']
+    elif loop:
+        imports.append("from torch.utils.data import DataLoader")
+    transformers += ["default_data_collator"] if loop else []
     if transformers:
         imports.append(f"from transformers import {', '.join(sorted(transformers))}")
     if imports:
         imports.append("")
     names = ["Recipe", *sorted([*uses, *ours])]
-    lines = [*imports, f"from gradmem_lib import {', '.join(names)}", "", *loading, *_recipe(recipe)]
+    lines = [*imports, f"from gradmem_lib import {', '.join(names)}", "", *joined, *loading, *_recipe(recipe)]
     return "\n".join([*lines, *how(option, target)]) + "\n"
+
+
+def launch(cards: int, script: str = "train.py") -> str:
+    """The command that starts ``script`` once for each of the ``cards`` of this machine."""
+    return f"torchrun --nproc-per-node={cards} {script}"
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
@@ -72,13 +86,16 @@ def _trainer(option: Option, target: str) -> list[str]:
 
 
 def _loop(option: Option, target: str) -> list[str]:
-    """For an optimizer in backward, which ``Trainer`` does not have."""
+    """For an optimizer in backward, which ``Trainer`` does not have, and for what is cut over cards, which it does otherwise."""
     place = f'.to("{target}")' if target == "cuda" else ""
     batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
+    rows, several = option.micro_batch * option.recipe.accumulation, option.cards > 1
+    order = "sampler=DistributedSampler(train_dataset), drop_last=True" if several else "shuffle=True"
     return [
-        "model, optimizer, undo = prepare(model, recipe)",
-        *([f"model{place}"] if place else []),
-        f"loader = DataLoader(train_dataset, {option.micro_batch}, shuffle=True, collate_fn=default_data_collator)",
+        f"model, optimizer, undo = prepare(model, recipe{', mesh=mesh' if several else ''})",
+        *([f"model{place}"] if place and not several else []),
+        f"loader = DataLoader(train_dataset, {rows}, {order}, collate_fn=default_data_collator)",
         "for rows in loader:",
         f"    loss = step(model, optimizer, {batch}, recipe)",
+        *(["destroy_process_group()"] if several else []),
     ]

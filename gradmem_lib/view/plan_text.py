@@ -6,12 +6,14 @@ from dataclasses import asdict
 from ..planning.options import Option, method_of
 from ..planning.report import Plan
 from ..units import format_bytes
+from .plan_code import launch
 
 
 def plan_text(plan: Plan) -> str:
     rows = f"{plan.seq_len:,} tokens" if plan.seq_len else "images"
+    several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
     lines = [
-        f"{plan.title} on {plan.card.name} ({plan.card.nbytes:,} bytes), global batch {plan.global_batch} x {rows}, "
+        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global batch {plan.global_batch} x {rows}, "
         f"method {plan.method}, target {plan.target}",
         "",
     ]
@@ -20,6 +22,7 @@ def plan_text(plan: Plan) -> str:
             "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %",
             "of each other, the recipe that changes training least comes first.",
             *_table(plan.fits),
+            *([f"Start the code of the first one with: {launch(plan.cards)}"] if plan.cards > 1 else []),
         ]
     else:
         lines += ["Nothing fits. Closest:", *_table([plan.closest])]
@@ -41,6 +44,7 @@ def plan_dict(plan: Plan) -> dict:
     return {
         "model": plan.title,
         "card": asdict(plan.card),
+        "cards": plan.cards,
         "seq_len": plan.seq_len,
         "global_batch": plan.global_batch,
         "method": plan.method,
