@@ -13,13 +13,14 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes, and 4 more for optional exercises. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
+# *60 minutes, and 4 more for optional exercises. You need: lessons 03 and 04, the dtypes of lesson 07, and LoRA in
+# 4 bits from lesson 09.*
 #
-# Some models fit on no card. Then several cards train one model together. What does each of them hold, and what do
-# they send to each other? Here each card is a process on your CPU. PyTorch's engines do not know the difference. After
+# Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
+# what do they send to each other? Here each card is a process on your CPU, with PyTorch's own engines in it. After
 # this lesson you can
 #
-# - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it on every process;
+# - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it in every process;
 # - write DDP's averaging and a sharded layer by hand, and shard a real model in the right order;
 # - plan a 70B model for two cards of 24 GB, and tell when a second card does not help.
 
@@ -46,8 +47,9 @@ from gradmem_lib.course import claims, models, quiet_arguments, run_ranks
 # %% [markdown]
 # ## 1 · Ranks
 #
-# The processes that train together form a **group**. Each has a number, its **rank**. All run the same program, on
-# other rows of the batch. `run_ranks` starts a function in several processes and returns what each rank returned:
+# The processes that train together form a **group**. Each has a number, its **rank**. All run the same program, each
+# on its own rows of the batch. `run_ranks` runs a function in several processes, and returns a list of what each rank
+# returned:
 
 
 # %%
@@ -61,33 +63,33 @@ def hello():
 _ = run_ranks(hello, ranks=4, everyone=True)
 
 # %% [markdown]
-# `all_reduce` is a **collective**: every rank has to call it, and waits until all have. If one rank skips a
-# collective, the others wait forever. This lesson needs three collectives:
+# `all_reduce` is a **collective**: every rank has to call it, and waits for the others. If one rank skips a
+# collective, the others wait until they give up. This lesson needs three collectives:
 #
 # | collective | before | after |
 # |---|---|---|
 # | all-gather | each rank has a piece | each has all pieces |
-# | reduce-scatter | each rank has all pieces, of its own | each has one piece, summed over the ranks |
-# | all-reduce | each rank has a tensor | each has the sum |
+# | reduce-scatter | each rank has a whole tensor | each has one piece of the sum |
+# | all-reduce | each rank has a whole tensor | each has the whole sum |
 #
 # An all-reduce is a reduce-scatter, and then an all-gather.
 #
 # ## 2 · What is copied, and what is cut
 #
-# **Distributed data parallel (DDP)** gives every rank a copy of everything. The ranks only average their gradients. So
-# it saves no memory, except that each rank has fewer rows. **ZeRO**
-# ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054)) gives each of the N ranks an Nth, a **shard**, of what
-# others have a copy of: in stage 1 of the optimizer states, in stage 2 of the gradients too, and in stage 3 of the
-# weights too. PyTorch calls stage 3 *fully sharded data parallel* (**FSDP**).
+# **Distributed data parallel (DDP)** gives every rank a copy of everything. The ranks only average their
+# gradients. So it saves no memory, except for activations, as each rank has fewer rows. **ZeRO** ([Rajbhandari et
+# al. 2020](https://arxiv.org/abs/1910.02054)) cuts instead of copying: each of N ranks keeps one Nth, its
+# **shard**. Stage 1 cuts the optimizer states, stage 2 the gradients too, and stage 3 the weights too. PyTorch
+# calls stage 3 *fully sharded data parallel* (**FSDP**).
 
 # %% [markdown]
 # ### Exercise 10.1 · what is copied, and what is cut
 #
 # ●○○ · 3 minutes · trains: deriving ZeRO's table from the parts of a step
 #
-# Mixed precision keeps weights and gradients in bf16. The optimizer keeps a float32 copy of the weights and two float32
-# moments. Write `bytes_per_rank(parameters, ranks, way)`: the bytes of `(weights, gradients, states)` on each rank, where
-# `way` is `"ddp"`, `"zero1"`, `"zero2"` or `"fsdp"`. `ranks` divides `parameters`.
+# Mixed precision keeps weights and gradients in bf16. The optimizer keeps a float32 copy of the weights and two
+# float32 moments. Write `bytes_per_rank(parameters, ranks, way)`: the bytes of `(weights, gradients, states)` on
+# each rank, where `way` is `"ddp"`, `"zero1"`, `"zero2"` or `"fsdp"`. `ranks` divides `parameters`.
 #
 # <details><summary>Hint 1: the whole</summary>
 #
@@ -112,7 +114,8 @@ def bytes_per_rank(parameters, ranks, way):
 bytes_per_rank = check("10.1", bytes_per_rank)
 
 # %% [markdown]
-# Measure it. The model is a Llama with 429,248 weights in float32, and its 4 rows are shared out among the ranks.
+# Now measure it, in float32. The model is a Llama with 429,248 weights. A batch has 4 rows, and each rank takes
+# its part.
 
 # %%
 ids = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -128,8 +131,8 @@ def my_batch():
 
 
 # %%
-def update(net, optimizer):
-    loss = net(**my_batch()).loss
+def update(net, optimizer, batch):
+    loss = net(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -137,9 +140,10 @@ def update(net, optimizer):
 
 
 def track(net, optimizer, **options):
-    update(net, optimizer)  # the first one makes states and buffers
+    batch = my_batch()
+    update(net, optimizer, batch)  # the first one makes states and buffers
     with MemoryTracker(net, optimizer, **options) as tracker:
-        update(net, optimizer)
+        update(net, optimizer, batch)
     return tracker
 
 
@@ -179,26 +183,28 @@ for way in ways:
     print("{:<11}{:>17.2f}{:>8.1f}{:>20.2f}{:>8.1f}".format(way or "alone", *row))
 
 # %% [markdown]
-# "Alone" is a rank that averages nothing: a process on its own, with as many rows.
+# "alone" is a process that trains without the others, on as many rows.
 #
-# - **DDP needs more than a process alone**, by its buckets.
-# - **ZeRO-1** cuts the states. `ZeroRedundancyOptimizer` gives each whole *parameter* to one rank, so the ranks are only
+# - **DDP needs more than a process alone**: its buckets.
+# - **ZeRO-1 cuts the states.** `ZeroRedundancyOptimizer` gives each whole *parameter* to one rank, so ranks are only
 #   roughly equal.
-# - **ZeRO-2 and FSDP keep the same between steps.** PyTorch's ZeRO-2 cuts the weights too. It gathers them in
-#   forward and keeps them until backward, and FSDP frees each layer's at once. So they differ at the peak.
+# - **ZeRO-2 and FSDP keep the same between steps.** PyTorch's ZeRO-2 cuts the weights too. It gathers them in forward,
+#   and keeps them until backward. FSDP frees each layer's weights at once, so its peak is lower.
 #
-# This is an update under FSDP, on both ranks side by side:
+# Here is an update under FSDP, on both ranks side by side:
 
 
 # %%
 def watch():
     net, optimizer, _ = prepare(llama(), Recipe(sharding="fsdp"))
-    track(net, optimizer, title=f"FSDP, rank {dist.get_rank()}")
+    track(net, optimizer, title="An update under FSDP")
 
 
 _ = run_ranks(watch)
 
 # %% [markdown]
+# The notches in the parameters are layers: each is gathered when its turn comes, and freed after it.
+#
 # ## 3 · DDP by hand
 #
 # After backward, DDP leaves the mean of all ranks' gradients on every rank.
@@ -208,9 +214,9 @@ _ = run_ranks(watch)
 #
 # ●●○ · 4 minutes · trains: what every rank sends, and that all of them send the same
 #
-# Every rank has had its backward. Write `average_gradients(model)`, which every rank calls: afterwards each trained weight's
-# `.grad` is the mean over the ranks. A rank may have no gradient for some weight (its rows took another way through the
-# model). There the gradient counts as zeros. Frozen weights get none.
+# Every rank has had its backward. Write `average_gradients(model)`, which every rank calls: afterwards each
+# trained weight's `.grad` is the mean over the ranks. A rank may have no gradient for some weight (its rows took
+# another way through the model). There the gradient counts as zeros. Frozen weights get none.
 #
 # <details><summary>Hint 1: the sum</summary>
 #
@@ -239,8 +245,8 @@ def average_gradients(model):
 average_gradients = check("10.2", average_gradients)
 
 # %% [markdown]
-# Yours sends after backward. DDP sends a bucket as soon as all gradients in it are complete, while backward computes the
-# next ones. A *hook* sees each bucket:
+# Yours sends after backward. DDP sends a bucket as soon as all gradients in it are complete, while backward
+# computes the next ones. A *hook* sees each bucket:
 
 
 # %%
@@ -270,24 +276,25 @@ for accumulate in (False, True):
 # The buckets hold all 1,716,992 bytes of gradients. With `no_sync` from lesson 03, two micro-batches send as much as
 # one.
 #
-# `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But then
-# `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. In PyTorch 2.13 it does
-# not go with `no_sync`: the next backward stops with an internal error.)
+# `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
+# then `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. In PyTorch
+# 2.13 it does not go with `no_sync`: the next backward stops with an internal error.)
 #
 # ## 4 · A sharded layer by hand
 #
-# With sharded weights, each rank needs the whole matrix for a moment: in forward, and again in backward. Between the two
-# it keeps its shard alone.
+# With sharded weights, each rank needs a whole matrix for a moment: in forward, and again in backward. At all
+# other times it has only its shard.
 
 # %% [markdown]
 # ### Exercise 10.3 · a linear layer that is cut over ranks
 #
 # ●●● · 6 minutes · trains: all-gather in forward and in backward, reduce-scatter after
 #
-# Write `ShardedLinear(linear)`, for an `nn.Linear` without bias that is the same on every rank. It keeps this rank's rows of
-# the weight as its one parameter. Its output is the whole layer's. Its gradient is this rank's rows of the *mean* over the
-# ranks, and `x.grad` is this rank's own. The whole weight exists only while it is used: six layers of 256 x 256 on 4
-# ranks have **1,700,000 bytes**. The ranks divide the rows. `gather(shard)` and `own_mean(whole)` are given.
+# Write `ShardedLinear(linear)`, for an `nn.Linear` without bias that is the same on every rank. It keeps this
+# rank's rows of the weight as its one parameter. Its output is the whole layer's. Its gradient is this rank's rows
+# of the *mean* over the ranks, and `x.grad` is this rank's own. The whole weight exists only while it is used: six
+# layers of 256 x 256 on 4 ranks have **1,700,000 bytes**. The ranks divide the rows. `gather(shard)` and
+# `own_mean(whole)` are given.
 #
 # <details><summary>Hint 1: forward</summary>
 #
@@ -357,10 +364,10 @@ class ShardedLinear(nn.Module):
 ShardedLinear = check("10.3", ShardedLinear)
 
 # %% [markdown]
-# `fully_shard` does this with any module, and changes it in place. The parameters of one call are a **unit**: they are
-# gathered together in one buffer, and freed together. While a unit computes, the next one is gathered already
-# (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows its
-# shards. `p.to_local()` is this rank's.
+# `fully_shard` does this to any module, in place. The parameters of one call are a **unit**: they are gathered
+# together in one buffer, and freed together. On cards, the next unit is gathered while one computes
+# (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows
+# its shards. `p.to_local()` is this rank's shard.
 #
 # ## 5 · FSDP2 on a real model
 #
@@ -382,12 +389,12 @@ def peak_of(wrap):
 guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 
 # %% [markdown]
-# With one unit, all weights are whole from the start of forward to the end of backward, and beside them all gradients
-# wait for their reduce-scatter. **Worse than no sharding at all.** With a unit for each layer, as in section 2, the peak
-# was 6.1 MB.
+# With one unit, all weights are whole from the start of forward to the end of backward, and beside them all
+# gradients wait for their reduce-scatter. **Worse than no sharding at all.** With a unit for each layer, as in
+# section 2, the peak was 6.1 MB.
 #
-# Activations are what remains. Checkpoints run each layer twice, and FSDP gathers a layer's weights for each run. How
-# often? A rank's collectives can be counted like any operator:
+# Most of what remains is activations. Checkpoints run each layer's forward twice, and FSDP gathers a layer's
+# weights to run it. How many all-gathers is that? A dispatch mode sees collectives like any operator:
 
 
 # %%
@@ -425,8 +432,8 @@ guess_c = predict_first(
 guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
 
 # %% [markdown]
-# None more. Backward gathers a layer before it runs the layer again, and frees it after the layer's backward. So
-# checkpoints under FSDP cost what they cost on one card.
+# None more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
+# under FSDP cost no more than on one card.
 
 # %%
 claims.show("C49")
@@ -436,13 +443,15 @@ claims.show("C49")
 #
 # ●●○ · 4 minutes · trains: units of FSDP2, and checkpoints under them
 #
-# Write `wrap(model, mesh)` for a Llama of transformers, and return the model. Each layer is a unit of `fully_shard`, and so is
-# all that the layers leave. Each layer is a checkpoint. A forward and a backward of a tiny Llama of six layers, 2 rows of 32 tokens, on
-# one of 2 ranks have **2,550,000 bytes**. The gradients stay those of one process.
+# Write `wrap(model, mesh)` for a Llama of transformers, and return the model. Each layer is a unit of
+# `fully_shard`, and so is all that the layers leave. Each layer is a checkpoint. A forward and a backward of a
+# tiny Llama of six layers, 2 rows of 32 tokens, on one of 2 ranks have **2,550,000 bytes**. The gradients stay
+# those of one process.
 #
 # <details><summary>Hint 1: units</summary>
 #
-# `fully_shard(module, mesh=mesh)` takes all of `module`'s parameters that no unit has taken yet. So the layers come first.
+# `fully_shard(module, mesh=mesh)` takes all of `module`'s parameters that no unit has taken yet. So the layers
+# come first.
 #
 # <details><summary>Hint 2: checkpoints</summary>
 #
@@ -472,29 +481,29 @@ def yours(net):
 print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 
 # %% [markdown]
-# Other options of `fully_shard`:
+# `fully_shard` has more options:
 #
-# - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16.
-#   The shards stay in float32 and are the master copy of lesson 07.
-#   Sums over ranks should be in float32 as well.
-# - `reshard_after_forward=False` is ZeRO-2 of section 2: one all-gather less for each layer.
+# - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16,
+#   and adds up gradients in float32. The shards stay in float32: they are the master copy of lesson 07.
+# - `reshard_after_forward=False` is the ZeRO-2 of section 2, with one all-gather less for each layer.
 # - `offload_policy=CPUOffloadPolicy()` keeps shards, gradients and states in the host's memory (*ZeRO-Offload*).
 #
 # `Recipe(sharding="fsdp", precision="float32-master")`, `sharding="zero2"` and `offload="parameters"` choose these.
 #
 # ## 6 · One batch on many ranks
 #
-# DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again: divide by
-# the labels of *all* ranks, and multiply by the number of ranks (exercise 10.5). `accumulate_gradients(..., model=net)`
-# counts for you. Under DDP, ranks may have different numbers of micro-batches. Under FSDP every forward is a
-# collective, so all ranks need equally many. Some may be empty, with all labels −100.
+# DDP and FSDP average gradients over the ranks. If rows are not equally long, this is lesson 03's mistake again.
+# Divide each summed loss by the labels of *all* ranks, and multiply it by the number of ranks, as in exercise
+# 10.5. `accumulate_gradients(..., model=net)` does so. Under DDP, ranks may have different numbers of
+# micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with
+# all labels −100.
 #
-# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. To keep last year's result, keep this
-# product: take fewer micro-batches as ranks are added. If the batch does grow, the learning rate usually grows too, and
-# needs a new search.
+# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. To keep a result that you have,
+# keep this product: with twice the ranks, take half the micro-batches. If the batch grows instead, search for the
+# learning rate again.
 #
-# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` understands DTensors. A norm by hand does
-# not:
+# **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` computes it from DTensors. A norm of the
+# local shards is another number:
 
 
 # %%
@@ -510,25 +519,26 @@ for rank, (mine, total) in enumerate(run_ranks(norms)):
     print(f"rank {rank}: norm of its shards {mine}, of the gradient {total}")
 
 # %% [markdown]
-# If each rank clipped by its own norm, the shards would be scaled by different numbers, and no error would tell.
+# If each rank clipped by its own norm, the shards would be scaled by different numbers. There would be no error
+# message.
 #
 # ## 7 · Save, and go on with other ranks
 #
-# `torch.save(net.state_dict())` on rank 0 writes rank 0's shards. `torch.distributed.checkpoint` lets each rank write its
-# own part, with an index. So a run may go on with another number of ranks:
+# `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone. With `torch.distributed.checkpoint`
+# each rank writes its own part, and an index says what is where. So a run may go on with another number of ranks:
 
 
 # %%
 def train(folder, go_on):
-    net = yours(llama())
+    net, batch = yours(llama()), my_batch()
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     if not go_on:
-        update(net, optimizer)
+        update(net, optimizer, batch)
     states = dict(zip(("model", "optim"), get_state_dict(net, optimizer), strict=True))
     (dcp.load if go_on else dcp.save)(states, checkpoint_id=folder)
     both = {f"{part}_state_dict": state for part, state in states.items()}
     set_state_dict(net, optimizer, **both)
-    losses = torch.stack([update(net, optimizer) for _ in range(2)])
+    losses = torch.stack([update(net, optimizer, batch) for _ in range(2)])
     dist.all_reduce(losses)
     return [round(loss, 3) for loss in (losses / dist.get_world_size()).tolist()]
 
@@ -539,13 +549,13 @@ print("2 ranks:          ", run_ranks(train, folder.name, False)[0])
 print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
 
 # %% [markdown]
-# The four ranks continue where the two were, optimizer states included. For one ordinary file,
-# `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights. It
-# is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
+# The four ranks continue as the two do: weights and optimizer states are the same. For one ordinary file,
+# `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights
+# on rank 0. It is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
 #
 # ## 8 · Trainer, accelerate, and real cards
 #
-# Trainer takes `fsdp=True`. Try it here, on two ranks. The model has 1,716,992 bytes of weights.
+# `Trainer` takes `fsdp=True`. Try it on two ranks. The model has 1,716,992 bytes of weights.
 
 # %%
 question = "Trainer with fsdp=True, on two CPU ranks: bytes of weights on a rank?"
@@ -572,11 +582,12 @@ guess_d.reveal(measured=nbytes)
 print(name)
 
 # %% [markdown]
-# It is DDP, without a warning. accelerate, which Trainer uses, shards on accelerators alone. So a test on the CPU says
-# nothing about your FSDP settings. Count the bytes on the first card that you rent. (`make_trainer` refuses this.)
+# **It is DDP, without a warning.** `Trainer` leaves this to accelerate, which uses FSDP on accelerators alone. So
+# a test on the CPU says nothing about your FSDP settings. Count the bytes on the first cards that you rent.
+# (`make_trainer` refuses FSDP: take `prepare` and `step`.)
 #
-# On real cards the same script runs in one process a card. `torchrun` starts them, or accelerate with a file of
-# settings:
+# On real cards the same script runs in one process for each card. `torchrun` starts them, or accelerate does, with a
+# file of settings:
 
 # %%
 settings = """\
@@ -596,22 +607,23 @@ print("torchrun --nproc-per-node=2 train.py")
 print("accelerate launch --config_file fsdp.yaml train.py")
 
 # %% [markdown]
-# `cpu_ram_efficient_loading`: eight processes that each load a 70B model need 8 × 138 GB of *host* memory. With this
-# setting rank 0 alone reads the weights, and sends each rank its shards.
+# `fsdp_cpu_ram_efficient_loading` is for the *host's* memory. Eight processes that each load a 70B model need 8 ×
+# 138 GB there. With this setting rank 0 alone reads the weights, and sends each rank its shards.
 #
 # ## 9 · What it costs to send
 #
-# In a ring, an all-gather or a reduce-scatter of B bytes takes each rank (N − 1) / N · B over its link.
+# Ranks usually pass the pieces on in a ring, each to its neighbour.
 
 # %% [markdown]
 # ### Exercise 10.6 · what communication costs
 #
 # ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
 #
-# Ranks that form a ring send `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a reduce-scatter, and
-# twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes, ranks, micro_batches, bandwidth)`
-# for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward to backward) or `"fsdp"`.
-# Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. FSDP reduces after every micro-batch.
+# Ranks that form a ring send `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
+# reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes,
+# ranks, micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered
+# from forward to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a
+# second. FSDP reduces after every micro-batch.
 #
 # <details><summary>Hint: passes</summary>
 #
@@ -632,11 +644,11 @@ def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
 communication_seconds = check("10.6", communication_seconds)
 
 # %% [markdown]
-# Sending can hide behind computing, as long as computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards.
-# A token costs about 6 operations a weight.
+# Sending can hide behind computing, if computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards. A
+# token costs about 6 operations a weight. How many tokens must a card have in a micro-batch?
 
 # %%
-question = "Tokens in a micro-batch, so that two RTX 4090s compute as long as they send?"
+question = "Tokens in a micro-batch, until an RTX 4090 computes as long as it sends?"
 guess_e = predict_first("10.e", question, unit="tokens")
 
 
@@ -650,23 +662,25 @@ guess_e.reveal(measured=tokens("RTX 4090 24GB", 31.5e9), what="estimated")
 print("two H100s over NVLink:", tokens("H100 80GB", 450e9))
 
 # %% [markdown]
-# (We take 80 % of a link's rate: PCIe 4 has 31.5 GB/s each way, an H100's NVLink 450. Cards reach less than their full
-# rate of operations too, and then fewer tokens are enough.)
+# (We take 80 % of a link's rate. PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450. Cards do not reach
+# their full rate of operations either, so fewer tokens are enough.)
 #
 # When not to shard:
 #
-# - **It fits on one card.** Use DDP, or accumulate on one card. DDP sends once an update, FSDP three times in each
-#   *micro-batch*.
-# - **Small micro-batches over a slow link.** Checkpoints make room for more rows, and more rows hide the sending.
-# - **Only activations are too large.** FSDP cuts weights, gradients and states. Lessons 04 and 08 cut activations.
+# - **The model fits on one card.** Accumulate there, or take DDP. DDP sends gradients once an update. FSDP sends three
+#   times in each *micro-batch*.
+# - **Micro-batches are small and the link is slow.** Checkpoints make room for more rows, and more rows hide the sending.
+# - **Only activations are too large.** FSDP does not cut them. Lessons 04 and 08 do.
 #
 # ## 10 · A 70B on two cards
 #
-# Llama-2-70B has 69 billion weights: 138 GB in bf16. Two cards have 24 GB each. `predict` takes `ranks`, and computes one
-# rank's memory without starting processes. `batch_size` is the rows of *one* rank.
+# Llama-2-70B has 69 billion weights: 138 GB in bf16. Can two cards of 24 GB fine-tune it? `predict(..., ranks=2)`
+# computes one rank's memory, and starts no process. `batch_size` is the rows of *one* rank.
 
 # %%
-guess_f = predict_first("10.f", "QLoRA with FSDP, 1,024 tokens: peak on a card?", unit="GB")
+guess_f = predict_first(
+    "10.f", "QLoRA with FSDP, 1,024 tokens: peak on a card?", unit="GiB"
+)
 
 
 # %%
@@ -684,8 +698,13 @@ short = seventy(1024, **qlora)
 chart.add("LoRA, 1,024 tokens", seventy(1024, lora_rank=16))
 chart.add("base in 4 bits", short)
 chart.add("2,048 tokens", seventy(2048, **qlora), aside=True)
-guess_f.reveal(measured=round(short.total / 1e9, 1), what="predicted")
+guess_f.reveal(measured=round(short.total / 2**30, 1), what="predicted")
 chart
+
+# %% [markdown]
+# A card's driver and CUDA's context take their share besides, some hundred MiB (lesson 06). So 1,024 tokens fit,
+# and 2,048 are a gamble. The base alone is most of it: each rank keeps half of the 4-bit weights, and a layer or
+# two are gathered, still in 4 bits.
 
 # %%
 claims.show("C17")
@@ -718,19 +737,19 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
     print(f"{ranks:>2} cards, {precision:<15}{whole / 1e9:>4.0f} GB each")
 
 # %% [markdown]
-# Eight cards hold it in pure bf16, whose small updates are lost (lesson 07). With float32 master weights it takes
-# sixteen. Fewer cards can keep shards and states on the host: `offload="parameters"`. Then each micro-batch moves a rank's
-# shards to the card twice, and its gradients back.
+# Eight cards can hold it in pure bf16, where small updates are lost (lesson 07). With float32 master weights it
+# takes sixteen. Fewer cards can keep shards and states on the host with `offload="parameters"`. Then each
+# micro-batch moves a rank's shards to the card twice, in forward and in backward, and its gradients back.
 
 # %% [markdown]
 # ## 11 · What you can now do
 #
-# - **DDP copies everything** and keeps buckets besides. ZeRO and FSDP cut states, gradients, weights.
-# - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last. Checkpoints go on first.
-# - **Collectives need every rank**, in saving and in clipping too.
-# - **Divide by the count of all ranks**, then correct for the mean that the engine takes.
+# - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
+# - **FSDP gathers unit by unit.** Checkpoints go on first, then each layer is a unit, and the model comes last.
+# - **A collective needs every rank**, in saving and in clipping too.
+# - **Divide by the labels of all ranks**, and undo the mean that the engine takes.
 # - **Check bytes, not settings.** On the CPU, Trainer's FSDP is DDP.
-# - **Shard only what does not fit.** Sending costs three passes over the weights in each micro-batch.
+# - **Shard only what does not fit.** FSDP sends the model's size three times in each micro-batch.
 #
 # ## More practice
 
@@ -739,10 +758,11 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 #
 # ●●○ · 4 minutes · optional · trains: one mean over all labels, where each rank sees some
 #
-# DDP and FSDP average gradients over the ranks, whatever each rank has seen. Write `loss_scale(micro_batches)`, which every rank
-# calls with its own list of label tensors, one for each micro-batch. Labels of -100 do not count. It returns the number by
-# which each micro-batch's *summed* loss is multiplied, so that the averaged gradients are those of the mean loss over all
-# labels of all ranks. Ranks may have different numbers of micro-batches, and one may have no label at all.
+# DDP and FSDP average gradients over the ranks, whatever each rank has seen. Write `loss_scale(micro_batches)`,
+# which every rank calls with its own list of label tensors, one for each micro-batch. Labels of -100 do not count.
+# It returns the number by which each micro-batch's *summed* loss is multiplied, so that the averaged gradients are
+# those of the mean loss over all labels of all ranks. Ranks may have different numbers of micro-batches, and one
+# may have no label at all.
 #
 # <details><summary>Hint 1: what is undone</summary>
 #
@@ -750,7 +770,8 @@ for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-maste
 #
 # <details><summary>Hint 2: what all ranks must know</summary>
 #
-# The number of labels on all ranks: count your own over all micro-batches, put it in a tensor, and `dist.all_reduce` it once.
+# The number of labels on all ranks: count your own over all micro-batches, put it in a tensor, and
+# `dist.all_reduce` it once.
 #
 # </details></details>
 
