@@ -12,6 +12,7 @@ from gradmem_lib.course.claims import (
     lesson_07,
     lesson_08,
     lesson_09,
+    lesson_10,
 )
 
 
@@ -79,6 +80,14 @@ MOVES = [
         lesson_06,
         "predicted",
         stub(SimpleNamespace(peak=SimpleNamespace(total=10**12))),
+        "does not hold",
+    ),
+    ("C17", lesson_10, "on_a_card", stub(26 * 10**9), "does not hold"),
+    (
+        "C49",
+        lesson_10,
+        "second_step",
+        lambda mode, ids, pairs=False: (9 + (mode is True), 1, None),
         "does not hold",
     ),
     ("C57", lesson_06, "_times", stub({"accumulated": 2.0, "checkpointed": 1.0}), "holds"),

@@ -93,9 +93,9 @@ def gradients_live_longer() -> Finding:
             less("bytes of gradients, 4 x 8 / 32", _most(cut, "gradients") / _most(one, "gradients")),
             Figure("forward that finds gradients, 4 x 8", "less", after, high=before - 0.01, unit="%"),
         ),
-        fails="Accumulation needs the same bytes of gradients, and for longer: through every forward of the window but the first.",
+        fails="Accumulation needs the same bytes of gradients, and for longer.",
         holds="Gradients take fewer bytes with accumulation, and live no longer.",
-        why="With one batch the gradients are gone before the next forward begins.",
+        why="With one batch the gradients are gone before the next forward begins; accumulated, they wait through every forward of the window but the first.",
         figures={
             "one batch of 32: most bytes of gradients": _most(one, "gradients"),
             "4 x 8: most bytes of gradients": _most(cut, "gradients"),

@@ -157,7 +157,7 @@ def whole_model_in_one() -> Finding:
             ),
         ),
         beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
-        fails="One checkpoint around the whole model saves nothing at the peak, at the price of a forward.",
+        fails="One checkpoint around the whole model saves nothing at the peak.",
         holds="Both save the same at the peak.",
         why="Backward runs all of the model again at once. It only looks best when one measures after forward.",
         figures={
@@ -179,8 +179,7 @@ def more_checkpoints() -> Finding:
             less("work added to it, 16 / 4", work[1] / work[4]),
         ),
         where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
-        only_if="layers keep little beside their input and segments are shorter than sqrt(n); in Transformers memory goes the other way. "
-        "Recomputation is less in operations, and the same in calls.",
+        only_if="layers keep little beside their input and segments are shorter than sqrt(n); in Transformers memory goes the other way.",
         holds="in Transformers, too.",
         fails="It is the other way round even for layers that keep little.",
         why="A segment that runs again is there in full: with few checkpoints memory grows again, for any layers. Every layer runs once "
@@ -209,8 +208,7 @@ def every_root_of_n() -> Finding:
         beyond=(
             about("GPT-2 1.5B, root of n / best", 1, left(GPT2_XL, root) / left(GPT2_XL, best), "times"),
         ),
-        only_if="a layer keeps little beside its input; a Transformer's block keeps 20 to 30 times its input, and a checkpoint a layer is "
-        "best.",
+        only_if="a layer keeps little beside its input; a Transformer's keeps 20 to 30 times that, and one a layer is best.",
         holds="for a Transformer, too.",
         fails="Other segments are best, even for layers that keep little.",
         why="The best equal segments have sqrt(n x / a) layers, for a bytes that a layer keeps and x bytes of its input. Segments of "

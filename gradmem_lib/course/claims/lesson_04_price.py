@@ -135,7 +135,7 @@ def saves_half_to_four_fifths() -> Finding:
             between("the same, GPT-2 1.5B", 0.5, 0.8, saved["GPT-2 XL", 7], "%", within=0.1),
             between("more operations, 16 layers", 0.2, 0.3, work[4], "%", within=0.1),
         ),
-        holds="roughly for its own models, with its own segments of sqrt(n) layers; the deeper the model, the more is saved.",
+        holds="roughly for its own models, with its own segments of sqrt(n) layers.",
         fails="Its own models save another share, or take another amount of work.",
         why=f"With a checkpoint a layer, BERT-large saves {saved['BERT-large', 1]:.0%} for {work[1]:.0%} more operations. The work is bounded "
         "by one forward: a third of a step where all weights are trained, half where they are frozen.",

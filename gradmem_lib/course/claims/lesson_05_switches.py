@@ -117,7 +117,7 @@ def one_row_32_times() -> Finding:
     return Finding(
         own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
         beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
-        fails="All three techniques work on activations alone; weights, gradients and Adam's states are far too much already.",
+        fails="All three work on activations alone; weights, gradients and Adam's states are far too much already.",
         holds="It fits the largest consumer card.",
         why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens comes on top, and a float16 copy of the weights "
         f"({gb(copies)}), which autocast keeps until forward ends. Of the cards that the course knows, {' and '.join(cards) or 'none'} "

@@ -63,7 +63,7 @@ def gpt2_xl() -> Finding:
             about("checkpointed", 32 * GB, need[32, "per-layer"].total, "GB", within=0.2),
             about("8 rows at a time, too", 22 * GB, both, "GB", within=0.2),
         ),
-        fails="Only the first figure is badly wrong: without a technique the batch needs almost three times as much.",
+        fails="Without a technique the batch needs almost three times as much.",
         holds="All three are about right, in bf16.",
         why="This is pure bf16 with fused attention, where the claimed figures come nearest. Under autocast weights, gradients and states "
         f"take twice the {gb(sum(resident.values()))} that they take here.",
@@ -143,7 +143,7 @@ def thirteen_billion() -> Finding:
             about("LoRA, 8-bit base", 35 * GB, plain + wider, "GB"),
             about("the same, checkpointed", 15 * GB, checkpointed + wider, "GB"),
         ),
-        only_if="adapters are trained on a base in 8 bits; training all weights needs far more, with checkpoints or without.",
+        only_if="adapters are trained on a base in 8 bits; training all weights needs far more.",
         fails="Neither all weights nor adapters on a base in 8 bits need that much.",
         holds="All weights can be trained so.",
         why=f"Checkpointing does nothing about weights, gradients and states. With a base in 4 bits, 1 x 2,048 tokens need {gb(plain)} without "

@@ -160,7 +160,7 @@ def moved_activations() -> Finding:
             between("off the peak of a step, all weights trained", 0.8, 0.9, taken_off("peak", 2048, **moving), "%"),
             Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         ),
-        holds="for the activations; the peak of a step falls only where activations make it, and checkpoints save nearly as much.",
+        holds="for the activations; the peak of a step falls only where activations make it.",
         fails="Moving takes another share off the activations.",
         why=f"One checkpoint a layer takes {taken_off('activations', 2048, checkpointing='per-layer'):.0%} off without a bus. To be as fast as "
         f"computing again on an A100, at half its rated speed, a bus would have to carry {needed / GB:.0f} GB a second. Moving the inputs of "

@@ -63,7 +63,7 @@ def input_require_grads() -> Finding:
         own=(Figure("adapters that learn without it, its own use_reentrant=False", "none", found[False, False][0], high=0),),
         where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
-        only_if="the checkpoints are reentrant, and transformers' switch, which calls it for language models, is not what put them there.",
+        only_if="the checkpoints are reentrant, and not put there by transformers' switch, which calls it itself.",
         holds="Without it no adapter gets a gradient.",
         fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
         why="A reentrant checkpoint looks at its inputs alone. Where none requires a gradient, as behind a frozen embedding, its output does "

@@ -1,0 +1,108 @@
+"""Lesson 10's answers: a 70B on two cards, and what FSDP gathers under checkpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...compat_groups import one_of
+from ...measure.tracker import MemoryTracker
+from ...planning.cards import CARDS
+from ...planning.models import known_model
+from ...prediction.predict import predict
+from ...techniques.sharding import shard
+from ...training.recipe import Recipe
+from ..exercises.lesson_10_shards import Calls
+from . import Finding, answers
+from .finding import about, fits
+from .lesson_05_switches import _ids, _quiet, _tiny
+
+MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentrant=True": True}
+
+
+def on_a_card(tokens: int) -> int:
+    """Bytes at the peak of one of two cards: Llama-2-70B in 4 bits, LoRA of rank 16, checkpoints, FSDP; a row of ``tokens`` each."""
+    recipe = Recipe("bf16", sharding="fsdp", checkpointing="per-layer", lora_rank=16, quantized_base=True)
+    ask = {"batch_size": 1, "seq_len": tokens, "ranks": 2, "target": "cuda"}
+    return predict(known_model("Llama-2-70B")[1], recipe=recipe, **ask).peak.total
+
+
+@answers("C17")
+def seventy_billion_on_two() -> Finding:
+    card = CARDS["RTX 4090 24GB"].nbytes
+    peaks = {tokens: on_a_card(tokens) for tokens in (1024, 2048)}
+    return Finding(
+        own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
+        beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
+        holds="with LoRA and a checkpoint in every layer, for rows of some thousand tokens.",
+        fails="A card's shard, the layers that it gathers and the activations are more than it has.",
+        why="A card keeps half of the base, and of embeddings and head in bf16, and gathers one layer after another; embedding and head are "
+        "whole meanwhile. Adapters are all that has gradients and states. What grows with the tokens are the inputs of the layers and the "
+        "loss.",
+        figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()} | {"a card has (as the driver says)": card},
+        needs="two cards of 24 GB to be seen running; one rank's bytes are predicted",
+    )  # fmt: skip
+
+
+class Pairs(nn.Module):
+    """Two layers in one checkpoint."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, **kwargs):
+        return checkpoint(partial(self.both, **kwargs), x, use_reentrant=False)
+
+    def both(self, x, **kwargs):
+        for layer in self.layers:
+            x = layer(x, **kwargs)
+        return x
+
+
+def second_step(
+    reentrant: bool | None, ids: torch.Tensor, *, pairs: bool = False
+) -> tuple[int, int, nn.Module]:
+    """All-gathers and peak in bytes of a rank's second step with a Llama under FSDP, and the model with its gradients.
+
+    ``reentrant``: the kind of checkpoint on every layer, ``None`` for none; ``pairs``: on two layers at a time instead.
+    """
+    model = _tiny()
+    with _quiet():
+        if reentrant is not None and not pairs:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        shard(model, "fsdp")
+        if pairs:
+            layers = model.model.layers
+            model.model.layers = nn.ModuleList(Pairs(layers[i : i + 2]) for i in range(0, len(layers), 2))
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        with Calls() as calls, MemoryTracker(model, live=False) as tracker:
+            model(input_ids=ids, labels=ids).loss.backward()
+    return calls.count("allgather"), tracker.peak.total, model
+
+
+@answers("C49")
+def gathers() -> Finding:
+    with one_of(2, 0):
+        found = {name: second_step(mode, _ids())[:2] for name, mode in MODES.items()}
+        pairs = second_step(False, _ids(), pairs=True)[0]
+    plain, one, other = (count for count, _ in found.values())
+    figures: dict[str, int | float | str] = {}
+    for name, (count, total) in found.items():
+        figures |= {f"{name}: all-gathers a step": count, f"{name}: peak of a rank of two": total}
+    figures["checkpoints over two layers: all-gathers a step"] = pairs
+    return Finding(
+        own=(
+            about("all-gathers, checkpointed / not", 1.0, one / plain, "times", within=0),
+            about("with use_reentrant=True", 1.0, other / plain, "times", within=0),
+        ),
+        holds="Neither kind gathers anything more.",
+        fails="A layer is gathered more often under checkpoints.",
+        why="Backward gathers a layer, and frees it after its gradients: the second forward runs in between, and finds the weights there. A "
+        "checkpoint over two layers gathers no more either.",
+        figures=figures,
+    )  # fmt: skip
