@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...compat_groups import groups_of_threads
+from ..compat_threads import groups_of_threads
 
 APART = "the ranks do not make the same calls"
 
