@@ -189,7 +189,7 @@ for way in ways:
 # - **ZeRO-1 cuts the states.** `ZeroRedundancyOptimizer` gives each whole *parameter* to one rank, so ranks are only
 #   roughly equal.
 # - **ZeRO-2 and FSDP keep the same between steps.** PyTorch's ZeRO-2 cuts the weights too. It gathers them in forward,
-#   and keeps them until backward. FSDP frees each layer's weights at once, so its peak is lower.
+#   and keeps them until backward. FSDP frees each layer's weights after its forward, so its peak is lower.
 #
 # Here is an update under FSDP, on both ranks side by side:
 
@@ -277,8 +277,8 @@ for accumulate in (False, True):
 # one.
 #
 # `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
-# then `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. In PyTorch
-# 2.13 it does not go with `no_sync`: the next backward stops with an internal error.)
+# then `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. If the first
+# step begins with `no_sync`, PyTorch 2.13 stops with an internal error.)
 #
 # ## 4 · A sharded layer by hand
 #
@@ -653,13 +653,13 @@ guess_e = predict_first("10.e", question, unit="tokens")
 
 
 # %%
-def tokens(card, link):
-    seconds = communication_seconds("fsdp", 2 * 6.74e9, 2, 1, 0.8 * link)
-    return round(seconds * CARDS[card].half / (6 * 6.74e9))
+def tokens(card):
+    seconds = communication_seconds("fsdp", 2 * 6.74e9, 2, 1, 0.8 * card.link)
+    return round(seconds * card.half / (6 * 6.74e9))
 
 
-guess_e.reveal(measured=tokens("RTX 4090 24GB", 31.5e9), what="estimated")
-print("two H100s over NVLink:", tokens("H100 80GB", 450e9))
+guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
+print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
 # (We take 80 % of a link's rate. PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450. Cards do not reach
@@ -702,14 +702,14 @@ guess_f.reveal(measured=round(short.total / 2**30, 1), what="predicted")
 chart
 
 # %% [markdown]
-# A card's driver and CUDA's context take their share besides, some hundred MiB (lesson 06). So 1,024 tokens fit,
-# and 2,048 are a gamble. The base alone is most of it: each rank keeps half of the 4-bit weights, and a layer or
-# two are gathered, still in 4 bits.
+# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of it is
+# the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits.
 
 # %%
 claims.show("C17")
+
 # %% [markdown]
-# Nobody here has these cards. But the same code runs on SmolLM2's first two layers, with their real weights:
+# You need no such cards to try it. The same code runs on SmolLM2's first two layers, with their real weights:
 
 
 # %%

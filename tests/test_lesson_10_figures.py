@@ -34,8 +34,9 @@ def test_the_70b():
 def test_the_7b_and_the_links():
     weights = numbers_of(skeleton(known_model("Llama-2-7B")[1]))
     assert TEXT.count(f"{weights / 1e9:.2f}e9") == 2
-    assert f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * link" in TEXT
-    assert CARDS["RTX 4090 24GB"].bus == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT
+    assert f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * card.link" in TEXT
+    assert CARDS["RTX 4090 24GB"].link == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT
+    assert CARDS["H100 80GB"].link == 450e9 and "NVLink has 450" in TEXT
 
 
 def test_accelerate_reads_the_settings(tmp_path):
