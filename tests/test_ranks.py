@@ -175,7 +175,9 @@ run_ranks(wait, Own(), True)
 
 def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "offline"), str(ROOT)])}
+    paths = os.pathsep.join([str(ROOT / "tests" / "offline"), str(ROOT)])
+    (folder := tmp_path / "tmp").mkdir()
+    env = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)}
     with subprocess.Popen(
         [sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True
     ) as script:
@@ -184,3 +186,4 @@ def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path):
         script.kill()
         _, left = psutil.wait_procs(below, timeout=20)
     assert said == ["started", "rank", "rank"] and len(below) >= 4 and not left
+    assert not list(folder.glob("pymp-*"))  # the fork server's socket was there

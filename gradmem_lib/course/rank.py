@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +17,19 @@ from types import SimpleNamespace
 
 from ..display import live_wanted, register
 from ..view import live, pictures
+
+FOLDER = "GRADMEM_FORK_SERVER"  # tells the fork server, which imports this first, where its socket is
+
+
+def _sweep(folder: str, kernel: int) -> None:
+    """A kernel that was killed could not clear away."""
+    if os.getppid() != kernel:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if FOLDER in os.environ:
+    os.setsid()  # a signal to the kernel's group is the kernel's to answer
+    atexit.register(_sweep, os.environ.pop(FOLDER), os.getppid())
 
 
 def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:

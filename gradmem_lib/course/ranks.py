@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import connection, get_context
+from multiprocessing.util import get_temp_dir
 from types import ModuleType
 from typing import Any
 
 from ..display import in_kernel
-from .rank import be_rank, stack_of
+from .rank import FOLDER, be_rank, stack_of
 
 _PRELOAD = ["gradmem_lib.course.rank", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 _GRACE = 1.0  # seconds in which the other ranks may say what they saw of a failure
@@ -81,7 +82,7 @@ class _Rank:
         self.stands: list = []  # where it was after its time
         self.gone = False
         self.process = context.Process(target=be_rank, args=(task, environment, theirs, *far_ends))
-        with _nothing_to_import():
+        with _alone():
             self.process.start()
         for end in (theirs, *far_ends):
             end.close()
@@ -215,14 +216,15 @@ class _Crew:
 
 
 @contextmanager
-def _nothing_to_import() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """Meanwhile a new process finds no main program that it would run again, so that scripts need no ``if __name__``."""
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"], os.environ[FOLDER] = ModuleType("__main__"), get_temp_dir()
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        del os.environ[FOLDER]
 
 
 @contextmanager
