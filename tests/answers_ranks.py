@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from gradmem_lib.training.recipe import Recipe
+
 RIGHT, WRONG = {}, {}
 
 
@@ -280,3 +282,31 @@ WRONG["10.6"] = {
     "a GB/s": (lambda way, n, N, k, b: _ring(way, n, N, k, b) / 1e9, "small"),
     "ways forgotten": (lambda way, n, N, k, b: 2 * n * (N - 1) / N / b, "zero2|fsdp|way|micro"),
 }  # fmt: skip
+
+
+_TWO = dict(precision="bf16", sharding="fsdp", lora_rank=16, quantized_base=True, checkpointing="per-layer")
+
+
+def _recipe(**changed):
+    return lambda: Recipe(**_TWO | changed)
+
+
+RIGHT["10.7"] = {
+    "the usual": _recipe(),
+    "SGD": _recipe(optimizer="sgd"),
+    "accumulated": _recipe(accumulation=1, optimizer="adamw"),
+}
+WRONG["10.7"] = {
+    "one card": (_recipe(sharding=None), "one card"),
+    "ddp": (_recipe(sharding="ddp"), "copy"),
+    "zero1": (_recipe(sharding="zero1"), "copy"),
+    "zero2": (_recipe(sharding="zero2"), "zero2"),
+    "16 bits": (_recipe(quantized_base=False), "4 bits"),
+    "every weight": (_recipe(lora_rank=None, quantized_base=False), "every weight"),
+    "not checkpointed": (_recipe(checkpointing=None), "activations"),
+    "float32": (_recipe(precision="float32"), "float32"),
+    "rank 64": (_recipe(lora_rank=64), "rank 16"),
+    "attention alone": (_recipe(lora_targets=("q_proj", "v_proj")), "every linear"),
+    "two recipes": (lambda: (_recipe()(), _recipe()()), "one Recipe"),
+    "a dictionary": (lambda: _TWO, "one Recipe"),
+}

@@ -11,11 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from ...compat_groups import one_of
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
-from ...planning.models import known_model
-from ...prediction.predict import predict
 from ...techniques.sharding import shard
-from ...training.recipe import Recipe
 from ..exercises.lesson_10_shards import Calls
+from ..exercises.lesson_10_two_cards import seventy_peak, two_cards
 from . import Finding, answers
 from .finding import about, fits
 from .lesson_05_switches import _ids, _quiet, _tiny
@@ -24,10 +22,8 @@ MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentra
 
 
 def on_a_card(tokens: int) -> int:
-    """Bytes at the peak of one of two cards: Llama-2-70B in 4 bits, LoRA of rank 16, checkpoints, FSDP; a row of ``tokens`` each."""
-    recipe = Recipe("bf16", sharding="fsdp", checkpointing="per-layer", lora_rank=16, quantized_base=True)
-    ask = {"batch_size": 1, "seq_len": tokens, "ranks": 2, "target": "cuda"}
-    return predict(known_model("Llama-2-70B")[1], recipe=recipe, **ask).peak.total
+    """Bytes at the peak of one of two cards, with exercise 10.7's recipe for Llama-2-70B: a row of ``tokens`` on each."""
+    return seventy_peak(two_cards(), tokens).total
 
 
 @answers("C17")
