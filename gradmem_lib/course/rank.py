@@ -22,7 +22,10 @@ FOLDER = "GRADMEM_FORK_SERVER"  # tells the fork server, which imports this firs
 
 
 def _sweep(folder: str, kernel: int) -> None:
-    """A kernel that was killed could not clear away."""
+    """A kernel that was killed could not clear away. Its line ends some moments before it has gone."""
+    until = time.monotonic() + 5
+    while os.getppid() == kernel and time.monotonic() < until:
+        time.sleep(0.02)
     if os.getppid() != kernel:
         shutil.rmtree(folder, ignore_errors=True)
 
