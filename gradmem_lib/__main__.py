@@ -42,7 +42,8 @@ def _predict(options: argparse.Namespace) -> int:
         config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target,
         ranks=options.ranks, rank=options.rank,
     )  # fmt: skip
-    print(json.dumps(_as_dict(title, prediction), indent=2) if options.json else _as_text(title, prediction))
+    shown = title, prediction, options.ranks or 1
+    print(json.dumps(_as_dict(*shown), indent=2) if options.json else _as_text(*shown))
     return 0
 
 
@@ -56,10 +57,10 @@ def _schedule(text: str) -> str | int | list[int] | None:
     return text
 
 
-def _as_dict(title: str, prediction) -> dict:
+def _as_dict(title: str, prediction, ranks: int) -> dict:
     from .planning.cost import beyond
 
-    peak, extra = prediction.peak, beyond(prediction)
+    peak, extra = prediction.peak, beyond(prediction, cards=ranks)
     return {
         "model": title,
         "target": prediction.target,
@@ -72,11 +73,11 @@ def _as_dict(title: str, prediction) -> dict:
     }
 
 
-def _as_text(title: str, prediction) -> str:
+def _as_text(title: str, prediction, ranks: int) -> str:
     from .planning.cost import beyond
     from .units import format_bytes
 
-    peak, extra = prediction.peak, beyond(prediction)
+    peak, extra = prediction.peak, beyond(prediction, cards=ranks)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
     rows += [("peak, live bytes", peak.total)]
     rows += [("moved, each way", prediction.moved)] if prediction.moved else []

@@ -135,6 +135,8 @@ def test_ways_over_several_cards_go_together():
     assert {way.sharding for way in search.ways(eight_bits)} == {"ddp", "zero1"}
     assert {way.accumulation for way in search.ways(mixed)} == {1, 2, 4}
     assert search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
+    lora = next(iter(search.families("lora")))
+    assert {way.sharding for way in search.ways(lora)} == {"ddp", "zero2", "fsdp"}
     in_backward = [f for f in search.families("full") if f.in_backward]
     assert {f.optimizer for f in in_backward} == {"adamw-fused"}
     assert {way.sharding for f in in_backward for way in search.ways(f)} == {"zero2", "fsdp"}

@@ -93,6 +93,7 @@ class Search:
         ways = [
             {"sharding": sharding, "precision": _precision(family, sharding), "accumulation": n, **less}
             for sharding in (SHARDING if self.cards > 1 else (None,))
+            if sharding != "zero1" or not family.lora_rank  # whose states are few
             for less in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
