@@ -682,6 +682,35 @@ guess_f = predict_first(
     "10.f", "QLoRA with FSDP, 1,024 tokens: peak on a card?", unit="GiB"
 )
 
+# %% [markdown]
+# ### Exercise 10.7 · a 70B on two cards
+#
+# ●●○ · 3 minutes · trains: which part each choice takes off a card, where only shards are left of most
+#
+# Write `two_cards()`, which returns a `Recipe`: Llama-2-70B learns by adapters of rank 16 on every linear layer,
+# on two RTX 4090 of 24 GB, with a row of 1,024 tokens on each. The check predicts one card's peak.
+#
+# <details><summary>Hint 1: the base</summary>
+#
+# 69 billion weights: 138 GB in bf16, 35 GB in 4 bits, half of that on each card if they are cut.
+#
+# <details><summary>Hint 2: names</summary>
+#
+# `precision`, `sharding`, `lora_rank`, `quantized_base`, `checkpointing`.
+#
+# </details></details>
+
+
+# %%
+def two_cards():
+    ### BEGIN SOLUTION
+    small = {"precision": "bf16", "quantized_base": True, "checkpointing": "per-layer"}
+    return Recipe(sharding="fsdp", lora_rank=16, **small)
+    ### END SOLUTION
+
+
+two_cards = check("10.7", two_cards)
+
 
 # %%
 def seventy(tokens, ranks=2, precision="bf16", **choice):
