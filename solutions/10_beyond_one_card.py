@@ -290,10 +290,10 @@ for accumulate in (False, True):
 #
 # ●●● · 6 minutes · trains: all-gather in forward and in backward, reduce-scatter after
 #
-# Write `ShardedLinear(linear)`, for an `nn.Linear` without bias that is the same on every rank. It keeps this
-# rank's rows of the weight as its one parameter. Its output is the whole layer's. Its gradient is this rank's rows
-# of the *mean* over the ranks, and `x.grad` is this rank's own. The whole weight exists only while it is used: six
-# layers of 256 x 256 on 4 ranks have **1,700,000 bytes**. The ranks divide the rows. `gather(shard)` and
+# `ShardedLinear(linear)` below, for an `nn.Linear` without bias that is the same on every rank, keeps this rank's rows of
+# the weight as its one parameter. Write its autograd function `Gathered`. The output is the whole layer's. The shard's
+# gradient is this rank's rows of the *mean* over the ranks, and `x.grad` is this rank's own. The whole weight exists
+# only while it is used: six layers of 256 x 256 on 4 ranks have **1,700,000 bytes**. `gather(shard)` and
 # `own_mean(whole)` are given.
 #
 # <details><summary>Hint 1: forward</summary>
@@ -306,8 +306,7 @@ for accumulate in (False, True):
 #
 # <details><summary>Hint 3: the weight's gradient</summary>
 #
-# `d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)`. This rank's rows are
-# `weight.chunk(dist.get_world_size())[dist.get_rank()]`, cloned, so that the rest can go.
+# `d_weight = d_out.flatten(0, -2).T @ x.flatten(0, -2)`
 #
 # </details></details></details>
 
@@ -349,16 +348,12 @@ class Gathered(torch.autograd.Function):
 # %%
 class ShardedLinear(nn.Module):
     def __init__(self, linear):
-        ### BEGIN SOLUTION
         super().__init__()
         rows = linear.weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
         self.shard = nn.Parameter(rows.clone())
-        ### END SOLUTION
 
     def forward(self, x):
-        ### BEGIN SOLUTION
         return Gathered.apply(x, self.shard)
-        ### END SOLUTION
 
 
 ShardedLinear = check("10.3", ShardedLinear)
