@@ -4,6 +4,7 @@ has is touched. Numbers are those of real ranks; bytes are measured on one rank 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,17 @@ def _compare(one, other) -> None:
         raise RuntimeError(f"{APART}: {' meets '.join(sorted(names))}")
 
 
+def _ended(thread: threading.Thread) -> None:
+    """Wait for a rank that follows rank 0 to its end, and end one that computes on and on."""
+    thread.join(2)
+    for _ in range(20):
+        if not thread.is_alive():
+            return
+        ident = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+        thread.join(0.1)
+
+
 def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
     """``function(rank)`` on so many ranks at once, each a thread with a process group; what each returns.
 
@@ -66,7 +78,7 @@ def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
             thread.start()
         run(0)
         for thread in threads:
-            thread.join(5)
+            _ended(thread)
     # A rank that waits for one which has failed leaves by SystemExit, which says nothing.
     raised = sorted(filter(None, errors), key=lambda error: isinstance(error, SystemExit))
     if raised:

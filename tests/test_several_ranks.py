@@ -1,0 +1,39 @@
+"""Ranks that are threads: their numbers, and how they end when their code does not."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradmem_lib.course import patience
+from gradmem_lib.course.exercises.several_ranks import APART, on_ranks
+
+
+def summed(rank: int):
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_ranks_talk_and_leave_no_group():
+    assert on_ranks(summed, 3) == [[3.0, 3.0]] * 3
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("calls", [(1, 2), (2, 1), (0, 1)])
+def test_ranks_that_do_not_make_the_same_calls_hear_it(calls):
+    with pytest.raises(RuntimeError, match=APART):
+        on_ranks(lambda rank: [summed(rank) for _ in range(calls[rank])], 2)
+    assert on_ranks(summed, 2) == [[1.0, 1.0]] * 2
+
+
+def test_a_rank_that_never_ends_is_ended():
+    def endless(rank):
+        while True:
+            pass
+
+    before = threading.active_count()
+    with pytest.raises(patience.TooLong), patience.stopped_after(0.3):
+        on_ranks(endless, 2)
+    assert threading.active_count() == before
