@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
+from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.question import CannotTrace
 
 FAMILIES = ("llama", "gpt2", "mixtral", "t5")
@@ -64,6 +65,22 @@ def test_gathered_parameters_are_parameters():
     assert kept.current.by_category["parameters"] == shards
     assert kept.peak.by_category["parameters"] == 3 * shards  # the shards, and all of them gathered
     assert shards < whole.peak.by_category["parameters"] < 3 * shards
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_offloaded_shards_are_not_on_the_card(full):
+    cfg, recipe = config("gqa", 12), Recipe(sharding="fsdp", offload="parameters")
+    asked = {"batch_size": 2, "seq_len": 8, "target": "cuda", "ranks": 2}
+    there, here = (predict(cfg, recipe=r, full=full, **asked) for r in (recipe, Recipe(sharding="fsdp")))
+    for category in ("parameters", "gradients", "optimizer"):
+        assert there.current.by_category[category] == 0 and there.peak.by_category["gradients"] == 0
+    assert there.current.by_category["other"] == here.current.by_category["other"]
+    kept = sum(here.current.by_category[c] for c in ("parameters", "optimizer"))
+    assert there.peak_by_phase["forward"] < here.peak_by_phase["forward"] - 0.9 * kept
+    # Each rank sends its half up for forward, its layers' half once more for backward, and its half of the gradients down.
+    model = skeleton(cfg)
+    whole, layers = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers))
+    assert there.moved == (2 * whole + layers) // 2 and here.moved == 0
 
 
 @pytest.mark.parametrize(

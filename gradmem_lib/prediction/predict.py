@@ -40,7 +40,8 @@ class Prediction:
 
     The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
     sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
-    ``moved``, what ``recipe.offload`` takes away on the way forward, and brings back later; ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    ``moved``, what ``recipe.offload`` takes away on the way forward, and brings back later, or of ``"parameters"`` on a card, what
+    goes to it and what comes back, together; ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
     """
 
     target: str
@@ -68,6 +69,11 @@ class Prediction:
         few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
         return traced(self._question, None, REPLAYED if few else None).requests
 
+    def moved_as(self) -> dict[str, int]:
+        """``moved`` under what it means, for a table; empty where nothing is."""
+        how = "in both directions" if self._question.recipe.offload == "parameters" else "each way"
+        return {f"moved, {how}": self.moved} if self.moved else {}
+
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""
         return pictures().plot_timeline(self.timeline, title=self.title, ax=ax)
@@ -77,7 +83,7 @@ class Prediction:
         pictures().show_timeline(self.timeline, title=self.title, budget=None, peak=self.peak)
 
     def _repr_html_(self) -> str:
-        total, moved = self.peak.by_category, {"moved, each way": self.moved} if self.moved else {}
+        total, moved = self.peak.by_category, self.moved_as()
         rows, after = (
             "".join(
                 f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Self
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 from .. import compat, compat_groups
 from ..compat import storage_key
 from ..measure.recording import Recording
+from ..measure.storages import storages_of, tensors_in
 from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter
+from ..names import OPTIMIZER_STEP
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
@@ -38,6 +41,7 @@ class CpuRecorder(Recording):
         self.operations: list[str] = []
         self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
         self.starts = [0]
+        self.moved = 0
 
     def __enter__(self) -> Self:
         self.meter.__enter__()
@@ -102,7 +106,54 @@ class CudaRecorder(CpuRecorder):
         self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
-RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder}
+class OffloadedRecorder(CudaRecorder):
+    """The same where FSDP keeps shards, their gradients and states in the host's memory: on the card is what is gathered.
+
+    ``moved``: bytes of weights on their way to the card, and of gradients on their way back."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
+        super().__init__(model, optimizer)
+        self._host: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        self._arriving = False
+
+    def __enter__(self) -> Self:
+        states = [dict(optimizer.state) for optimizer in self.optimizers]
+        for tensor in tensors_in([*self.meter.model.parameters(), *states]):
+            for storage in storages_of(tensor):
+                self._host[storage_key(storage)] = storage
+        self._bus = patch.object(Tensor, "to", self._told_of_copies(Tensor.to))
+        self._bus.start()
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        self._bus.stop()
+
+    def size(self, storage) -> int:
+        if self._arriving or self.phase == OPTIMIZER_STEP:  # the host steps its shards
+            self._host[storage_key(storage)] = storage
+        return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
+
+    def _told_of_copies(self, to: Callable) -> Callable:
+        # What FSDP sends from one memory to the other; here both are one, and nothing would be copied.
+        def copied(tensor: Tensor, *args, **kwargs) -> Tensor:
+            if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
+                return to(tensor, *args, **kwargs)
+            storage = tensor.untyped_storage()
+            self._arriving = self._host.get(storage_key(storage)) is not storage
+            self.moved += tensor.nbytes
+            try:
+                return tensor.clone()
+            finally:
+                self._arriving = False
+
+        return copied
+
+
+def _recorder(question: Question) -> type[CpuRecorder]:
+    if question.target == "cpu":
+        return CpuRecorder
+    return OffloadedRecorder if question.recipe.offload == "parameters" else CudaRecorder
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
@@ -167,7 +218,7 @@ def _traced(
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
-        recorder = RECORDERS[question.target](model, prepared.optimizer)
+        recorder = _recorder(question)(model, prepared.optimizer)
         moves = moving(model, recipe)
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
@@ -193,7 +244,7 @@ def _traced(
         with recorder:
             one_step(recorder.mark, micro_batches)
         settled = len(used) == len(trained) and kept == _kept(model)
-        moved = getattr(moves, "bytes", 0) - before
+        moved = getattr(moves, "bytes", 0) - before + recorder.moved
         return recorder.trace(moved) if real_warm_up or settled else None
 
 
