@@ -80,7 +80,7 @@ def _as_text(title: str, prediction, ranks: int) -> str:
     peak, extra = prediction.peak, beyond(prediction, cards=ranks)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
     rows += [("peak, live bytes", peak.total)]
-    rows += prediction.moved_as().items()
+    rows += [("moved", prediction.moved)] if prediction.moved else []
     if extra:
         rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
     width = max(len(name) for name, _ in rows)

@@ -1,5 +1,4 @@
-"""A process group without processes: one rank of many that are not there. Part of ``compat``: private names of torch, seen in
-2.13.0."""
+"""A process group without processes: one rank of many. Part of ``compat``: private names of torch, seen in 2.13.0."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ import torch
 
 
 class _Reducer(torch.distributed.Reducer):
-    """DDP's, which reads tensors to put its buckets into another order after a first step. They are as large in the first."""
+    """DDP's, whose buckets stay in the first order, since another is found by reading tensors. They are as large."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -19,9 +18,7 @@ class _Reducer(torch.distributed.Reducer):
 
 @contextmanager
 def one_of(ranks: int, rank: int) -> Iterator[Any]:
-    """While the block runs, this process is ``rank`` of ``ranks`` that are not there, and whose messages arrive at once.
-
-    A process group that exists is put aside, and knows nothing of it. Yields the ranks' mesh."""
+    """The mesh of ``ranks`` that are not there but for this one, ``rank``; a group that exists is put aside meanwhile."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = torch.distributed.distributed_c10d
@@ -36,11 +33,8 @@ def one_of(ranks: int, rank: int) -> Iterator[Any]:
         try:
             torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
             undo.enter_context(patch.object(torch.distributed, "Reducer", _Reducer))
-            for module, name in (
-                (torch.distributed, "_verify_params_across_processes"),
-                (torch.nn.parallel.distributed, "_sync_module_states"),
-            ):
-                undo.enter_context(patch.object(module, name, lambda *args, **kwargs: None))
+            undo.enter_context(patch("torch.distributed._verify_params_across_processes"))
+            undo.enter_context(patch("torch.nn.parallel.distributed._sync_module_states"))
             yield torch.distributed.init_device_mesh("cpu", (ranks,))
         finally:
             for name in list(there.pg_names.values()):

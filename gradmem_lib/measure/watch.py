@@ -87,7 +87,7 @@ class Meter:
         self._replicated = self._gathers = False
         self._names: dict[int, str] = {}
         self._hooked = WeakIdKeyDictionary()
-        self._undo = ExitStack()
+        self.inside = ExitStack()
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
@@ -98,7 +98,7 @@ class Meter:
         fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
         self._gathers = any(isinstance(module, kinds) for module in modules)
-        with self._undo as undo:
+        with self.inside as undo:
             self.sync()
             for optimizer in self.optimizers:
                 self._tag_states(optimizer)
@@ -110,11 +110,11 @@ class Meter:
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
             undo.enter_context(compat.compiled_calls(compiled_error))
             undo.enter_context(Watch(self.observe))
-            self._undo = undo.pop_all()
+            self.inside = undo.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        self._undo.close()
+        self.inside.close()
 
     def close(self) -> None:
         """Let go of the model; what was recorded keeps the names of its modules."""
@@ -193,8 +193,7 @@ class Meter:
         if storage is None or compat.storage_key(storage) in recording.live:
             return 0
         nbytes = recording.enter(storage, names.OTHER, "DistributedDataParallel", func)
-        if nbytes:
-            recording.were_there([recording.live[compat.storage_key(storage)]])
+        recording.were_there([recording.live[compat.storage_key(storage)]] if nbytes else [])
         return nbytes
 
     # Who owns what
@@ -220,7 +219,7 @@ class Meter:
             self._tag_parameter(parameter)
             if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
                 self._hooked[parameter] = True
-                self._undo.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
+                self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
             self.tag(buffer, names.OTHER, name)
         for optimizer in self._stepping:

@@ -40,8 +40,7 @@ class Prediction:
 
     The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
     sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
-    ``moved``, what ``recipe.offload`` takes away on the way forward, and brings back later, or of ``"parameters"`` on a card, what
-    goes to it and what comes back, together; ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    ``moved``, what ``recipe.offload`` takes away and later brings back (of ``"parameters"``: up and down together); ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
     """
 
     target: str
@@ -69,11 +68,6 @@ class Prediction:
         few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
         return traced(self._question, None, REPLAYED if few else None).requests
 
-    def moved_as(self) -> dict[str, int]:
-        """``moved`` under what it means, for a table; empty where nothing is."""
-        how = "in both directions" if self._question.recipe.offload == "parameters" else "each way"
-        return {f"moved, {how}": self.moved} if self.moved else {}
-
     def plot(self, ax=None):
         """The timeline as a matplotlib ``Figure``."""
         return pictures().plot_timeline(self.timeline, title=self.title, ax=ax)
@@ -83,7 +77,7 @@ class Prediction:
         pictures().show_timeline(self.timeline, title=self.title, budget=None, peak=self.peak)
 
     def _repr_html_(self) -> str:
-        total, moved = self.peak.by_category, self.moved_as()
+        total, moved = self.peak.by_category, {"moved": self.moved} if self.moved else {}
         rows, after = (
             "".join(
                 f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items()
@@ -161,8 +155,7 @@ def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:
             f"ranks={ranks} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding says, give "
             "both, such as predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or neither"
         )
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (ranks or 1, rank))
-    if not whole or not 0 <= rank < (1 if ranks is None else ranks):
+    if ranks is not None and (type(ranks) is not int or rank not in range(ranks)):
         raise ValueError(
             f"rank={rank!r} of ranks={ranks!r}: give how many processes there are, at least 1, and which one, 0 to ranks - 1"
         )
@@ -283,6 +276,7 @@ def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[
     phases = {
         name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
     }
+    which = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,
         timeline=Timeline(rows).decimate(MOST_SAMPLES),
@@ -290,14 +284,10 @@ def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[
         peak_by_phase=phases,
         current=replace(_snapshot(rows[-1]), phase="idle"),
         moved=moved,
-        title=f"{question.source.title}, predicted for {question.target}{_which(question)}",
+        title=f"{question.source.title}, predicted for {question.target}{which}",
         traced_layers=layers,
         _question=question,
     )
-
-
-def _which(question: Question) -> str:
-    return f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
 
 
 def _snapshot(row: np.ndarray) -> MemorySnapshot:

@@ -107,53 +107,35 @@ class CudaRecorder(CpuRecorder):
 
 
 class OffloadedRecorder(CudaRecorder):
-    """The same where FSDP keeps shards, their gradients and states in the host's memory: on the card is what is gathered.
-
-    ``moved``: bytes of weights on their way to the card, and of gradients on their way back."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
-        super().__init__(model, optimizer)
-        self._host: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
-        self._arriving = False
+    """The same where FSDP keeps shards, their gradients and states in the host's memory; ``moved`` counts up and down."""
 
     def __enter__(self) -> Self:
-        states = [dict(optimizer.state) for optimizer in self.optimizers]
-        for tensor in tensors_in([*self.meter.model.parameters(), *states]):
-            for storage in storages_of(tensor):
-                self._host[storage_key(storage)] = storage
-        self._bus = patch.object(Tensor, "to", self._told_of_copies(Tensor.to))
-        self._bus.start()
-        return super().__enter__()
+        self._host, self._arriving, to = WeakValueDictionary(), False, Tensor.to
+        for tensor in tensors_in([*self.meter.model.parameters(), *(dict(o.state) for o in self.optimizers)]):
+            self._host.update((storage_key(storage), storage) for storage in storages_of(tensor))
 
-    def __exit__(self, *error) -> None:
-        super().__exit__(*error)
-        self._bus.stop()
+        def copied(tensor, *args, **kwargs):
+            if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
+                return to(tensor, *args, **kwargs)
+            storage = tensor.untyped_storage()
+            self._arriving = self._host.get(storage_key(storage)) is not storage
+            self.moved += tensor.nbytes
+            out, self._arriving = tensor.clone(), False
+            return out
+
+        super().__enter__()
+        self.meter.inside.enter_context(
+            patch.object(Tensor, "to", copied)
+        )  # what FSDP sends between memories, which are one here
+        return self
 
     def size(self, storage) -> int:
         if self._arriving or self.phase == OPTIMIZER_STEP:  # the host steps its shards
             self._host[storage_key(storage)] = storage
         return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
 
-    def _told_of_copies(self, to: Callable) -> Callable:
-        # What FSDP sends from one memory to the other; here both are one, and nothing would be copied.
-        def copied(tensor: Tensor, *args, **kwargs) -> Tensor:
-            if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
-                return to(tensor, *args, **kwargs)
-            storage = tensor.untyped_storage()
-            self._arriving = self._host.get(storage_key(storage)) is not storage
-            self.moved += tensor.nbytes
-            try:
-                return tensor.clone()
-            finally:
-                self._arriving = False
 
-        return copied
-
-
-def _recorder(question: Question) -> type[CpuRecorder]:
-    if question.target == "cpu":
-        return CpuRecorder
-    return OffloadedRecorder if question.recipe.offload == "parameters" else CudaRecorder
+RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder, "offloaded": OffloadedRecorder}
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
@@ -218,7 +200,8 @@ def _traced(
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
-        recorder = _recorder(question)(model, prepared.optimizer)
+        offloaded = question.target == "cuda" and recipe.offload == "parameters"
+        recorder = RECORDERS["offloaded" if offloaded else question.target](model, prepared.optimizer)
         moves = moving(model, recipe)
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
