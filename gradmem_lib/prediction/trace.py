@@ -117,8 +117,7 @@ class OffloadedRecorder(CudaRecorder):
         def copied(tensor, *args, **kwargs):
             if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
                 return to(tensor, *args, **kwargs)
-            storage = tensor.untyped_storage()
-            self._arriving = self._host.get(storage_key(storage)) is not storage
+            self._arriving = self.size(tensor.untyped_storage()) > 0
             self.moved += tensor.nbytes
             out, self._arriving = tensor.clone(), False
             return out
