@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,15 +40,16 @@ def _compare(one, other) -> None:
         raise RuntimeError(f"{APART}: {' meets '.join(sorted(names))}")
 
 
-def _ended(thread: threading.Thread) -> None:
-    """Wait for a rank that follows rank 0 to its end, and end one that computes on and on."""
-    thread.join(2)
-    for _ in range(20):
-        if not thread.is_alive():
-            return
-        ident = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-        thread.join(0.1)
+def _end(threads: list[threading.Thread]) -> None:
+    """Wait half a second for the ranks that follow rank 0 to their end, then end those that compute on and on."""
+    end = time.monotonic() + 0.5
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    for _ in range(5):
+        for thread in filter(threading.Thread.is_alive, threads):
+            ident = ctypes.c_ulong(thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+            thread.join(0.05)
 
 
 def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
@@ -77,8 +79,7 @@ def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
         for thread in threads:
             thread.start()
         run(0)
-        for thread in threads:
-            _ended(thread)
+        _end(threads)
     # A rank that waits for one which has failed leaves by SystemExit, which says nothing.
     raised = sorted(filter(None, errors), key=lambda error: isinstance(error, SystemExit))
     if raised:
