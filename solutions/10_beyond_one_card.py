@@ -17,8 +17,8 @@
 # 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
-# what do they send to each other? Here each card is a process on your CPU, with PyTorch's own engines in it. After
-# this lesson you can
+# what do they send to each other? Here each card is a process on your CPU, which runs the same PyTorch code as on
+# cards. After this lesson you can
 #
 # - say how many bytes a card holds under DDP, ZeRO and FSDP, and check it in every process;
 # - write DDP's averaging and a sharded layer by hand, and shard a real model in the right order;
@@ -49,7 +49,7 @@ from gradmem_lib.course import claims, models, quiet_arguments, run_ranks
 #
 # The processes that train together form a **group**. Each has a number, its **rank**. All run the same program, each
 # on its own rows of the batch. `run_ranks` runs a function in several processes, and returns a list of what each rank
-# returned:
+# returned. Here each rank brings a power of 10, and `all_reduce` adds them up:
 
 
 # %%
@@ -88,8 +88,8 @@ _ = run_ranks(hello, ranks=4, everyone=True)
 # ●○○ · 3 minutes · trains: deriving ZeRO's table from the parts of a step
 #
 # Mixed precision keeps weights and gradients in bf16. The optimizer keeps a float32 copy of the weights and two
-# float32 moments. Write `bytes_per_rank(parameters, ranks, way)`: the bytes of `(weights, gradients, states)` on
-# each rank, where `way` is `"ddp"`, `"zero1"`, `"zero2"` or `"fsdp"`. `ranks` divides `parameters`.
+# float32 moments. Write `bytes_per_rank(parameters, ranks, way)`. It returns the bytes of `(weights, gradients,
+# states)` on each rank, where `way` is `"ddp"`, `"zero1"`, `"zero2"` or `"fsdp"`. `ranks` divides `parameters`.
 #
 # <details><summary>Hint 1: the whole</summary>
 #
@@ -148,7 +148,8 @@ def track(net, optimizer, **options):
 
 
 # %% [markdown]
-# With plain AdamW, a process keeps 12 bytes a weight between steps: the weight and two moments.
+# With plain AdamW, a process alone keeps 12 bytes a weight between steps: the weight and two moments.
+# `measure` trains alone and in all four ways.
 
 # %%
 question = "DDP on two ranks: bytes a weight that a rank keeps between steps?"
@@ -174,7 +175,7 @@ guess_a.reveal(formula=16, measured=round(kept, 2))
 
 # %% [markdown]
 # DDP copies the gradients into **buckets**, so that it can send many at once. The buckets stay when the gradients are
-# gone: 4 bytes a weight more. Here is the whole table, on rank 0 of two and of four ranks:
+# gone: 4 bytes a weight more. Here is the whole table: what rank 0 keeps between steps, and its peak.
 
 # %%
 print("(MB)       2 ranks: between    peak    4 ranks: between    peak")
@@ -183,15 +184,16 @@ for way in ways:
     print("{:<11}{:>17.2f}{:>8.1f}{:>20.2f}{:>8.1f}".format(way or "alone", *row))
 
 # %% [markdown]
-# "alone" is a process that trains without the others, on as many rows.
+# "alone" is a process that trains without the others, on one rank's rows.
 #
 # - **DDP needs more than a process alone**: its buckets.
-# - **ZeRO-1 cuts the states.** `ZeroRedundancyOptimizer` gives each whole *parameter* to one rank, so ranks are only
-#   roughly equal.
-# - **ZeRO-2 and FSDP keep the same between steps.** PyTorch's ZeRO-2 cuts the weights too. It gathers them in forward,
-#   and keeps them until backward. FSDP frees each layer's weights after its forward, so its peak is lower.
+# - **ZeRO-1 cuts the states**, but has DDP's buckets. On two ranks they take what it saves. `ZeroRedundancyOptimizer`
+#   gives each whole *parameter* to one rank, so ranks are only roughly equal.
+# - **ZeRO-2 and FSDP keep the same between steps.** Unlike the paper's, PyTorch's ZeRO-2 cuts the weights too. It gathers
+#   them in forward, and keeps them whole until backward. FSDP frees each layer's weights after its forward, so its
+#   peak is lower.
 #
-# Here is an update under FSDP, on both ranks side by side:
+# Here is an update under FSDP, in MiB, on both ranks side by side:
 
 
 # %%
@@ -203,7 +205,8 @@ def watch():
 _ = run_ranks(watch)
 
 # %% [markdown]
-# The notches in the parameters are layers: each is gathered when its turn comes, and freed after it.
+# Each layer's weights are gathered when its turn comes, and freed after it. The notches in the parameters are the
+# moments between two layers.
 #
 # ## 3 · DDP by hand
 #
@@ -214,7 +217,7 @@ _ = run_ranks(watch)
 #
 # ●●○ · 4 minutes · trains: what every rank sends, and that all of them send the same
 #
-# Every rank has had its backward. Write `average_gradients(model)`, which every rank calls: afterwards each
+# Every rank has run its backward. Write `average_gradients(model)`, which every rank calls: afterwards each
 # trained weight's `.grad` is the mean over the ranks. A rank may have no gradient for some weight (its rows took
 # another way through the model). There the gradient counts as zeros. Frozen weights get none.
 #
@@ -246,7 +249,7 @@ average_gradients = check("10.2", average_gradients)
 
 # %% [markdown]
 # Yours sends after backward. DDP sends a bucket as soon as all gradients in it are complete, while backward
-# computes the next ones. A *hook* sees each bucket:
+# computes the next ones. A *hook* sees each bucket, and here it notes the bytes that one update sends:
 
 
 # %%
@@ -277,8 +280,7 @@ for accumulate in (False, True):
 # one.
 #
 # `gradient_as_bucket_view=True` makes each gradient a *view* of its bucket, so that there is no second copy. But
-# then `zero_grad()` frees nothing. (`static_graph=True` promises that every step uses the same weights. If the first
-# step begins with `no_sync`, PyTorch 2.13 stops with an internal error.)
+# then `zero_grad()` frees nothing.
 #
 # ## 4 · A sharded layer by hand
 #
@@ -618,12 +620,12 @@ print("accelerate launch --config_file fsdp.yaml train.py")
 # reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes,
 # ranks, micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered
 # from forward to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a
-# second. FSDP reduces after every micro-batch.
+# second. FSDP and ZeRO-2 reduce after every micro-batch.
 #
 # <details><summary>Hint: passes</summary>
 #
 # DDP has one all-reduce an update. FSDP has, for each micro-batch, two all-gathers (forward, backward) and one
-# reduce-scatter. ZeRO-2 gathers once.
+# reduce-scatter. ZeRO-2 has one all-gather less.
 #
 # </details>
 
@@ -733,7 +735,7 @@ chart
 claims.show("C17")
 
 # %% [markdown]
-# You need no such cards to try it. The same code runs on SmolLM2's first two layers, with their real weights:
+# The same code runs here, on SmolLM2's first two layers with their real weights:
 
 
 # %%
