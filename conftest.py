@@ -17,7 +17,7 @@ SECONDS = {
     "06_before_you_rent.ipynb": 100,
     "test_exercises.py": 87,
     "test_browser.py": 81,
-    "07_mixed_precision.ipynb": 79,
+    "07_mixed_precision.ipynb": 62,
     "test_claims.py": 66,
     "08_recompute_or_move.ipynb": 62,
     "03_gradient_accumulation.ipynb": 54,
