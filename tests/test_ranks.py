@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,21 @@ def test_what_it_cannot_run_it_refuses():
         run_ranks(3)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(print, ranks=0)
+    with pytest.raises(ValueError, match="given as True"):
+        run_ranks(print, ranks=True)
+
+
+def test_inside_a_rank_it_is_refused_and_what_comes_after_works():
+    with pytest.raises(RanksFailed, match="called inside a rank"):
+        run_ranks(run_ranks, print)
+    assert run_ranks(os.path.exists, "/") == [True, True]  # the fork server's folder is still there
+
+
+def test_several_threads_may_call_at_once():
+    main = sys.modules["__main__"]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda n: run_ranks(abs, n), range(6)))
+    assert found == [[n, n] for n in range(6)] and sys.modules["__main__"] is main
 
 
 # Nothing stays behind, whatever ends a cell.

@@ -10,12 +10,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.util import get_temp_dir
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from ..display import in_kernel
 from .rank import FOLDER, be_rank, stack_of
 
 _PRELOAD = ["gradmem_lib.course.rank", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+_STARTING = threading.Lock()  # calls from several threads start their ranks one after the other
 _GRACE = 1.0  # seconds in which the other ranks may say what they saw of a failure
 
 
@@ -51,8 +53,10 @@ def run_ranks(
 
     if not callable(function):
         raise TypeError(f"run_ranks takes a function, and was given {type(function).__name__}")
-    if not isinstance(ranks, int) or ranks < 1:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks is the number of processes, at least 1, and was given as {ranks!r}")
+    if parent_process() is not None:
+        raise RuntimeError("run_ranks starts ranks from a kernel or a script, and was called inside a rank")
     watched = live is not False and in_kernel()
     task = cloudpickle.dumps((function, args, watched))
     with ExitStack() as stack:
@@ -218,13 +222,14 @@ class _Crew:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Meanwhile a new process finds no main program that it would run again, so that scripts need no ``if __name__``."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"], os.environ[FOLDER] = ModuleType("__main__"), get_temp_dir()
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        del os.environ[FOLDER]
+    with _STARTING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"], os.environ[FOLDER] = ModuleType("__main__"), get_temp_dir()
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+            del os.environ[FOLDER]
 
 
 @contextmanager
