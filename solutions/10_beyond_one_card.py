@@ -26,7 +26,6 @@
 
 # %%
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -295,7 +294,7 @@ for accumulate in (False, True):
 # `ShardedLinear(linear)` below, for an `nn.Linear` without bias that is the same on every rank, keeps this rank's rows of
 # the weight as its one parameter. Write its autograd function `Gathered`. The output is the whole layer's. The shard's
 # gradient is this rank's rows of the *mean* over the ranks, and `x.grad` is this rank's own. The whole weight exists
-# only while it is used: six layers of 256 x 256 on 4 ranks have **1,700,000 bytes**. `gather(shard)` and
+# only while it is used: six layers of 256 x 256 on 4 ranks may take **1,700,000 bytes**. `gather(shard)` and
 # `own_mean(whole)` are given.
 #
 # <details><summary>Hint 1: forward</summary>
@@ -361,8 +360,8 @@ class ShardedLinear(nn.Module):
 ShardedLinear = check("10.3", ShardedLinear)
 
 # %% [markdown]
-# `fully_shard` does this to any module, in place. The parameters of one call are a **unit**: they are gathered
-# together in one buffer, and freed together. On cards, the next unit is gathered while one computes
+# `fully_shard`, PyTorch's second FSDP (**FSDP2**), does this to any module, in place. The parameters of one call are
+# a **unit**: they are gathered together in one buffer, and freed together. On cards, the next unit is gathered while one computes
 # (*prefetching*), so about two units are whole at a time. Every parameter becomes a `DTensor`, a tensor that knows
 # its shards. `p.to_local()` is this rank's shard.
 #
@@ -387,11 +386,12 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 
 # %% [markdown]
 # With one unit, all weights are whole from the start of forward to the end of backward, and beside them all
-# gradients wait for their reduce-scatter. **Worse than no sharding at all.** With a unit for each layer, as in
+# gradients wait for their reduce-scatter. **This is worse than no sharding.** With a unit for each layer, as in
 # section 2, the peak was 6.1 MB.
 #
-# Most of what remains is activations. Checkpoints run each layer's forward twice, and FSDP gathers a layer's
-# weights to run it. How many all-gathers is that? A dispatch mode sees collectives like any operator:
+# Its largest part is activations. Checkpoints run each layer's forward twice, and FSDP gathers a layer's
+# weights to run it. How many all-gathers is that? A dispatch mode sees every operator. Here it counts
+# collectives, first without checkpoints:
 
 
 # %%
@@ -417,8 +417,8 @@ def count(checkpointing):
 print("without checkpoints:", run_ranks(count, None)[0])
 
 # %% [markdown]
-# Eight layers are gathered twice each, in forward and in backward. The rest of the model is gathered once, since
-# backward begins where forward ends.
+# Eight layers are gathered twice each, in forward and in backward. The rest of the model is the ninth
+# unit. It is gathered once, since backward begins where forward ends.
 
 # %%
 guess_c = predict_first(
@@ -429,7 +429,7 @@ guess_c = predict_first(
 guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["allgather"])
 
 # %% [markdown]
-# None more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
+# There are no more. Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
 # under FSDP cost no more than on one card.
 
 # %%
@@ -440,10 +440,10 @@ claims.show("C49")
 #
 # ●●○ · 4 minutes · trains: units of FSDP2, and checkpoints under them
 #
-# Write `wrap(model, mesh)` for a Llama of transformers, and return the model. Each layer is a unit of
-# `fully_shard`, and so is all that the layers leave. Each layer is a checkpoint. A forward and a backward of a
-# tiny Llama of six layers, 2 rows of 32 tokens, on one of 2 ranks have **2,550,000 bytes**. The gradients stay
-# those of one process.
+# Write `wrap(model, mesh)` for a Llama of transformers, and return the model. `mesh` names the ranks that share it.
+# Each layer is a unit of `fully_shard`, and all other weights are one more. Each layer is a checkpoint. A forward and
+# a backward of a tiny Llama of six layers, 2 rows of 32 tokens, on one of 2 ranks may take **2,550,000 bytes**. The
+# gradients must equal those of one process.
 #
 # <details><summary>Hint 1: units</summary>
 #
@@ -478,7 +478,7 @@ def yours(net):
 print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 
 # %% [markdown]
-# `fully_shard` has more options:
+# Checkpoints lower the peak from 6.1 to 4.5 MB. `fully_shard` has more options:
 #
 # - `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` gathers and computes in bf16,
 #   and adds up gradients in float32. The shards stay in float32: they are the master copy of lesson 07.
@@ -495,9 +495,8 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MB")
 # micro-batches. Under FSDP every forward is a collective, so all ranks need equally many. Some may be empty, with
 # all labels −100.
 #
-# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. To keep a result that you have,
-# keep this product: with twice the ranks, take half the micro-batches. If the batch grows instead, search for the
-# learning rate again.
+# **More ranks, larger batch.** The global batch is rows × micro-batches × ranks. Keep this
+# product: with twice the ranks, take half the micro-batches. If it grows instead, search for the learning rate again.
 #
 # **Clipping** needs the norm over all shards. PyTorch's `clip_grad_norm_` computes it from DTensors. A norm of the
 # local shards is another number:
@@ -522,7 +521,8 @@ for rank, (mine, total) in enumerate(run_ranks(norms)):
 # ## 7 · Save, and go on with other ranks
 #
 # `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone. With `torch.distributed.checkpoint`
-# each rank writes its own part, and an index says what is where. So a run may go on with another number of ranks:
+# each rank writes its own part, and an index says what is where. Here two ranks save after one update, and train two
+# more. Then four ranks load, and train the same two:
 
 
 # %%
@@ -583,40 +583,35 @@ print(name)
 # a test on the CPU says nothing about your FSDP settings. Count the bytes on the first cards that you rent.
 # (`make_trainer` refuses FSDP: take `prepare` and `step`.)
 #
-# On real cards the same script runs in one process for each card. `torchrun` starts them, or accelerate does, with a
-# file of settings:
-
-# %%
-settings = """\
-distributed_type: FSDP
-num_processes: 2
-mixed_precision: bf16
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_reshard_after_forward: true
-  fsdp_activation_checkpointing: true
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-"""
-Path(folder.name, "fsdp.yaml").write_text(settings)
-print("torchrun --nproc-per-node=2 train.py")
-print("accelerate launch --config_file fsdp.yaml train.py")
-
-# %% [markdown]
+# On real cards the same script runs in one process for each card. Start them with
+# `torchrun --nproc-per-node=2 train.py`, or with `accelerate launch --config_file fsdp.yaml train.py` and this file:
+#
+# ```yaml
+# distributed_type: FSDP
+# num_processes: 2
+# mixed_precision: bf16
+# fsdp_config:
+#   fsdp_version: 2
+#   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+#   fsdp_reshard_after_forward: true
+#   fsdp_activation_checkpointing: true
+#   fsdp_cpu_ram_efficient_loading: true
+#   fsdp_state_dict_type: SHARDED_STATE_DICT
+# ```
+#
 # `fsdp_cpu_ram_efficient_loading` is for the *host's* memory. Eight processes that each load a 70B model need 8 ×
 # 138 GB there. With this setting rank 0 alone reads the weights, and sends each rank its shards.
 #
 # ## 9 · What it costs to send
 #
-# Ranks usually pass the pieces on in a ring, each to its neighbour.
+# Ranks usually form a ring: each sends to its neighbour.
 
 # %% [markdown]
 # ### Exercise 10.6 · what communication costs
 #
 # ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
 #
-# Ranks that form a ring send `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
+# In a ring, each rank sends `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
 # reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes,
 # ranks, micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered
 # from forward to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a
@@ -642,7 +637,8 @@ communication_seconds = check("10.6", communication_seconds)
 
 # %% [markdown]
 # Sending can hide behind computing, if computing takes longer. Take Llama-2-7B in bf16 with FSDP, on two cards. A
-# token costs about 6 operations a weight. How many tokens must a card have in a micro-batch?
+# token costs about 6 operations a weight. An RTX 4090 computes 165 trillion operations a second. We take 80 % of a
+# link's rate: PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450.
 
 # %%
 question = "Tokens in a micro-batch, until an RTX 4090 computes as long as it sends?"
@@ -659,13 +655,12 @@ guess_e.reveal(measured=tokens(CARDS["RTX 4090 24GB"]), what="estimated")
 print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
-# (We take 80 % of a link's rate. PCIe 4 has 31.5 GB/s each way, and an H100's NVLink has 450. Cards do not reach
-# their full rate of operations either, so fewer tokens are enough.)
+# An H100's link is much faster, but so is its computing. Cards do not reach their full rate of operations, so fewer
+# tokens are enough.
 #
 # When not to shard:
 #
-# - **The model fits on one card.** Accumulate there, or take DDP. DDP sends gradients once an update. FSDP sends three
-#   times in each *micro-batch*.
+# - **The model fits on one card.** Accumulate there, or take DDP, which sends once an update.
 # - **Micro-batches are small and the link is slow.** Checkpoints make room for more rows, and more rows hide the sending.
 # - **Only activations are too large.** FSDP does not cut them. Lessons 04 and 08 do.
 #
@@ -729,7 +724,8 @@ chart
 
 # %% [markdown]
 # CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of it is
-# the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits.
+# the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits. In bf16, half of
+# the base alone is too large. The claim counts in GB: the card's 23.6 GiB are 25.4 GB.
 
 # %%
 claims.show("C17")
@@ -755,7 +751,7 @@ print(f"predicted {predict(config, batch_size=2, **ask).peak.total:,} bytes")
 print("measured ", *(f"{nbytes:,} bytes" for nbytes in run_ranks(carried_out, recipe)))
 
 # %% [markdown]
-# And training **every weight** of the 70B, on cards of 80 GB, with 2,048 tokens on each?
+# The prediction is exact. And training **every weight** of the 70B, on cards of 80 GB, with 2,048 tokens on each?
 
 # %%
 for ranks, precision in ((8, "bf16"), (8, "float32-master"), (16, "float32-master")):

@@ -29,6 +29,8 @@ def test_the_70b():
     weights = numbers_of(skeleton(known_model("Llama-2-70B")[1]))
     assert f"{weights / 1e9:.0f} billion weights: {2 * weights / 1e9:.0f} GB in bf16" in TEXT
     assert f"8 × {2 * weights / 1e9:.0f} GB" in TEXT
+    nbytes = CARDS["RTX 4090 24GB"].nbytes
+    assert f"the card's {nbytes / 2**30:.1f} GiB are {nbytes / 1e9:.1f} GB" in TEXT
 
 
 def test_the_7b_and_the_links():
@@ -36,6 +38,7 @@ def test_the_7b_and_the_links():
     assert TEXT.count(f"{weights / 1e9:.2f}e9") == 2
     assert f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * card.link" in TEXT
     assert CARDS["RTX 4090 24GB"].link == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT
+    assert f"An RTX 4090 computes {CARDS['RTX 4090 24GB'].half / 1e12:.0f} trillion operations" in TEXT
     assert CARDS["H100 80GB"].link == 450e9 and "NVLink has 450" in TEXT
 
 
@@ -43,9 +46,9 @@ def test_accelerate_reads_the_settings(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    (settings,) = re.findall(r'settings = """\\\n(.*?)"""', SOURCE, re.DOTALL)
+    (settings,) = re.findall(r"# ```yaml\n(.*?)# ```", SOURCE, re.DOTALL)
     path = tmp_path / "fsdp.yaml"
-    path.write_text(settings, encoding="utf-8")
+    path.write_text(settings.replace("# ", ""), encoding="utf-8")
     read = load_config_from_file(str(path))
     assert (read.distributed_type.value, read.num_processes, read.mixed_precision) == ("FSDP", 2, "bf16")
     known = {f"fsdp_{name}" for name in FullyShardedDataParallelPlugin.__dataclass_fields__}
