@@ -25,7 +25,7 @@ SECONDS = {
     "test_predict.py": 50,
     "test_fit.py": 45,
     "test_browser_lessons.py": 42,
-    "test_models.py": 41,
+    "test_models.py": 24,
     "test_finetune.py": 37,
     "04_gradient_checkpointing.ipynb": 35,
     "test_families.py": 34,

