@@ -677,10 +677,10 @@ guess_f = predict_first(
 # %% [markdown]
 # ### Exercise 10.7 · a 70B on two cards
 #
-# ●●○ · 3 minutes · trains: which part each choice takes off a card, where only shards are left of most
+# ●●○ · 3 minutes · trains: which part of a card's memory each choice cuts
 #
-# Write `two_cards()`, which returns a `Recipe`: Llama-2-70B learns by adapters of rank 16 on every linear layer,
-# on two RTX 4090 of 24 GB, with a row of 1,024 tokens on each. The check predicts one card's peak.
+# Write `two_cards()`. It returns a `Recipe` that trains adapters of rank 16 on every linear layer of Llama-2-70B, on
+# two RTX 4090s of 24 GB, with a row of 1,024 tokens on each. It must fit: the check predicts one card's peak.
 #
 # <details><summary>Hint 1: the base</summary>
 #
@@ -702,6 +702,9 @@ def two_cards():
 
 
 two_cards = check("10.7", two_cards)
+
+# %% [markdown]
+# Compare it with a base in bf16, and with twice the tokens:
 
 
 # %%
@@ -725,7 +728,7 @@ chart
 # %% [markdown]
 # CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. Most of it is
 # the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits. In bf16, half of
-# the base alone is too large. The claim counts in GB: the card's 23.6 GiB are 25.4 GB.
+# the base alone is too large. The claim below counts in GB: the card's 23.6 GiB are 25.4 GB.
 
 # %%
 claims.show("C17")

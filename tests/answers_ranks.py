@@ -278,6 +278,7 @@ WRONG["10.6"] = {
     "bytes": (lambda way, n, N, k, b: _ring(way, n, N, k, b) * b, "bytes"),
     "both ways at once": (lambda way, n, N, k, b: _ring(way, n, N, k, b) / 2, "half"),
     "zero2 as fsdp": (lambda way, n, N, k, b: _ring("fsdp" if way == "zero2" else way, n, N, k, b), "zero2|stay"),
+    "zero2 reduced once": (lambda way, n, N, k, b: (k + 1 if way == "zero2" else _passes(way, k)) * n * (N - 1) / N / b, "as fsdp"),
     "reduced once": (lambda way, n, N, k, b: {"ddp": 2, "zero2": k + 1, "fsdp": 2 * k + 1}[way] * n * (N - 1) / N / b, "every micro-batch|reduce"),
     "a GB/s": (lambda way, n, N, k, b: _ring(way, n, N, k, b) / 1e9, "small"),
     "ways forgotten": (lambda way, n, N, k, b: 2 * n * (N - 1) / N / b, "zero2|fsdp|way|micro"),

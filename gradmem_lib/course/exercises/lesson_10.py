@@ -83,6 +83,7 @@ _TALK = calls(
 )  # fmt: skip
 _ALIKE = (
     (_seconds(fsdp=lambda k: 2 * k + 1, zero2=lambda k: k + 1), "the gradients are reduced once an update here: without a whole copy of them, every micro-batch reduces its own."),
+    (_seconds(zero2=lambda k: k + 1), "zero2 reduces once an update here: it reduces after every micro-batch, as fsdp does."),
     (_seconds(zero2=lambda k: 3 * k), "zero2 gathers its weights twice here: they stay gathered from forward to backward, so once is enough."),
     (_seconds(ddp=lambda k: 3, zero2=lambda k: 3 * k), "only fsdp has three passes: ddp sends no weights, and zero2 gathers them once."),
     (_seconds(ddp=lambda k: 1, zero2=lambda k: k, fsdp=lambda k: k), "one pass is counted: an all-reduce is two, and sharded weights are gathered too."),

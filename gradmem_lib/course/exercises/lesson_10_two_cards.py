@@ -89,7 +89,7 @@ def _explain(got, expected):
 EXERCISES = (
     Exercise(
         id="10.7", title="a 70B on two cards", difficulty=2, minutes=3,
-        trains="which part each choice takes off a card, where only shards are left of most",
+        trains="which part of a card's memory each choice cuts",
         reference=two_cards,
         observe=_observe,
         explain=_explain,
