@@ -15,7 +15,7 @@ SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this 
 SECONDS = {
     "05_fine_tuning.ipynb": 155,
     "06_before_you_rent.ipynb": 100,
-    "test_exercises.py": 87,
+    "test_exercises.py": 83,
     "test_browser.py": 81,
     "07_mixed_precision.ipynb": 62,
     "test_claims.py": 66,

@@ -158,8 +158,10 @@ BACKWARD_CARD = "6 MiB"
 
 
 def backward_setting(tied: bool) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
-    """A tiny Llama of eight layers and three rows for ``Trainer``; ``tied``: head and embedding are one, the first layer frozen."""
-    model = models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=256, tied=tied)
+    """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one embedding, the first layer frozen."""
+    model = models.tiny_llama(
+        layers=2 if tied else 8, hidden=64, heads=4, intermediate=172, vocab=256, tied=tied
+    )
     model.model.layers[0].requires_grad_(not tied)
     ids = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(4))
     return model, [{"input_ids": row, "labels": row} for row in ids]
