@@ -335,9 +335,8 @@ def model_from_config(cls, config, **options) -> nn.Module:
 
 def inside_peft(model: nn.Module) -> nn.Module:
     """The transformers model that ``peft`` has put adapters into; ``model`` itself where it has not. ``ValueError`` for prompts."""
-    if not any(
-        kind.__module__.startswith("peft.") for kind in type(model).__mro__
-    ):  # fully_shard makes a class of its own
+    kinds = type(model).__mro__  # fully_shard makes a class of its own
+    if not any(kind.__module__.startswith("peft.") for kind in kinds):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(

@@ -232,3 +232,23 @@ def test_what_cannot_be_sharded_is_told_so():
     assert "torch.bfloat16 and torch.float32" in mixed
     assert "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows" in normed
     assert "a contrastive loss compares each row" in pairs
+
+
+def mistaken(how: str) -> list[str]:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    batch, recipe, said = torch.ones(2, 4), Recipe(sharding=how, attention=None), []
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    for given in (lambda: model, lambda: shard(model, how)):
+        try:
+            step(given(), early, batch, recipe, loss=lambda m, x: m(x).mean())
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", SHARDING)
+def test_a_step_refuses_ranks_that_would_train_alone_and_an_optimizer_from_before(how):
+    for alone, early in run_ranks(mistaken, how):
+        assert "that prepare(model, recipe) returned" in alone
+        assert ("that prepare(model, recipe) returned" in early) == (how in ("zero2", "fsdp"))

@@ -238,7 +238,7 @@ def checked_optimizers(optimizer) -> list[Optimizer]:
         )
     inner = [
         getattr(o, "optim", None) for o in several
-    ]  # ZeRO's optimizer, on each rank, has one that steps a part
+    ]  # ZeRO's optimizer has one that steps this rank's part
     return [*several, *(o for o in inner if isinstance(o, Optimizer))]
 
 

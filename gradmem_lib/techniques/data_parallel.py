@@ -12,10 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 
-NOTHING = (
-    "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this "
-    "window"
-)
+NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this window"
 
 
 class Processes:
@@ -131,6 +128,16 @@ def processes_of(model: nn.Module | None) -> Processes:
             )
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return _fully_sharded(model, parts) if parts else Processes()
+
+
+def check_trained_together(model: nn.Module, optimizer: Any) -> None:
+    """``ValueError`` where each process would train a model of its own, or an optimizer that knows none of the shards."""
+    groups = [] if isinstance(optimizer, list) else optimizer.param_groups
+    stepped, own = {id(p) for group in groups for p in group["params"]}, {id(p) for p in model.parameters()}
+    if not processes_of(model).groups or (stepped and stepped.isdisjoint(own)):
+        raise ValueError(
+            "the recipe has a sharding: give the model and the optimizer that prepare(model, recipe) returned"
+        )
 
 
 def _fully_sharded(model: nn.Module, parts: list) -> Sharded:

@@ -149,9 +149,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
 
 
-def make_optimizer(
-    parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh: DeviceMesh | None = None
-) -> Optimizer:
+def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None) -> Optimizer:
     """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
     name = recipe.optimizer
     if recipe.sharding == "zero1":

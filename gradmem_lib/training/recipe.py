@@ -155,15 +155,10 @@ class Recipe:
                 "'best' finds a schedule by measuring one layer alone, whose weights are cut over the ranks with "
                 f"sharding={self.sharding!r}: choose checkpointing='per-layer', 'sqrt' or a list of segment lengths"
             )
-        if self.fully_sharded and not self.optimizer.startswith(("adamw", "sgd")):
+        if self.fully_sharded and self.optimizer.startswith(("adafactor", "adamw-8bit", "adamw-stochastic")):
             raise ValueError(
-                f"{self.optimizer} takes means over rows and columns, and sharding={self.sharding!r} leaves each rank some of the "
-                "rows: choose sharding='zero1' with it, or optimizer='adamw'"
-            )
-        if self.fully_sharded and self.optimizer in ("adamw-8bit", "adamw-stochastic"):
-            raise ValueError(
-                f"{self.optimizer} works on whole weights, and sharding={self.sharding!r} leaves each rank a part of each: choose "
-                "sharding='zero1' with it, or optimizer='adamw'"
+                f"{self.optimizer} works on whole weights, or takes means over rows and columns, and sharding={self.sharding!r} leaves "
+                "each rank some of the rows: choose sharding='zero1' with it, or optimizer='adamw'"
             )
         if self.sharding == "ddp" and self.optimizer == "adamw-stochastic":
             raise ValueError(
@@ -187,9 +182,7 @@ class Recipe:
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """That the weights are cast to; ``None`` where they stay what they are.
-
-        With float32-master and sharding, shards are the float32 weights, and what is gathered of them is bf16."""
+        """That the weights are cast to; ``None`` where they stay. Of float32-master with shards, these are the float32 weights."""
         master = torch.float32 if self.fully_sharded else torch.bfloat16
         return {None: None, "bf16": torch.bfloat16, "float32-master": master}.get(
             self.precision, torch.float32

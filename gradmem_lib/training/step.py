@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
-from ..techniques.data_parallel import device_of
+from ..techniques.data_parallel import check_trained_together, device_of
 from ..techniques.offload import MOVES, offload_activations
 from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
@@ -64,6 +64,8 @@ def step(
 
     ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
     """
+    if recipe.sharding is not None:
+        check_trained_together(model, optimizer)
     device = device_of(model).type
     moves = offload or moving(model, recipe)
     parts = list(cut_batch(batch, recipe))
