@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib.course import models
 from gradmem_lib.course.processes import torchrun
@@ -136,10 +136,27 @@ def test_ways_over_several_cards_go_together():
     assert {way.accumulation for way in search.ways(mixed)} == {1, 2, 4}
     assert search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
     lora = next(iter(search.families("lora")))
-    assert {way.sharding for way in search.ways(lora)} == {"ddp", "zero2", "fsdp"}
+    assert {way.sharding for way in search.ways(lora)} == {
+        "ddp",
+        "fsdp",
+    }  # zero2: more bytes than ddp, held and sent
     in_backward = [f for f in search.families("full") if f.in_backward]
     assert {f.optimizer for f in in_backward} == {"adamw-fused"}
     assert {way.sharding for f in in_backward for way in search.ways(f)} == {"zero2", "fsdp"}
+
+
+def test_where_nothing_fits_shards_go_to_the_host():
+    few = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    search = Search(count(few), find_card("1 GiB"), 64, 2, "cuda", 2)
+    search.move(["full"])
+    away = {o.recipe.offload: o for o in search.fits() + search.refused()}
+    assert {None, "boundaries", "parameters"} == set(away)
+    host, here = away["parameters"], away[None]
+    assert host.recipe.sharding == "fsdp" and host.needs < here.needs and host.prediction.moved > 0
+    both_ways = host.prediction.moved / 64 / search.card.bus  # a step's bytes, up and down, of one row a card
+    assert host.seconds * 2 > both_ways > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
+from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.prediction.question import CannotTrace
 
@@ -54,6 +55,28 @@ def test_short_traces_make_the_whole_one(how):
     assert quick.traced_layers == (3, 4)
     assert figures(quick) == figures(predict(config("gqa", 12), full=True, **asked))
     assert "rank 2 of 3" in quick.title
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(how, monkeypatch):
+    asked = {
+        "batch_size": 6,
+        "seq_len": 8,
+        "recipe": Recipe(sharding=how, accumulation=6),
+        "target": "cuda",
+        "ranks": 2,
+    }
+    known = predict_module.traced
+    traced: list[int | None] = []
+    monkeypatch.setattr(
+        predict_module,
+        "traced",
+        lambda question, layers, n=None: traced.append(n) or known(question, layers, n),
+    )
+    quick = predict(config("gqa", 12), **asked)
+    assert traced == [3 + (how == "ddp")] * 2
+    monkeypatch.setattr(predict_module, "FEW", 99)
+    assert figures(quick) == figures(predict(config("gqa", 12), **asked))
 
 
 def test_gathered_parameters_are_parameters():

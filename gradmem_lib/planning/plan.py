@@ -33,7 +33,7 @@ def plan(
     Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
     divides the global batch. In place of checkpoints, parts of each layer or the host's memory are tried where they are faster;
-    where nothing fits, the inputs of checkpoints go to the host. Attention is always fused where the model can: eager needs more bytes and more time.
+    where nothing fits, the inputs of checkpoints go to the host, or what cards share. Attention is always fused where the model can: eager needs more bytes and more time.
     ``float32-master`` is not tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW
     in bf16. On several, no loss is in chunks, and AdamW alone steps in backward.
 
@@ -57,8 +57,7 @@ def plan(
         search.refine(found_ways[0])
     else:
         search.move(methods)
-    fits = search.fits()
-    if fits:
+    if fits := search.fits():
         search.next_faster(fits[0])
     return Plan(
         title=title, card=found, seq_len=seq_len, global_batch=global_batch, method=method, target=target, cards=cards,

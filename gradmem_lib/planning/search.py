@@ -48,7 +48,8 @@ class Search:
             )  # fmt: skip
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
-            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.tokens))
+            ways = 2 if recipe.offload == "parameters" else 1  # counted up and down
+            seconds = self.seconds(recipe, prediction.moved / (ways * self.rows * self.tokens))
             found = self.rows // recipe.accumulation, seconds, self.card.nbytes, prediction, parts, self.cards
             self._known[recipe] = Option(recipe, *found)
         return self._known[recipe]
@@ -93,7 +94,7 @@ class Search:
         ways = [
             {"sharding": sharding, "precision": _precision(family, sharding), "accumulation": n, **less}
             for sharding in (SHARDING if self.cards > 1 else (None,))
-            if sharding != "zero1" or not family.lora_rank  # whose states are few
+            if sharding not in ("zero1", "zero2") or not family.lora_rank  # of which little is cut
             for less in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
@@ -138,9 +139,7 @@ class Search:
         """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
         ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
-        faster = [
-            way for way in sorted(ways, key=self.seconds) if self.seconds(way) * EQUAL_TIME < best.seconds
-        ]
+        faster = [w for w in sorted(ways, key=self.seconds) if self.seconds(w) * EQUAL_TIME < best.seconds]
         for way in faster[:TRIED] if best.recipe != plain else ():
             with suppress(ValueError, CannotTrace):  # a model without such a part
                 option = self.option(way)
@@ -168,12 +167,12 @@ class Search:
         return found
 
     def move(self, methods: list[str]) -> None:
-        """Where nothing fits: what needs least, and the same with the inputs of its checkpoints on the host."""
+        """Where nothing fits: what needs least, and the same with the inputs of its checkpoints, or what cards share, on the host."""
         for recipe in self.lightest(methods):
             if not self.option(recipe).fits and self.target == "cuda":
-                self.option(
-                    replace(recipe, checkpointing="per-layer", every_n_layers=None, offload="boundaries")
-                )
+                plain = replace(recipe, checkpointing="per-layer", every_n_layers=None)
+                away = [{"offload": "boundaries"}, {"offload": "parameters", "sharding": "fsdp"}]
+                list(map(self.option, _possible(plain, away[: 1 + (self.cards > 1)])))
 
     def _least(self, recipe: Recipe, known: Option | None = None) -> float:
         """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which saves as much or more.
@@ -191,7 +190,7 @@ class Search:
         if not self._alike(known.recipe, recipe):
             return 0
         rows = known.prediction.timeline.rows
-        if known.recipe.optimizer != recipe.optimizer:
+        if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
             rows = rows[rows[:, 1] != PHASES.index("optimizer_step")]
         states = [self.residents(r)["optimizer"] for r in (known.recipe, recipe)]
         fixed = rows[:, 3] + rows[:, 5] + states[1] - states[0]
@@ -206,10 +205,11 @@ class Search:
 
     def _alike(self, known: Recipe, recipe: Recipe) -> bool:
         """Whether ``known`` differs in no more than its micro-batch, its optimizer after backward, and in saving more."""
+        states = known.sharding == "ddp" and recipe.sharding == "zero1"  # which differ by states
         kinds = [
-            (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer, r.sharding, r.offload)
+            (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer, states or r.sharding, r.offload)
             for r in (known, recipe)
-        ]
+        ]  # fmt: skip
         saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 

@@ -253,13 +253,14 @@ def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int
     gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
     """
     k = question.recipe.accumulation
-    if k > FEW and not question.source.given:
-        trace = traced(question, layers, FEW)
+    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))  # where the last one sends the gradients
+    if k > few and not question.source.given:
+        trace = traced(question, layers, few)
         parts = trace.parts()
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
         same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
-            return parts, k - FEW, trace.moved * k // FEW
+            return parts, k - few, trace.moved * k // few
     trace = traced(question, layers)
     return trace.parts(), 0, trace.moved
 
