@@ -145,6 +145,18 @@ def test_ways_over_several_cards_go_together():
     assert {way.sharding for f in in_backward for way in search.ways(f)} == {"zero2", "fsdp"}
 
 
+def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
+    few = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    search = Search(count(few), find_card("1 GiB"), 64, 4, "cuda", 2)
+    sgd = Recipe(
+        precision="bf16", optimizer="sgd", sharding="fsdp", checkpointing="per-layer", accumulation=2
+    )
+    faster = search.next_faster(search.option(sgd))
+    assert faster.recipe.sharding == "fsdp" and faster.seconds < search.seconds(sgd)
+
+
 def test_where_nothing_fits_shards_go_to_the_host():
     few = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512

@@ -149,8 +149,9 @@ class Search:
     def next_faster(self, best: Option) -> Option | None:
         """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""
         family = replace(best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None)
-        faster = [way for way in self.ways(family) if self.seconds(way) < best.seconds]
-        return self.option(faster[-1]) if faster else None
+        how, limit = family.sharding, best.seconds
+        ways = [w for w in self.ways(family) if w.sharding == how and self.seconds(w) < limit]
+        return self.option(ways[-1]) if ways else None
 
     def _fits(self, recipe: Recipe) -> bool:
         """Predicted, unless it surely needs too much: the hundredth part is for states that are counted roughly."""
