@@ -150,11 +150,11 @@ def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
     )
     search = Search(count(few), find_card("1 GiB"), 64, 4, "cuda", 2)
-    sgd = Recipe(
-        precision="bf16", optimizer="sgd", sharding="fsdp", checkpointing="per-layer", accumulation=2
-    )
-    faster = search.next_faster(search.option(sgd))
-    assert faster.recipe.sharding == "fsdp" and faster.seconds < search.seconds(sgd)
+    whole = Recipe(precision="bf16", optimizer="sgd", sharding="fsdp")  # in one piece, nothing run again
+    assert search.seconds(replace(whole, sharding="ddp")) < search.seconds(whole)
+    assert search.next_faster(search.option(whole)) is None
+    slower = replace(whole, checkpointing="per-layer", accumulation=2)
+    assert search.next_faster(search.option(slower)).recipe.sharding == "fsdp"
 
 
 def test_where_nothing_fits_shards_go_to_the_host():
