@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradmem_lib doctor | predict | plan | progress``."""
+"""The command line: ``python -m gradmem_lib doctor | predict | plan | progress | class``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 
@@ -28,6 +29,17 @@ def _progress(options: argparse.Namespace) -> int:
     except progress.ProgressError as error:
         print(error, file=sys.stderr)
         return 1
+    return 0
+
+
+def _class(options: argparse.Namespace) -> int:
+    from .course.board import keep
+
+    try:
+        keep(options.folder, options.out, names=options.names, once=options.once)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
@@ -158,6 +170,21 @@ def parser() -> argparse.ArgumentParser:
     progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
     progress.add_argument("--reset", action="store_true", help="forget them and start anew")
     progress.set_defaults(run=_progress)
+
+    board = commands.add_parser(
+        "class", help="a teacher's board, from a folder with learners' progress files"
+    )
+    add = board.add_argument
+    add(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="a file a learner, or a folder a learner, such as home directories",
+    )
+    add("--names", action="store_true", help="show whose progress it is, instead of learner 1, 2, ...")
+    add("--out", type=Path, default="board.html", metavar="FILE", help="the page (board.html)")
+    add("--once", action="store_true", help="write the page once, instead of until Ctrl-C")
+    board.set_defaults(run=_class)
     return top
 
 
