@@ -189,11 +189,23 @@ run_ranks(wait, Own(), True)
 """
 
 
-def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path):
+def test_a_folder_for_temporary_files_with_too_long_a_name_is_a_sentence(monkeypatch):
+    monkeypatch.setattr("gradmem_lib.course.ranks.get_temp_dir", lambda: "/" + 90 * "x")
+    with pytest.raises(ValueError, match="set the environment variable TMPDIR"):
+        run_ranks(reduced, 1)
+
+
+@pytest.fixture
+def short_folder():
+    """pytest's own may be too long a name for a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path, short_folder):
     (tmp_path / "script.py").write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT / "tests" / "offline"), str(ROOT)])
-    (folder := tmp_path / "tmp").mkdir()
-    env = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)}
+    env = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(short_folder)}
     with subprocess.Popen(
         [sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True
     ) as script:
@@ -202,4 +214,4 @@ def test_a_script_that_is_killed_leaves_nobody_behind(tmp_path):
         script.kill()
         _, left = psutil.wait_procs(below, timeout=20)
     assert said == ["started", "rank", "rank"] and len(below) >= 4 and not left
-    assert not list(folder.glob("pymp-*"))  # the fork server's socket was there
+    assert not list(short_folder.glob("pymp-*"))  # the fork server's socket was there

@@ -26,6 +26,9 @@ from .rank import FOLDER, be_rank, stack_of
 
 _PRELOAD = ["gradmem_lib.course.rank", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 _STARTING = threading.Lock()  # calls from several threads start their ranks one after the other
+_LONGEST = 107 - len(
+    "/listener-12345678"
+)  # Linux takes 107 bytes as a socket's name, and the fork server has one
 _GRACE = 1.0  # seconds in which the other ranks may say what they saw of a failure
 
 
@@ -127,6 +130,11 @@ class _Crew:
         # Linux forks each rank from a server that has imported everything. A Mac's own libraries do not outlive a fork.
         context = get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
+            if len(os.fsencode(get_temp_dir())) > _LONGEST:
+                raise ValueError(
+                    f"run_ranks keeps a socket among temporary files, and {get_temp_dir()} is too long a path for one: "
+                    "set the environment variable TMPDIR to a shorter one, such as /tmp, and start again"
+                )
             context.set_forkserver_preload(_PRELOAD)
         for rank in range(ranks):
             self.ranks.append(
