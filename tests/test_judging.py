@@ -322,3 +322,13 @@ def test_a_class_is_judged_like_a_function():
     assert judge(counting, Wrong).line == "✗ 0.7 not yet: for two steps: got 3, expected 6."
     given = judge(counting, Wrong).result
     assert steps(given) == {"two steps": 6} and judge(counting, given).outcome == OPEN
+
+
+def test_a_stub_that_is_called_from_another_cell_is_a_stub_too():
+    notebook: dict = {}
+    exec(compile("def half():\n    raise NotImplementedError\n", "one cell", "exec"), notebook)
+    exec(compile("def area(*sizes):\n    return half()\n", "another cell", "exec"), notebook)
+    assert judge(AREA, notebook["area"]).outcome == OPEN
+    exec(compile("def theirs():\n    raise NotImplementedError\n", "a library", "exec"), library := {})
+    notebook["half"] = library["theirs"]  # an operation that a library lacks: the learner has tried
+    assert judge(AREA, notebook["area"]).outcome != OPEN

@@ -83,7 +83,7 @@ def has_ellipsis(value: Any) -> bool:
 def is_stub_error(error: BaseException, candidate: Any) -> bool:
     """``raise NotImplementedError`` as the whole end of a function of the candidate's, or arithmetic on a ``...``.
 
-    In a branch it is an attempt. An operation that PyTorch lacks raises ``NotImplementedError`` too, but not in the
+    What it calls in another cell of its notebook is the candidate's too. In a branch it is an attempt. An operation that PyTorch lacks raises ``NotImplementedError`` too, but not in the
     candidate's own code.
     """
     if isinstance(error, (TypeError, AttributeError)) and "ellipsis" in str(error):
@@ -93,8 +93,9 @@ def is_stub_error(error: BaseException, candidate: Any) -> bool:
         last = last.tb_next
     if not isinstance(error, NotImplementedError) or last is None:
         return False
-    code = last.tb_frame.f_code
-    ours = any(function.__code__.co_filename == code.co_filename for function in functions(candidate))
+    code, own = last.tb_frame.f_code, functions(candidate)
+    names, scopes = [f.__code__.co_filename for f in own], [id(f.__globals__) for f in own]
+    ours = code.co_filename in names or id(last.tb_frame.f_globals) in scopes
     return ours and _raises_in_any_case(code, last.tb_lasti)
 
 
