@@ -50,7 +50,7 @@ _MODULES = {"accounting": "course.accounting"}
 __all__ = sorted([*_HOME, *_MODULES])
 
 moved.register()
-display.register(lambda: import_module(".view.pictures", __name__))
+display.register(lambda: import_module(".view.pictures", __package__))
 
 
 def __getattr__(name: str):
