@@ -24,7 +24,7 @@ help:
 	@echo "make nightly     all cases of every table, and the lessons at full size: hours"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
-	@echo "make notebooks   build the notebooks from solutions/*.py, and LEDGER.md from the claims"
+	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
 
@@ -66,6 +66,7 @@ start: $(TEST)
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
 	$(PY) -m gradmem_lib.course.claims --write
+	$(PY) tools/sheets.py
 
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done

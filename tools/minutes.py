@@ -39,9 +39,18 @@ class Minutes:
 
 def minutes(source: Path) -> Minutes:
     """Of the lesson that ``source`` (``solutions/NN_name.py``) describes."""
-    cells = lesson_from(read_source(source), source.name)[0].cells
-    code = [cell.source for cell in cells if cell.cell_type == "code"]
-    prose = [TAG.sub("", FOLDED.sub("", cell.source)) for cell in cells if cell.cell_type == "markdown"]
+    return of_cells([(cell.cell_type, cell.source) for cell in cells_of(source)])
+
+
+def cells_of(source: Path) -> list:
+    """The cells of the learner's notebook."""
+    return lesson_from(read_source(source), source.name)[0].cells
+
+
+def of_cells(cells: list[tuple[str, str]]) -> Minutes:
+    """Of some cells of a lesson, each a kind ("code", "markdown") and its text."""
+    code = [text for kind, text in cells if kind == "code"]
+    prose = [TAG.sub("", FOLDED.sub("", text)) for kind, text in cells if kind == "markdown"]
     tasks = EXERCISE.findall("\n".join(prose))
     stated = STATED.search("\n".join(prose))
     return Minutes(
