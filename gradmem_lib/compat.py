@@ -20,7 +20,6 @@ from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -40,7 +39,6 @@ def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any
     return fake
 
 
-checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 # A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
 NO_VALUES = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
@@ -75,22 +73,8 @@ flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
-cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-softmax_backward = torch._softmax_backward_data
 grouped_mm = _aten._grouped_mm.default
 lstm_layer = _aten.mkldnn_rnn_layer.default
-# Products that torch's counter passes over, with the place of their first factor; and kernels that hide several.
-products_uncounted = {
-    _aten.mv: 0, _aten.dot: 0, _aten.vdot: 0, _aten._int_mm: 0, _aten.addmv: 1, _aten.addbmm: 1
-}  # fmt: skip
-products_inside = [
-    getattr(_aten, name)
-    for name in (
-        "mkldnn_rnn_layer", "_cudnn_rnn", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
-        "_sparse_addmm",
-    )
-]  # fmt: skip
 # Operators of recurrent layers on a card, which bring a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
@@ -135,10 +119,6 @@ def under_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-# That are watching now, the outermost first.
-dispatch_modes: Callable[[], list] = _get_current_dispatch_mode_stack
-
-
 def whole(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
@@ -174,36 +154,6 @@ def hook_counts(module: nn.Module) -> tuple[int, ...]:
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that lie in ``module`` itself, by name; one that lies there twice comes twice."""
     return [(n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
-
-
-_GLOBAL_HOOKS = [
-    hooks
-    for name, hooks in vars(nn.modules.module).items()
-    if name.startswith("_global") and isinstance(hooks, dict)
-]
-
-
-def global_hooks() -> list[dict]:
-    """The hooks that every module calls."""
-    return [dict(hooks) for hooks in _GLOBAL_HOOKS]
-
-
-def put_back_global_hooks(before: list[dict]) -> None:
-    for hooks, were in zip(_GLOBAL_HOOKS, before, strict=True):
-        hooks.clear()
-        hooks.update(were)
-
-
-def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
-    """The innermost pair of hooks on tensors that are saved for backward."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None:
-    while saved_tensor_hooks() not in (before, None):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    if saved_tensor_hooks() != before:
-        torch._C._autograd._push_saved_tensors_default_hooks(*before)
 
 
 def for_a_checkpoint() -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradmem_lib.compat import cpu_attention
+from gradmem_lib.course.compat_course import cpu_attention
 from gradmem_lib.course.exercises import (
     lesson_08,
     lesson_08_moving,

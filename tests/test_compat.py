@@ -24,7 +24,7 @@ PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_repr_mimebundle_"
 OURS = {
     "compat.py",
     "compat_groups.py",
-    "course/compat_threads.py",
+    "course/compat_course.py",
 }  # where private names of others may stand
 
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, make_trainer, offload_activations, prepare
 from gradmem_lib import step as train_step
-from gradmem_lib.compat import saved_tensor_hooks
 from gradmem_lib.course import models
+from gradmem_lib.course.compat_course import saved_tensor_hooks
 from gradmem_lib.techniques.offload import MOVES
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..compat import (
+from ..compat import grouped_mm
+from .compat_course import (
     cpu_attention,
     cpu_attention_backward,
     dispatch_modes,
-    grouped_mm,
     products_inside,
     products_uncounted,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from . import compat_course
 
 
 class Given:
@@ -121,8 +122,8 @@ def switches() -> dict[str, Any]:
         ),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
-        "hooks on every module": compat.global_hooks(),
-        "saved-tensor hooks": compat.saved_tensor_hooks(),
+        "hooks on every module": compat_course.global_hooks(),
+        "saved-tensor hooks": compat_course.saved_tensor_hooks(),
     }
 
 
@@ -155,5 +156,5 @@ def put_back(before: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
-    compat.put_back_global_hooks(before["hooks on every module"])
-    compat.put_back_saved_tensor_hooks(before["saved-tensor hooks"])
+    compat_course.put_back_global_hooks(before["hooks on every module"])
+    compat_course.put_back_saved_tensor_hooks(before["saved-tensor hooks"])

@@ -98,7 +98,11 @@ class Adam(Optimizer):
                     "the gradient dense (nn.Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
                 )
         for p, group in updates:
-            self._update(p, group)
+            state = self.state[p]
+            if not state:
+                self._start(p, state)
+            state["step"] += 1
+            self._update(p, state, group)
         return loss
 
     def _start(self, p: Tensor, state: dict) -> None:
@@ -107,12 +111,8 @@ class Adam(Optimizer):
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
-    def _update(self, p: Tensor, group: dict) -> None:
+    def _update(self, p: Tensor, state: dict, group: dict) -> None:
         # A method of its own: its temporary is gone before the next parameter's is made.
-        state = self.state[p]
-        if not state:
-            self._start(p, state)
-        state["step"] += 1
         tensors = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
         if p.is_complex():  # two real numbers each
             tensors = tuple(map(torch.view_as_real, tensors))

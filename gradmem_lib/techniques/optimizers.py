@@ -37,11 +37,7 @@ class AdamW8bit(OwnDtypes):
             self._codes[device] = (code_table(True, device), code_table(False, device))
         return self._codes[device]
 
-    def _update(self, p: Tensor, group: dict) -> None:
-        state = self.state[p]
-        if not state:
-            self._start(p, state)
-        state["step"] += 1
+    def _update(self, p: Tensor, state: dict, group: dict) -> None:
         none = None if "code" in state else p.grad.new_empty(0)
         _adamw_8bit()(
             p, p.grad, state["exp_avg"], state["exp_avg_sq"],

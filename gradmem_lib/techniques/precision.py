@@ -95,13 +95,9 @@ class StochasticAdamW(OwnDtypes):
         super().__init__(*arguments, **settings)
         self.generator = generator
 
-    def _update(self, p: Tensor, group: dict) -> None:
+    def _update(self, p: Tensor, state: dict, group: dict) -> None:
         if p.dtype != torch.bfloat16:
-            return super()._update(p, group)
-        state = self.state[p]
-        if not state:
-            self._start(p, state)
-        state["step"] += 1
+            return super()._update(p, state, group)
         # A slice at a time, so that the float32 copies stay small beside a large embedding.
         tensors = [torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])]
         rows = max(1, SLICE * len(tensors[0]) // max(1, p.numel()))

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...compat import softmax_backward
 from ...prediction import allocator, cuda_kernels, fakes
 from ...prediction.copies import fake_copy
 from ...prediction.extrapolation import TOTAL
@@ -37,6 +36,7 @@ from ...training.prepare import prepare
 from ...training.recipe import Recipe
 from ...training.step import step
 from ...units import MiB
+from ..compat_course import softmax_backward
 
 SOURCE = "Transformers documentation v4.18, Performance and Scalability; Tesla V100-SXM2 16 GB, January 2022"
 SAMPLES = SEQ_LEN = 512

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...compat import TorchDispatchMode, cpu_attention
+from ...compat import TorchDispatchMode
+from ..compat_course import cpu_attention
 from ..exercise import Exercise, Mistake, Unseen
 from .settings import gradients_of
 

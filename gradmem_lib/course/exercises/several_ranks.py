@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..compat_threads import groups_of_threads
+from ..compat_course import groups_of_threads
 
 APART = "the ranks do not make the same calls"
 

@@ -1,0 +1,100 @@
+"""The part of ``compat`` that the course alone needs: private names of torch, seen in 2.13.0."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
+_aten = torch.ops.aten
+cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+softmax_backward = torch._softmax_backward_data
+# Products that torch's counter passes over, with the place of their first factor; and kernels that hide several.
+products_uncounted = {
+    _aten.mv: 0, _aten.dot: 0, _aten.vdot: 0, _aten._int_mm: 0, _aten.addmv: 1, _aten.addbmm: 1
+}  # fmt: skip
+products_inside = [
+    getattr(_aten, name)
+    for name in (
+        "mkldnn_rnn_layer", "_cudnn_rnn", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
+        "_sparse_addmm",
+    )
+]  # fmt: skip
+# That are watching now, the outermost first.
+dispatch_modes: Callable[[], list] = _get_current_dispatch_mode_stack
+
+_GLOBAL_HOOKS = [
+    hooks
+    for name, hooks in vars(nn.modules.module).items()
+    if name.startswith("_global") and isinstance(hooks, dict)
+]
+
+
+def global_hooks() -> list[dict]:
+    """The hooks that every module calls."""
+    return [dict(hooks) for hooks in _GLOBAL_HOOKS]
+
+
+def put_back_global_hooks(before: list[dict]) -> None:
+    for hooks, were in zip(_GLOBAL_HOOKS, before, strict=True):
+        hooks.clear()
+        hooks.update(were)
+
+
+def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost pair of hooks on tensors that are saved for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> None:
+    while saved_tensor_hooks() not in (before, None):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if saved_tensor_hooks() != before:
+        torch._C._autograd._push_saved_tensors_default_hooks(*before)
+
+
+# Process groups whose ranks are threads, for checks.
+
+
+@contextmanager
+def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
+    """While the block runs, each thread makes process groups of its own, as a rank does, which meet those of the other
+    threads. Groups that were there before are out of sight, and come back.
+
+    What comes are two functions: ``meet(group, rank, call, data)``, of which ``call.work`` gets everyone's ``data``, and
+    ``stop(error)``, after which whoever waits for others leaves by ``SystemExit``. ``compare(call, call)`` sees what meets.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    groups = threaded.ProcessLocalGroup
+    begin = groups._start_coll
+
+    def begun(call, group):
+        met = begin(call, group)
+        compare(met._collective, call)
+        return met
+
+    def reduce(self, tensors, options):
+        """Which torch's own lacks."""
+        copies = [tensor.clone() for tensor in tensors]
+        work = self.allreduce(copies, options)
+        if self.rank() == options.rootRank:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+        return work
+
+    threaded._install_threaded_pg()
+    isolate(True)
+    try:
+        with patch.multiple(groups, _start_coll=begun, reduce=reduce, create=True):
+            yield lambda group, rank, call, data: begun(call, group).join(rank, data), groups.exception_handle
+    finally:
+        groups.reset()
+        threaded._uninstall_threaded_pg()
+        isolate(False)
