@@ -67,6 +67,7 @@ notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
 	$(PY) -m gradmem_lib.course.claims --write
 	$(PY) tools/sheets.py
+	$(PY) tools/teaching.py
 
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done

@@ -7,8 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 import sheets
+import teaching
+from build_notebooks import ROOT, Problem
 from lesson_facts import lessons
 from sheet_facts import sheet
+
+from gradmem_lib.course.check import all_exercises
 
 LESSONS = lessons()
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -58,3 +62,47 @@ def test_every_prediction_has_its_question_and_its_answer(lesson):
 @every_lesson
 def test_sections_add_up_to_the_lesson(lesson):
     assert sum(part.total for part in lesson.sections.values()) == pytest.approx(lesson.minutes.total)
+
+
+def test_the_teachers_page_is_that_of_the_lessons():
+    stale = [path.name for path, text in teaching.pages().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python tools/teaching.py"
+
+
+def test_every_known_mistake_is_on_the_page_where_its_exercise_is():
+    page = teaching.PAGE.read_text(encoding="utf-8")
+    parts = re.split(r"<summary>(\d+\.\d+) ", page)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    shown = {lesson.number for lesson in LESSONS}
+    exercises = [e for e in all_exercises() if e.id.partition(".")[0].zfill(2) in shown]
+    assert list(found) == [exercise.id for exercise in exercises]
+    for exercise in exercises:
+        for mistake in exercise.mistakes:
+            assert teaching._plain(mistake.says) in found[exercise.id], mistake.name
+
+
+def test_what_the_page_points_to_is_there():
+    page = teaching.PAGE.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+        for line in page.splitlines()
+        if line[:1] == "#"
+    }
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page):
+        file, _, anchor = target.partition("#")
+        assert (ROOT / file).exists() and (file or anchor in headings), target
+    assert page.count("<details>") == page.count("</details>")
+
+
+def test_a_run_sheet_that_takes_too_long_is_refused():
+    found = {lesson.number: lesson for lesson in LESSONS}
+    table = teaching.run_sheet(60, "10 | hello\nL01 0-3 | in pairs", found)
+    took = sum(part.total for name, part in found["01"].sections.items() if name[0] in "0123") + 2 * 2
+    assert (
+        "| 0:10 | 25 | **01 Memory accounting, to the end of section 3.** in pairs |" in table
+        and 20 < took <= 25
+    )
+    with pytest.raises(Problem, match="of 60 minutes takes 80"):
+        teaching.run_sheet(60, "10 | hello\nL01 | all of it", found)
+    with pytest.raises(Problem, match="no sections 7-20"):
+        teaching.run_sheet(60, "L01 7-20 | beyond its end", found)

@@ -99,7 +99,7 @@ class Lesson:
             table = re.search(rf"^Prediction {re.escape(id)}\n((?:  .*\n)+)", text, re.MULTILINE)
             if table:
                 _, exact, human = ROW.match(table[1].splitlines()[-1]).groups()
-                return (human if unit == "bytes" and human else exact), differs
+                return (human if unit == "bytes" and human and not human.endswith(" B") else exact), differs
         raise LookupError(
             f"{self.source.name}: no stored output answers prediction {id}; run `make notebooks`"
         )
@@ -122,8 +122,11 @@ def _calls(source: str) -> list[tuple[str, object]]:
 def _first_line(cell) -> str:
     """What a reader recognises a code cell by: its first line that is neither import, comment nor blank."""
     lines = (line.strip() for line in cell.source.split("\n"))
-    return next((line for line in lines if line and not re.match(r"#|from |import |\)|%", line)), "")
+    line = next((line for line in lines if line and not re.match(r"#|from |import |\)|%", line)), "")
+    return line if len(line) <= 60 else line[:56] + " ..."
 
 
 def lessons() -> list[Lesson]:
-    return [Lesson(source) for source in sorted(ROOT.glob("solutions/*.py"))]
+    """Those that have been run: a lesson's figures are what its stored notebook printed."""
+    sources = sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))
+    return [Lesson(source) for source in sources if source.with_suffix(".ipynb").exists()]
