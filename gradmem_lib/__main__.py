@@ -33,10 +33,13 @@ def _progress(options: argparse.Namespace) -> int:
 
 
 def _class(options: argparse.Namespace) -> int:
-    from .course.board import keep
-
     try:
-        keep(options.folder, options.out, names=options.names, once=options.once)
+        from .course.board import keep
+
+        look = {"names": options.names, "hide": options.hide}
+        keep(options.folder, options.out, once=options.once, **look)
+    except KeyboardInterrupt:  # before the first page is there
+        return 130
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -182,6 +185,11 @@ def parser() -> argparse.ArgumentParser:
         help="a file a learner, or a folder a learner, such as home directories",
     )
     add("--names", action="store_true", help="show whose progress it is, instead of learner 1, 2, ...")
+    add(
+        "--hide",
+        action="store_true",
+        help="show measured values on pages of their own, one click away",
+    )
     add("--out", type=Path, default="board.html", metavar="FILE", help="the page (board.html)")
     add("--once", action="store_true", help="write the page once, instead of until Ctrl-C")
     board.set_defaults(run=_class)

@@ -24,6 +24,7 @@ WITHIN = {
     "h2",
     "h3",
     "p",
+    "a",
     "b",
     "div",
     "ul",
@@ -197,6 +198,34 @@ def test_no_words_of_a_learner_become_html(folder, seen):
         "<script>" in page.text
         and ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
     )
+
+
+def test_measured_values_wait_for_a_click(folder):
+    (folder / "anna").write_text(
+        learner(_1a=(3e8, 117_739_676, "bytes"), _1b=(2e9, None, "bytes"), _9z=(1, 2, ""))
+    )
+    out = folder / "the class.html"  # in the folder that is read
+    for _ in range(2):
+        assert main(["class", str(folder), "--once", "--hide", "--out", str(out)]) == 0
+    page, links = Parsed(out), ["the%20class-measured/1.a.html", "the%20class-measured/9.z.html"]
+    assert page.text.count("Parameters, gradients and AdamW's states together: how many bytes?") == 1
+    assert [value for key, value in page.attributes if key == "href"] == links
+    assert "112.29 MiB" not in page.text and "Measured" not in page.text and "files to look" not in page.text
+    assert sorted(path.name for path in (folder / "the class-measured").iterdir()) == ["1.a.html", "9.z.html"]
+    shown = Parsed(folder / "the class-measured" / "1.a.html")
+    assert "Measured: 112.29 MiB" in shown.text and "how many bytes?" in shown.text
+    assert ("href", "../the%20class.html") in shown.attributes and set(shown.tags) <= WITHIN
+    main(["class", str(folder), "--once", "--out", str(folder.parent / "board.html")])
+    assert "Measured: 112.29 MiB" in Parsed(folder.parent / "board.html").text
+
+
+def test_ctrl_c_in_the_first_round_leaves_quietly(folder, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(board.os, "replace", interrupted)
+    assert main(["class", str(folder), "--out", str(folder.parent / "board.html")]) == 130
+    assert [path.name for path in folder.parent.iterdir()] == ["class"] and not capsys.readouterr().err
 
 
 def test_an_empty_folder_and_a_missing_one(folder, seen, capsys):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import progress
-from .board_page import SIGN, page
+from .board_page import SIGN, Rows, measured_pages, page
 from .check import MOVED
 
 SECONDS = 5
@@ -29,7 +29,7 @@ _BESIDE = {".bak": "an old copy, from before a reset", ".tmp": "a file half copi
 _FOREIGN = "not a progress file, or cut off"
 
 
-def keep(folder: Path, out: Path, *, names: bool = False, once: bool = False) -> None:
+def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
     """Write the board of ``folder`` to ``out``, and again every few seconds until Ctrl-C. Raises ``OSError``, ``ValueError``."""
     if out.is_file():
         with open(out, "rb") as file:
@@ -37,7 +37,7 @@ def keep(folder: Path, out: Path, *, names: bool = False, once: bool = False) ->
                 raise ValueError(
                     f"{out} is not a board, so it is not overwritten: name another file by --out"
                 )
-    board, refresh = Board(folder, out, names=names), 0 if once else SECONDS
+    board, refresh = Board(folder, out, **look), 0 if once else SECONDS
     board.write(refresh)
     print(f"{out.absolute()} is written" + ("" if once else f", again every {SECONDS} s until Ctrl-C"))
     said = ""
@@ -57,8 +57,9 @@ def keep(folder: Path, out: Path, *, names: bool = False, once: bool = False) ->
 class Board:
     """The files of a folder, read again at each ``write``; learners keep their number as long as it lives."""
 
-    def __init__(self, folder: Path, out: Path, *, names: bool = False):
+    def __init__(self, folder: Path, out: Path, *, names: bool = False, hide: bool = False):
         self.folder, self.out, self.names = folder, out, names
+        self.measured = out.with_name(f"{out.stem}-measured") if hide else None  # a folder
         self.learners: dict[Path, dict[str, Any]] = {}
         self.remarks: list[tuple[Path, str]] = []
         self._read: dict[Path, tuple[tuple, dict | None, str]] = {}
@@ -68,24 +69,20 @@ class Board:
     def write(self, refresh: int) -> None:
         """Read all files and write the page, which loads itself again after ``refresh`` seconds (0: never)."""
         self._look()
-        content = self._page(refresh).encode("utf-8", "replace")  # file names may be anything
-        handle, temporary = tempfile.mkstemp(dir=self.out.absolute().parent, prefix=f".{self.out.name}-")
-        try:
-            with open(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, self.out)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-    def _page(self, refresh: int) -> str:
         rows = [(self.label(path), found) for path, found in self.learners.items()]
+        if self.measured:
+            self.measured.mkdir(exist_ok=True)
+            for name, content in measured_pages(rows, back=self.out.name, refresh=refresh).items():
+                _replace(self.measured / name, content)
+        _replace(self.out, self._page(rows, refresh))
+
+    def _page(self, rows: Rows, refresh: int) -> str:
         remarks = [
             (str(path.relative_to(self.folder)) if self.names else f"file {i}", remark)
             for i, (path, remark) in enumerate(self.remarks, 1)
         ]
-        return page(rows, remarks, names=self.names, refresh=refresh)
+        measured = self.measured.name if self.measured else ""
+        return page(rows, remarks, names=self.names, refresh=refresh, measured=measured)
 
     def label(self, path: Path) -> str:
         """A learner's name on the board: a number, or with ``names`` the home's name or the file's."""
@@ -101,6 +98,8 @@ class Board:
         for path in files:
             self._take(path, tell=True)
         for home in folders:
+            if self.measured and home.absolute() == self.measured.absolute():
+                continue
             before = len(self.learners) + len(self.remarks)
             try:
                 for path in usual if (usual := _usual(home)) else _inside(home)[0]:
@@ -145,6 +144,18 @@ class Board:
         settled = abs(time.time() - state.st_mtime) > 2  # or it may change again within the clock's step
         self._read[path] = (signature if settled else (), *made)
         return made
+
+
+def _replace(path: Path, content: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content.encode("utf-8", "replace"))  # file names may be anything
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _inside(folder: Path) -> tuple[list[Path], list[Path]]:

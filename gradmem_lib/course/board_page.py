@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
+from functools import cache
 from html import escape
+from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 from ..units import KiB, format_bytes
 from ..view.style import COLORS, INK, MUTED, PAPER, nice_step, scale_of
@@ -35,23 +39,45 @@ thead .n {{ white-space: normal; max-width: 6rem; vertical-align: bottom; }}
 section {{ max-width: 100%; flex: 0 1 auto; }} section p {{ max-width: 34rem; }}
 .here {{ outline: 2px solid {ALARM_BOTH}; outline-offset: -2px; font-weight: 700; }}
 .cards {{ display: grid; gap: 1.4rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); }}
+a {{ color: {COLORS["parameters"]}; }}
+.large {{ font-size: 1.4rem; }} .large h3, .large .note {{ font-size: inherit; }} .large svg {{ max-width: 100% !important; }}
 """
 
 
-def page(rows: Rows, remarks: list[tuple[str, str]], *, names: bool, refresh: int) -> str:
-    """The whole file, which loads itself again after ``refresh`` seconds (0: never)."""
-    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+def page(rows: Rows, remarks: list[tuple[str, str]], *, names: bool, refresh: int, measured: str = "") -> str:
+    """The whole file, which loads itself again after ``refresh`` seconds (0: never).
+
+    ``measured``: the folder of the pages with measured values, which this one then leads to and does not show.
+    """
     when = f"as of {time.strftime('%H:%M:%S')}" + (
         f", read again every {refresh} s" if refresh else ", not updated any more"
     )
+    return _document(
+        f"<h1>The class</h1><p>{_count(len(rows), 'learner')}, {when}.</p>"
+        f'<div class="two"><section>{_places(rows)}</section><section>{_held(rows)}</section></div>'
+        f"{_guesses(rows, measured)}{_files(remarks, names)}",
+        refresh,
+    )
+
+
+def measured_pages(rows: Rows, *, back: str, refresh: int) -> dict[str, str]:
+    """By file name, a page for each prediction that somebody has measured: its guesses beside the value."""
+    link = f'<p><a href="../{quote(back)}">Back to the class</a></p>'
+    return {
+        f"{id}.html": _document(f'<div class="large">{_card(id, entries)}</div>{link}', refresh)
+        for id, entries in _asked(rows).items()
+        if any(measured is not None for _, measured, _ in entries)
+    }
+
+
+def _document(body: str, refresh: int) -> str:
+    # An address with a # would not be loaded again: browsers take that for a place on the same page.
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{SIGN}{again}'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>The class</title>'
-        f"<style>{_STYLE}</style></head><body><h1>The class</h1>"
-        f"<p>{_count(len(rows), 'learner')}, {when}.</p>"
-        f'<div class="two"><section>{_places(rows)}</section><section>{_held(rows)}</section></div>'
-        f"{_guesses(rows)}{_files(remarks, names)}</body></html>\n"
+        f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 
@@ -136,49 +162,60 @@ def _files(remarks: list[tuple[str, str]], names: bool) -> str:
     return f"<h2>Files to look at</h2>{hint}<ul>{items}</ul>"
 
 
-def _guesses(rows: Rows) -> str:
-    """A picture for each prediction. Values in another unit than most are counted, not drawn."""
+def _asked(rows: Rows) -> dict[str, list[tuple]]:
+    """All (guess, measured, unit) of each prediction, in the course's order."""
     asked: dict[str, list[tuple]] = {}
     for _, found in rows:
         for id, entry in found["guesses"].items():
             asked.setdefault(id, []).append(entry)
-    if not asked:
-        return ""
-    cards = []
-    for id in sorted(asked, key=lambda id: (int(id.split(".")[0]), id)):
-        unit = Counter(unit for *_, unit in asked[id]).most_common(1)[0][0]
-        entries = [entry for entry in asked[id] if entry[2] == unit]
-        cards.append(_card(id, unit, entries, len(asked[id]) - len(entries)))
-    return (
+    return {id: asked[id] for id in sorted(asked, key=lambda id: (int(id.split(".")[0]), id))}
+
+
+def _guesses(rows: Rows, measured: str) -> str:
+    """A picture for each prediction."""
+    cards = "".join(_card(id, entries, measured) for id, entries in _asked(rows).items())
+    return cards and (
         '<h2>Guesses</h2><p class="note">The upright line is the value that the learners\' own lessons measured, or predicted '
-        f'where the lesson runs nothing.</p><div class="cards">{"".join(cards)}</div>'
+        f'where the lesson runs nothing.</p><div class="cards">{cards}</div>'
     )
 
 
-def _card(id: str, unit: str, entries: list[tuple], strange: int) -> str:
-    guesses = [guess for guess, *_ in entries]
-    values = [measured for _, measured, _ in entries if measured is not None]
-    middle = median(guesses)
+@cache
+def _questions() -> dict[str, str]:
+    return json.loads((Path(__file__).parent / "questions.json").read_text(encoding="utf-8"))
+
+
+def _card(id: str, entries: list[tuple], measured: str = "") -> str:
+    """Question, picture and sentences. Values in another unit than most are counted, not drawn."""
+    unit = Counter(unit for *_, unit in entries).most_common(1)[0][0]
+    same = [entry for entry in entries if entry[2] == unit]
+    values = [value for _, value, _ in same if value is not None]
+    link = ""
+    if measured and values:
+        values, link = None, f'<p><a href="{quote(measured)}/{id}.html">Show the measured value</a></p>'
+    shown = _shown(id, unit, [guess for guess, *_ in same], values, len(entries) - len(same))
+    question = f"<p>{escape(_questions()[id])}</p>" if id in _questions() else ""
+    return f"<div><h3>Prediction {id}</h3>{question}{shown}{link}</div>"
+
+
+def _shown(id: str, unit: str, guesses: list, values: list | None, strange: int) -> str:
+    """Picture and sentences. ``values``: what was measured, and ``None`` where it is not shown."""
+    middle, line = median(guesses), median(values) if values else None
     said = [
         f"Median of {_count(len(guesses), 'guess').replace('guesss', 'guesses')}: {_human(middle, unit)}."
     ]
     if values:
-        line = median(values)
-        said.append(
-            f"Measured: {_human(line, unit)}. The median is {how_far(middle, line)}.".replace(
-                "is within", "lies within"
-            )
-        )
+        far = f"The median is {how_far(middle, line)}.".replace("is within", "lies within")
+        said.append(f"Measured: {_human(line, unit)}. {far}")
         if min(values) != max(values):
             low, high = _human(min(values), unit), _human(max(values), unit)
             said.append(f"Machines differ ({low} to {high}): the line is the median of {len(values)}.")
-    else:
-        line = None
+    elif values is not None:
         said.append("Nobody has shown the measured value yet, and it is in no file: there is no line.")
     bars, beyond = _picture(id, unit, guesses, line, " ".join(said))
     said += [f"Beyond the picture: {beyond}."] if beyond else []
     said += [f"In another unit, left out: {strange}."] if strange else []
-    return f'<div><h3>Prediction {id}</h3>{bars}<p class="note">{escape(" ".join(said))}</p></div>'
+    return f'{bars}<p class="note">{escape(" ".join(said))}</p>'
 
 
 def _human(value: float, unit: str) -> str:
