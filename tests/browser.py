@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -274,10 +273,13 @@ class Notebook:
         return self.watch(seconds=seconds)
 
     def not_run(self) -> list[str]:
-        """The prompts of cells that did not come to their end: what follows an error is not run."""
-        prompts = self.panel.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
-        assert prompts, "no code cell in sight"
-        return [prompt for prompt in prompts if not re.fullmatch(r"\[\d+\]:", prompt.strip())]
+        """The code cells that did not come to their end: what follows an error is not run. A cell may be folded."""
+        cells = self.page.evaluate(
+            """() => jupyterapp.shell.currentWidget.content.widgets.map((cell) => cell.model.sharedModel.toJSON())
+              .filter((cell) => cell.cell_type === 'code').map((cell) => [cell.execution_count, cell.source])"""
+        )
+        assert cells, "no code cell in sight"
+        return [source for count, source in cells if count is None]
 
     def failed(self) -> int:
         """How many outputs are an exception's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import ANY
 
 import build_notebooks as builder
 import nbformat
@@ -77,14 +78,17 @@ def test_a_lesson_has_stubs_for_answers_and_keeps_everything_else(course, capfd)
     root = course()
     assert run(root, capfd, "--lessons-only")[0] == 0
     lesson = notebook(root, "lessons")
-    prose, function, value, check = (cell.source for cell in lesson.cells)
+    first, prose, function, value, check = (cell.source for cell in lesson.cells)
+    assert first == builder.FIRST.read_text().rstrip()
     assert prose.count("<details>") == 2 and "It is twice." in prose
     assert (
         function == 'def double(x):\n    """Twice x."""\n    # your code here\n    raise NotImplementedError'
     )
     assert value == 'guess = ...  # your value here\ntable = {"a": 1}'
     assert check == "print(guess)"
-    assert all(cell.execution_count is None and cell.outputs == [] for cell in lesson.cells[1:])
+    assert all(
+        cell.execution_count is None and cell.outputs == [] for cell in [lesson.cells[0], *lesson.cells[2:]]
+    )
     assert lesson.cells[-1].metadata == {"tags": ["check"]}
 
 
@@ -139,7 +143,7 @@ def test_cell_ids_are_distinct_and_stay_when_another_cell_comes_in(course, capfd
     assert len(set(before)) == len(before)
     course("# %%\n0\n\n" + SOURCE + "\n# %%\nprint(1)\n\n# %%\nprint(1)\n")
     run(root, capfd, "--lessons-only")
-    assert [cell.id for cell in notebook(root, "lessons").cells][1:] == before
+    assert [cell.id for cell in notebook(root, "lessons").cells] == [before[0], ANY, *before[1:]]
 
 
 def test_what_differs_between_machines_is_left_out():

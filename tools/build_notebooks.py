@@ -5,7 +5,7 @@
     python tools/build_notebooks.py --check      change nothing, fail if anything is out of step
 
 ``solutions/NN_name.ipynb`` is the source executed from top to bottom; ``lessons/NN_name.ipynb`` is what a learner opens:
-without outputs, and with the answers cut out. An answer is marked in the source in one of three ways:
+without outputs, with the answers cut out, and with ``tools/first_cell.py`` as a first cell. An answer is marked in the source in one of three ways:
 
     ### BEGIN SOLUTION              an indented block, inside a function: becomes a stub that
     ### END SOLUTION                raises NotImplementedError
@@ -36,6 +36,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
+FIRST = Path(__file__).with_name("first_cell.py")
 MAX_LINES = 15
 CELL_TIMEOUT = 1200  # seconds; generous, since unpacking SmolLM2 on a slow machine may belong to a cell
 # Still pictures and, where a lesson trains for long, its short form: outputs that a test can compare.
@@ -225,9 +226,17 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def with_first_cell(lesson: NotebookNode) -> NotebookNode:
+    """``lesson`` after the cell that installs the course where a kernel lacks it, folded in Colab, JupyterLab and VS Code."""
+    folded = {"cellView": "form", "jupyter": {"source_hidden": True}}
+    source = FIRST.read_text(encoding="utf-8").rstrip()
+    first = nbformat.v4.new_code_cell(source, id="first", metadata=folded)
+    return NotebookNode(lesson, cells=[first, *lesson.cells])
+
+
 def build_lesson(lesson: NotebookNode, path: Path, *, check: bool) -> list[str]:
     """Write the learner's notebook to ``path`` or, with ``check``, only compare it; returns what is wrong."""
-    text = to_text(lesson)
+    text = to_text(with_first_cell(lesson))
     if not check:
         write(path, text)
     elif not path.exists() or path.read_bytes() != text.encode():
