@@ -14,7 +14,7 @@ PY := .venv/bin/python
 LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 
-.PHONY: help lab start check test nightly lowest mutants notebooks benchmarks gpu browser
+.PHONY: help lab start check test nightly lowest mutants notebooks dist benchmarks gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
@@ -25,6 +25,7 @@ help:
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
+	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
 
@@ -68,6 +69,12 @@ notebooks: $(TEST)
 	$(PY) -m gradmem_lib.course.claims --write
 	$(PY) tools/sheets.py
 	$(PY) tools/teaching.py
+
+# The wheel is made from the sdist, so nothing that an earlier build left behind gets into it.
+dist: $(TEST)
+	rm -rf dist
+	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done

@@ -62,6 +62,7 @@ SECONDS = {
     "test_selective.py": 11,
     "test_segments.py": 11,
     "test_lesson_06.py": 10,
+    "test_dist.py": 11,
     "test_lesson_08_text.py": 10,
     "test_failure.py": 10,
     "test_programs.py": 10,

