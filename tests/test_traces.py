@@ -148,7 +148,7 @@ def test_what_an_answer_leaves_switched_is_told_and_put_back(leave, said):
         raise ValueError("stop")
 
     assert "raised ValueError" in judge(AREA, fails).line
-    assert switches() == before
+    assert switches() == before and not torch.overrides.has_torch_function((torch.ones(1),))
     assert judge(AREA, area).outcome == PASSED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -72,6 +73,7 @@ def _run(task: bytes, send: Callable) -> bytes:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the fork server has imported is no garbage, and takes a second to pass through
     torch.set_num_threads(1)
     function, args, watched = cloudpickle.loads(task)
     if watched:

@@ -151,7 +151,9 @@ def put_back(before: dict[str, Any]) -> None:
     torch.clear_autocast_cache()
     torch.set_default_dtype(before["the default dtype"])
     if now["the default device"] != before["the default device"]:
-        torch.set_default_device(before["the default device"])
+        torch.set_default_device(None)  # "cpu" would stay as a mode, which all operations go through
+        if torch.get_default_device() != before["the default device"]:
+            torch.set_default_device(before["the default device"])
     deterministic, warns = before["deterministic algorithms"]
     torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])

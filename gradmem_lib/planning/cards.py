@@ -47,7 +47,7 @@ def _card(
 
 
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
-    """The time in which ``nbytes`` cross the bus between ``card`` and the host, one way: an estimate, by ``BUS_KEPT`` of its rate."""
+    """The time in which ``nbytes`` cross the bus between ``card`` and the host once: an estimate, by ``BUS_KEPT`` of its rate."""
     return nbytes / (BUS_KEPT * find_card(card).bus)
 
 

@@ -172,7 +172,7 @@ def seconds_per_token(
     cards=1,
 ) -> float:
     """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
-    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus and back, and what ``cards`` send each
+    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what ``cards`` send each
     other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone. ``micro_batch`` is a card's.
 
     Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
@@ -213,9 +213,9 @@ def seconds_per_token(
     if moved is None:
         inputs = (4 if recipe.precision == "float32" else 2) * work.scores
         kept = kept_by_a_token(work, replace(recipe, offload=None))
-        moved = {None: 0, "boundaries": inputs, "activations": kept, "parameters": 0}[recipe.offload]
+        moved = {None: 0, "boundaries": 2 * inputs, "activations": 2 * kept, "parameters": 0}[recipe.offload]
     apart = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
-    return (operations + apart + 2 * seconds_over_bus(moved, card)) / cards
+    return (operations + apart + seconds_over_bus(moved, card)) / cards
 
 
 def run_again(work: Work, recipe: Recipe) -> float:

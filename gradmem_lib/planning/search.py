@@ -48,8 +48,7 @@ class Search:
             )  # fmt: skip
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
-            ways = 2 if recipe.offload == "parameters" else 1  # counted up and down
-            seconds = self.seconds(recipe, prediction.moved / (ways * self.rows * self.tokens))
+            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.tokens))
             found = self.rows // recipe.accumulation, seconds, self.card.nbytes, prediction, parts, self.cards
             self._known[recipe] = Option(recipe, *found)
         return self._known[recipe]

@@ -17,7 +17,7 @@ Part = tuple[np.ndarray, list]  # differences from sample to sample, and the ope
 @dataclass(frozen=True)
 class Trace:
     """The samples of one step: ``rows`` (samples, 9) as of a ``Timeline``, the operation behind each, where each part of the
-    step begins, what was asked of a card's allocator (``allocator.replayed``), and the bytes that were moved away."""
+    step begins, what was asked of a card's allocator (``allocator.replayed``), and the bytes that cross the bus."""
 
     rows: np.ndarray
     operations: tuple[str, ...]

@@ -40,7 +40,8 @@ class Prediction:
 
     The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
     sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
-    ``moved``, what ``recipe.offload`` takes away and later brings back (of ``"parameters"``: up and down together); ``title``; ``traced_layers``, the lengths of the short traces that it was put together from, empty for a full trace.
+    ``moved``, what crosses the bus for ``recipe.offload``, away and back together; ``title``; ``traced_layers``, the lengths of the
+    short traces that it was put together from, empty for a full trace.
     """
 
     target: str

@@ -226,7 +226,7 @@ def _traced(
         with recorder:
             one_step(recorder.mark, micro_batches)
         settled = len(used) == len(trained) and kept == _kept(model)
-        moved = getattr(moves, "bytes", 0) - before + recorder.moved
+        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what goes comes back
         return recorder.trace(moved) if real_warm_up or settled else None
 
 

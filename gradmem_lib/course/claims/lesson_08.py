@@ -143,7 +143,7 @@ def taken_off(what: str, tokens: int, **how) -> float:
 @answers("C48")
 def moved_activations() -> Finding:
     moving, boundaries = {"offload": "activations"}, {"checkpointing": "per-layer", "offload": "boundaries"}
-    crossing = 2 * _predicted("fused", 2048, **moving).moved
+    crossing = _predicted("fused", 2048, **moving).moved
     again = SEVEN.layers * (
         layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
     )
@@ -164,7 +164,7 @@ def moved_activations() -> Finding:
         fails="Moving takes another share off the activations.",
         why=f"One checkpoint a layer takes {taken_off('activations', 2048, checkpointing='per-layer'):.0%} off without a bus. To be as fast as "
         f"computing again on an A100, at half its rated speed, a bus would have to carry {needed / GB:.0f} GB a second. Moving the inputs of "
-        f"checkpointed layers alone sends {gb(2 * _predicted('fused', 2048, **boundaries).moved)} over it.",
+        f"checkpointed layers alone sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
         figures={
             f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}": f"{taken_off(what, tokens, **how):.1%}"
             for tokens in (2048, 8192) for what in ("activations", "peak") for name, how in ways.items()
