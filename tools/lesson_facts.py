@@ -40,6 +40,18 @@ class Lesson:
         self.cells = cells_of(source)
         self.title = re.search(r"^# \d\d · (.*)$", self.cells[0].source, re.MULTILINE)[1]
 
+    @property
+    def needs(self) -> str:
+        """What a learner should know before."""
+        return " ".join(
+            re.search(r"You need:? (.*?)\*$", self.cells[0].source, re.MULTILINE | re.DOTALL)[1].split()
+        )
+
+    def cell_under(self, heading: str) -> str:
+        """The prose of the cell with that heading, without the heading and the paragraph after it."""
+        cell = next(c for c in self.cells if f"### {heading}\n" in c.source)
+        return cell.source.partition(f"### {heading}\n")[2].strip().partition("\n\n")[2]
+
     @cached_property
     def sections(self) -> dict[str, Minutes]:
         """Minutes by section, in order. What comes before the first one has the name "0"; "1 · Three batches" is a name."""

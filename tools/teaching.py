@@ -4,6 +4,7 @@
 
 In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for ten minutes, or
 "L01 1-3 | what" for sections of a lesson ("L01" for all of it). A heading "### 01" gets everything about that lesson.
+"{{06: Explore}}" is what lesson 06 says under that heading, from the second paragraph on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def page(found: list[Lesson], text: str) -> str:
     written = [number for number, _ in OF_LESSON.findall(text)]
     if written != list(by_number):
         raise Problem(f"{TEXT.name} has notes for the lessons {written}, and there are {list(by_number)}")
+    text = re.sub(r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text)
     return "<!-- python tools/teaching.py makes this page from tools/teaching.md -->\n\n" + OF_LESSON.sub(
         lambda match: of_lesson(by_number[match[1]], match[2].strip()), text
     )
@@ -88,6 +90,8 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
             f"<details><summary><b>{lesson.number} · {escape(lesson.title)}</b>: {minutes} minutes{more}; about {room} "
             "with a room</summary>",
             "",
+            f"**Learners need** {lesson.needs}{_seconds(lesson)} [With answers and outputs](solutions/{lesson.source.stem}.ipynb).",
+            "",
             f"**What should stick:** {sheet(lesson).rule} ([sheet for the wall](docs/sheets/{lesson.number}.svg))",
             "",
             notes,
@@ -110,6 +114,15 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
             "",
         ]
     )
+
+
+def _seconds(lesson: Lesson) -> str:
+    """What the README's table of the course says of the time that Run All takes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = re.search(
+        rf"^\| \[.*?\]\(lessons/{lesson.source.stem}\.ipynb\).*\| (.*?) \|$", readme, re.MULTILINE
+    )
+    return f" Run All takes {row[1]} on two CPU cores." if row else ""
 
 
 def _exercise(exercise: Exercise, lesson: Lesson) -> list[str]:
