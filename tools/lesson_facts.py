@@ -9,7 +9,7 @@ import ast
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from build_notebooks import ROOT
@@ -138,6 +138,7 @@ def _first_line(cell) -> str:
     return line if len(line) <= 60 else line[:56] + " ..."
 
 
+@cache
 def lessons() -> list[Lesson]:
     """Those that have been run: a lesson's figures are what its stored notebook printed."""
     sources = sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))
