@@ -58,7 +58,7 @@ def checkpointing_argument() -> str:
 
 
 class MemoryCallback(TrainerCallback):
-    """Watch a ``Trainer`` with a ``MemoryTracker``: live plot, budget, and the peak of every step.
+    """Watch a ``Trainer`` with a ``MemoryTracker``: live plot, budget, and the peak of every step::
 
         with MemoryCallback(budget="2 GiB") as memory:
             Trainer(model, args, train_dataset=rows, callbacks=[memory]).train()

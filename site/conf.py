@@ -1,0 +1,57 @@
+"""Sphinx's settings for the course's site."""
+
+import sys
+from pathlib import Path
+
+from latex2mathml.converter import convert
+
+ROOT = Path(__file__).resolve().parent.parent
+# The docstrings are the imported library's: its packages are those of .venv, behind the ones of this environment.
+sys.path.insert(0, str(ROOT))
+sys.path += map(str, (ROOT / ".venv").glob("[Ll]ib/**/site-packages"))
+
+project, author, copyright = "gradmem", "The gradmem authors", "The gradmem authors, Apache-2.0"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_use_ivar = True
+html_theme = "sphinx_book_theme"
+html_title = "gradmem"
+html_math_renderer = "mathml"
+html_static_path = [str(ROOT / "build/site/static")]
+html_extra_path = [str(ROOT / "build/site/extra")]
+html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
+html_copy_source = html_show_sourcelink = False
+html_theme_options = {
+    "use_download_button": False,
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}
+
+
+def _inline(self, node) -> None:
+    self.body.append(convert(node.astext()))
+    raise_skip()
+
+
+def _block(self, node) -> None:
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise_skip()
+
+
+def raise_skip() -> None:
+    from docutils.nodes import SkipNode
+
+    raise SkipNode
+
+
+def setup(app) -> None:
+    """Formulas become MathML, which browsers draw by themselves."""
+    app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
