@@ -13,8 +13,9 @@ INSTALL ?=
 PY := .venv/bin/python
 LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
+SITE := .venv-site/.ready
 
-.PHONY: help lab start check test nightly lowest mutants notebooks dist benchmarks gpu browser
+.PHONY: help lab start check test nightly lowest mutants notebooks dist site benchmarks gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
@@ -26,6 +27,7 @@ help:
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
 	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
+	@echo "make site        the course as web pages in build/site/html, looked at in a browser without a network"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
 
@@ -46,6 +48,12 @@ $(LEARN): requirements.txt requirements-model.txt pyproject.toml | $(PY)
 
 $(TEST): requirements-test.txt $(LEARN)
 	$(PY) -m pip install -r requirements-test.txt
+	@touch $@
+
+# Sphinx and its theme, which nothing else needs.
+$(SITE): requirements-site.txt | $(PY)
+	$(PY) -m venv .venv-site
+	.venv-site/bin/python -m pip install -r requirements-site.txt
 	@touch $@
 
 # Learning.
@@ -91,6 +99,10 @@ gpu:
 	if $(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null; then both $(PYTHON); exit; fi; \
 	if [ -e $(LEARN) ]; then both $(PY); exit; fi; \
 	echo "No CUDA card here: there is nothing to measure, and nothing was written."
+
+site: $(TEST) $(SITE) browser
+	.venv-site/bin/python site/build.py
+	CI=1 $(PY) site/look.py
 
 PLAYWRIGHT_HAS_ONE = $(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright; \
   p = sync_playwright().start(); found = os.path.exists(p.chromium.executable_path); p.stop(); sys.exit(not found)'
@@ -145,6 +157,7 @@ nightly: $(TEST) browser
 	step "SmolLM2 unpacked" wait $$!; \
 	step "library, solutions, widgets: every case" env GRADMEM_ALL=1 $(EVERYTHING); \
 	step "lessons at full size" env GRADMEM_SIZE=full GRADMEM_LIVE=0 $(PYTEST) --nbval-lax --nbval-current-env lessons; \
+	step "site" $(MAKE) --no-print-directory site; \
 	$(SUM_UP)
 
 # What no test notices, see CONTRIBUTING.md. mutmut reads setup.cfg, works in mutants/, and finds the library there.

@@ -128,7 +128,9 @@ def gather() -> None:
     images.mkdir()
     shutil.copytree(ROOT / "docs", source / "docs")
     shutil.copy(ROOT / "LICENSE", source)
-    _insert(source / "index.md", relinked(_read("README.md").split("\n", 1)[1]))
+    _, first, rest = relinked(_read("README.md")).split("\n\n", 2)
+    _insert(source / "index.md", rest)
+    _insert(source / "index.md", first, "FIRST")
     _insert(source / "contributing.md", relinked(_read("CONTRIBUTING.md")))
     _insert(source / "ledger.md", relinked(ledger(_read("LEDGER.md"))))
     _insert(source / "teaching.md", relinked(_read("TEACHING.md")))
@@ -147,9 +149,9 @@ def _read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def _insert(page: Path, text: str) -> None:
-    """Put ``text`` where the page says ``INSERT``."""
-    page.write_text(page.read_text(encoding="utf-8").replace("INSERT", text), encoding="utf-8")
+def _insert(page: Path, text: str, where: str = "INSERT") -> None:
+    """Put ``text`` where the page says so."""
+    page.write_text(page.read_text(encoding="utf-8").replace(where, text), encoding="utf-8")
 
 
 def fits_data(path: Path) -> str:

@@ -14,9 +14,10 @@ project, author, copyright = "gradmem", "The gradmem authors", "The gradmem auth
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "tasklist"]
 myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
+add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
@@ -30,6 +31,7 @@ html_js_files = ["copy.js"]
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {
     "use_download_button": False,
+    "navbar_persistent": [],
     "home_page_in_toc": True,
     "show_navbar_depth": 1,
     "show_toc_level": 2,

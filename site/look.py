@@ -38,7 +38,9 @@ def look(browser, folder: Path | None = None) -> list[str]:
             if wide > 0:
                 wrong.append(f"{path.relative_to(SITE)}: {wide} pixels wider than a {name}")
             if folder:
-                page.screenshot(path=folder / f"{path.stem}-{name}.png", full_page="--full" in sys.argv)
+                page.screenshot(
+                    path=folder / f"{path.parent.name}-{path.stem}-{name}.png", full_page="--full" in sys.argv
+                )
         context.close()
     return wrong + [f"{check.__name__}: {words}" for check in (fits, ledger) for words in check(browser)]
 
@@ -79,7 +81,7 @@ def ledger(browser) -> list[str]:
     every = shown.count()
     page.get_by_label("Verdict").select_option("does not hold")
     refuted = shown.count()
-    page.get_by_label("Search").fill("bert-large")
+    page.get_by_role("searchbox", name="Search", exact=True).fill("bert-large")
     both = shown.count()
     page.close()
     return [] if every > refuted > both > 0 else [f"{every}, then {refuted}, then {both} claims are shown"]

@@ -11,7 +11,7 @@ function bytes(n) {
     if (Math.abs(n) >= size) return `${(n / size).toFixed(n / size >= 100 ? 0 : 1)} ${unit}`;
   return `${n} B`;
 }
-const micro = (entry) => `${entry.us_per_token.toPrecision(3)} µs`;
+const micro = (entry) => `${Number(entry.us_per_token.toPrecision(3)).toLocaleString("en")} µs`;
 
 function chosen() {
   const hash = new URLSearchParams(location.hash.slice(1));
@@ -53,13 +53,14 @@ function bar(entry, card) {
 
 function answer(entry, card) {
   const verdict = entry.fits
-    ? `<b class="yes">It fits</b>, with ${bytes(entry.spare)} to spare. A token takes about ${micro(entry)}.`
+    ? `<b class="yes">It fits</b>, with ${bytes(entry.spare)} to spare. A token takes about ${micro(entry)}, by estimate.`
     : `<b class="no">It does not fit</b>. The closest recipe lacks ${bytes(-entry.spare)}.`;
-  const why = entry.fits ? "" : `<p>It ${text(entry.why_not)}.</p>`;
-  const faster = entry.next_faster ? `<p>The next faster recipe does not fit: ${text(entry.next_faster)}.</p>` : "";
+  const why = entry.fits ? "" : `<p>${text(entry.why_not)}</p>`;
+  const faster = entry.next_faster ? `<p>The next faster recipe does not fit: ${text(entry.next_faster)}</p>` : "";
   const code = entry.code
     ? `<h3>The code</h3><div class="highlight"><pre tabindex="0">${text(entry.code)}</pre></div>` : "";
-  return `<p role="status">${verdict}</p><p><b>Recipe</b>: ${text(entry.recipe)}</p>${bar(entry, card)}${why}${faster}${code}`;
+  return `<p role="status">${verdict} A step is ${entry.global_batch} rows
+    of ${entry.seq_len.toLocaleString("en")} tokens.</p><p><b>Recipe</b>: ${text(entry.recipe)}</p>${bar(entry, card)}${why}${faster}${code}`;
 }
 
 // All cards and methods for one model; each cell leads to its answer.
@@ -86,7 +87,8 @@ function show() {
   place.innerHTML = `<form class="pick">${picker("model", "Model", choice)}${picker("card", "Card", choice)}
     ${picker("method", "Trained", choice)}</form>
     <h2>${text(choice.model)} on ${text(choice.card)}, ${text(METHOD[choice.method] ?? choice.method)}</h2>
-    ${entry ? answer(entry, card) : "<p>This combination was not computed.</p>"}${overview(choice)}`;
+    ${entry ? answer(entry, card) : "<p>This combination was not computed.</p>"}${overview(choice)}
+    <p class="scale">Computed on ${FITS.date} with torch ${FITS.versions.torch} and transformers ${FITS.versions.transformers}.</p>`;
   place.querySelector(`[name="${focus}"]`)?.focus();
   place.hidden = false;
   addCopyButtons(place);
