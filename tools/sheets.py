@@ -1,5 +1,7 @@
 """Draws docs/sheets/NN.svg: for each lesson one A4 sheet for the wall, to be read from two metres and without colours.
 
+docs/sheets/all.html prints them in one go.
+
 python tools/sheets.py            write the sheets
 """
 
@@ -182,7 +184,14 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
 
 def sheets() -> dict[Path, str]:
     """Every sheet by the file that it belongs in."""
-    return {FOLDER / f"{lesson.number}.svg": draw(lesson, sheet(lesson)) for lesson in lessons()}
+    made = {FOLDER / f"{lesson.number}.svg": draw(lesson, sheet(lesson)) for lesson in lessons()}
+    pages = "\n".join(f'<img src="{path.name}" alt="sheet {path.stem}">' for path in made)
+    style = "@page { size: A4; margin: 0 } body { margin: 0 } img { display: block; width: 210mm; height: 296.9mm }"
+    head = f'<meta charset="utf-8"><title>Sheets for the wall</title><style>{style}</style>'
+    return made | {
+        FOLDER
+        / "all.html": f'<!doctype html><html lang="en"><head>{head}</head><body>\n{pages}\n</body></html>\n'
+    }
 
 
 if __name__ == "__main__":
