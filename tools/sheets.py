@@ -159,7 +159,7 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
             paragraph(86, y + 1 if len(lines_of(what, 109, LABEL)) > 1 else y + 4.5, what, 109, LABEL)
         )
     defs = "".join(svg_pattern("s", name) for name in COLORS)
-    defs = defs.replace("<pattern ", '<pattern patternTransform="scale(0.4)" ')
+    defs = defs.replace("<pattern ", '<pattern patternTransform="scale(0.65)" ')
     rule = lines_of(facts.rule, 172, 9.5, BOLD)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="210mm" height="297mm" viewBox="0 0 210 297" role="img" '
