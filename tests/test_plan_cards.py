@@ -171,6 +171,26 @@ def test_where_nothing_fits_shards_go_to_the_host():
     assert host.seconds * 2 > both_ways > 0
 
 
+def test_what_moves_away_leaves_room_for_larger_micro_batches():
+    # A 70B on two cards of 24 GB: one row at a time is what fits before anything moves; afterwards two do, and weights travel once.
+    few = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
+    search = Search(count(few), find_card("2 GiB"), 64, 8, "cuda", 2)
+    search.join(search.option(recipe))
+    assert [option.recipe.accumulation for option in search.fits()] == [1]
+    tight = Search(
+        count(few), find_card(search.option(replace(recipe, accumulation=2)).needs), 64, 8, "cuda", 2
+    )
+    tight.join(tight.option(recipe))
+    assert [option.recipe.accumulation for option in tight.fits()] == [2]
+    stays = Search(count(few), find_card("2 GiB"), 64, 8, "cuda", 2)
+    stays.join(stays.option(replace(recipe, offload=None)))
+    assert [option.recipe.accumulation for option in stays.fits()] == [4]
+
+
 @pytest.mark.parametrize(
     "changes, says",
     [

@@ -3,11 +3,13 @@
 from importlib import import_module
 
 _HOMES = {
+    "awards": "stars",
     "check": "UnknownExercise all_exercises audit get",
     "exercise": "Exercise Mistake calls measure",
     "judging": "judge",
     "guesses": "Guess",
     "processes": "torchrun",
+    "puzzles": "puzzle",
     "ranks": "run_ranks RanksFailed",
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_06_models": "classifier_setting t5_setting",

@@ -46,7 +46,8 @@ def check(id: str, candidate: Any) -> Any:
         says = f"this answer cannot be compared ({type(error).__name__}): return plain numbers or tensors"
         verdict = wrong(exercise, says)
     record_check(exercise.id, verdict.outcome)
-    print(verdict.line)
+    more = verdict.outcome == PASSED and exercise.afterwards and exercise.afterwards(candidate)
+    print(verdict.line, *([more] if more else []))
     return verdict.result
 
 

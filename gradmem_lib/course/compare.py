@@ -15,11 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """What some code returned, its peak of live bytes, and the budget it had (bytes, both)."""
+    """What some code returned, its peak of live bytes, and the budget it had (bytes, both); ``says``: words of its own for
+    too many bytes."""
 
     value: Any
     peak: int
     budget: int
+    says: str = ""
 
     @property
     def over(self) -> int:
@@ -29,7 +31,7 @@ class Measured:
 
 def over_budget(run: Measured) -> str:
     """Peak and budget of a run that takes too many bytes, in a sentence."""
-    return (
+    return run.says or (
         f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} too many)."
     )
 

@@ -46,7 +46,8 @@ def location() -> Path:
 
 
 def load() -> dict[str, Any]:
-    """All progress: ``{"version", "checks": {id: {"outcome", "tries"}}, "guesses": {id: {"guess", "unit", "measured"}}}``."""
+    """All progress: ``{"version", "checks": {id: {"outcome", "tries"}}, "guesses": {id: {"guess", "unit", "measured"}}}``,
+    and once a puzzle is solved, ``"puzzles": {id: {"seconds", "recipe"}}``."""
     path = location()
     try:
         progress, whole = _read(path)
@@ -78,6 +79,17 @@ def record_guess(id: str, guess: float, measured: float | None = None, *, unit: 
             {id: {"guess": guess, "unit": unit, "measured": measured}}
         )
     )
+
+
+def record_puzzle(id: str, seconds: float, recipe: str) -> None:
+    """Note a solved puzzle: the recipe, as it is written, and its estimated seconds a token. The fastest one stays."""
+
+    def note(progress: dict) -> None:
+        solved = progress.setdefault("puzzles", {})
+        if id not in solved or seconds < solved[id]["seconds"]:
+            solved[id] = {"seconds": seconds, "recipe": recipe}
+
+    _update(note)
 
 
 def reset() -> str:
@@ -129,7 +141,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
     if not isinstance(found, dict) or found.get("version") != VERSION:
         return _empty(), False
     progress, whole = _empty(), True
-    for section in ("checks", "guesses"):
+    for section in ("checks", "guesses", *({"puzzles"} & found.keys())):  # which came later
         entries = found.get(section)
         entries, whole = (entries, whole) if isinstance(entries, dict) else ({}, False)
         progress[section] = {id: entry for id, entry in entries.items() if _is_entry(section, entry)}
@@ -138,7 +150,11 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _is_entry(section: str, entry: Any) -> bool:
-    number, text = {"checks": ("tries", "outcome"), "guesses": ("guess", "unit")}[section]
+    number, text = {
+        "checks": ("tries", "outcome"),
+        "guesses": ("guess", "unit"),
+        "puzzles": ("seconds", "recipe"),
+    }[section]
     return (
         isinstance(entry, dict)
         and isinstance(entry.get(number), (int, float))

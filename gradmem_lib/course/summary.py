@@ -21,6 +21,10 @@ def summary() -> str:
             for exercise, state in zip(exercises, states, strict=True)
         ]
         rows.append("")
+    if progress.get("puzzles"):
+        from .awards import stars
+
+        rows += ["Stars of lesson 11's puzzles", str(stars()), ""]
     rows.append("Predictions" if progress["guesses"] else "Predictions: none yet")
     for id, entry in sorted(progress["guesses"].items()):
         guess, measured, unit = entry["guess"], entry.get("measured"), entry["unit"]

@@ -51,12 +51,7 @@ def plan(
     seq_len = None if work.patches else _checked("seq_len", seq_len, "tokens in a row", 2048)
     search = Search(work, found, seq_len, global_batch, target, cards)
     methods = list(METHODS) if method == "any" else [method]
-    for name in methods:
-        search.run(name)
-    if found_ways := search.fits():
-        search.refine(found_ways[0])
-    else:
-        search.move(methods)
+    search.find(methods)
     if fits := search.fits():
         search.next_faster(fits[0])
     return Plan(

@@ -134,6 +134,17 @@ class Search:
                 return self.option(way)
         return None
 
+    def find(self, methods: list[str]) -> None:
+        """All that a plan tries."""
+        for name in methods:
+            self.run(name)
+        if found := self.fits():
+            self.refine(found[0])
+        else:
+            self.move(methods)
+        if found := self.fits():
+            self.join(found[0])
+
     def refine(self, best: Option) -> None:
         """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
@@ -144,6 +155,13 @@ class Search:
                 option = self.option(way)
                 if option.fits and option.seconds < best.seconds:
                     return
+
+    def join(self, best: Option) -> None:
+        """Larger micro-batches for what moves something away: so many pieces were for what had stayed until then."""
+        fewer = [n for n in range(best.recipe.accumulation - 1, 0, -1) if self.rows % n == 0]
+        for n in fewer if best.recipe.offload else ():
+            if not self.option(replace(best.recipe, accumulation=n)).fits:
+                return
 
     def next_faster(self, best: Option) -> Option | None:
         """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""

@@ -1,0 +1,74 @@
+"""What makes an exercise of a puzzle: a recipe is judged by what it needs there, and told what stands in the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...planning.cost import resident_bytes
+from ...training.recipe import Recipe
+from ..awards import award
+from ..compare import Measured
+from ..exercise import Exercise, Mistake
+from ..puzzles import CONDITIONS, Puzzle, Weighed, puzzle, search
+from .settings import quietly
+
+WHY = {
+    "weights": "the weights alone are more than there is.",
+    "gradients": "weights and gradients alone are more than there is, and no cut of the batch makes them smaller.",
+    "states": "what no cut of the batch makes smaller, weights, gradients and optimizer states, is more than there is.",
+    "full": "weights, gradients and states leave no room for what lies beside live tensors on a card.",
+    "kept": "weights, gradients and states would fit; the activations that every layer keeps for its backward do not.",
+    "step": "the peak is in the optimizer's step, where the activations are gone: no checkpoint makes it lower.",
+    "beside": "weights, gradients and states would fit; what is alive beside them at the peak does not.",
+}
+BROKEN = {key: says for key, (_, _, says) in CONDITIONS.items()}
+
+BF16: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw-fused"}
+LORA = BF16 | {"lora_rank": 16}
+QLORA = LORA | {"quantized_base": True}
+AGAIN = {"checkpointing": "per-layer"}
+
+
+@dataclass(frozen=True)
+class Needs(Measured):
+    """What a recipe needs, ``why`` that is too much, and for ``explain`` alone."""
+
+    why: str = ""
+
+
+def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
+    """A key of ``WHY`` for a recipe that does not fit."""
+    held = resident_bytes(search(one).work, recipe, one.cards)
+    for category, why in (("parameters", "weights"), ("gradients", "gradients"), ("optimizer", "states")):
+        if sum(list(held.values())[: list(held).index(category) + 1]) > weighed.room:
+            return why
+    if sum(held.values()) > search(one).room:
+        return "full"
+    if weighed.phase == "optimizer_step":
+        return "step"
+    beside = {name: n for name, n in weighed.held.items() if name not in held}
+    plain = recipe.checkpointing is None and recipe.every_n_layers is None and recipe.offload is None
+    return "kept" if plain and max(beside, key=beside.__getitem__) == "activations" else "beside"
+
+
+def puzzle_exercise(id: str, difficulty: int, minutes: int, trains: str, *mistakes: tuple) -> Exercise:
+    """``mistakes``: (name, options of a recipe, what is said of it)."""
+    one = puzzle(id)
+
+    @quietly
+    def observe(answer: Any) -> Any:
+        wrong, weighed = one.judge(answer)
+        if weighed is None:
+            return wrong
+        why = in_the_way(one, one.recipe(answer), weighed) if wrong else ""
+        return Needs("", weighed.needs, weighed.room, f"{str(weighed)[0].upper()}{str(weighed)[1:]}", why)
+
+    def explain(got: Any, expected: Any) -> str:
+        return WHY[got.why] if isinstance(got, Needs) else got
+
+    known = tuple(Mistake(name, options, says) for name, options, says in mistakes)
+    return Exercise(
+        id=id, title=one.title, difficulty=difficulty, minutes=minutes, trains=trains, reference=one.best()[0],
+        observe=observe, explain=explain, afterwards=lambda answer: award(one, answer), mistakes=known,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""A card with a recipe on it: one bar of bytes by what holds them, and what is left of the card or missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from ..names import CATEGORIES
+from .bars import bar_svg
+
+
+@dataclass(frozen=True)
+class Room:
+    """``held``: bytes at the peak by category, and what lies beside live bytes by name, which the bar shows as ``other``; ``nbytes``:
+    what the card has; ``words``: sentences below the bar. The text is the same in every run."""
+
+    title: str
+    card: str
+    nbytes: int
+    held: Mapping[str, int] = field(default_factory=dict)
+    words: Sequence[str] = ()
+
+    def parts(self) -> dict[str, int]:
+        """``held`` by the categories that have a colour."""
+        beside = sum(n for name, n in self.held.items() if name not in CATEGORIES)
+        parts = {name: self.held.get(name, 0) for name in CATEGORIES}
+        return parts | {"other": parts["other"] + beside}
+
+    def __repr__(self) -> str:
+        return "\n".join([self.title, *self.words])
+
+    def _repr_html_(self) -> str:
+        bar = bar_svg({"at the peak": self.parts()}, cards={self.card: self.nbytes}, title=self.title)
+        lines = "".join(f"<div>{escape(words)}</div>" for words in self.words)
+        return f"<div><b>{escape(self.title)}</b>{bar}{lines}</div>"
