@@ -75,6 +75,11 @@ efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
 grouped_mm = _aten._grouped_mm.default
 lstm_layer = _aten.mkldnn_rnn_layer.default
+of_one_dtype = [
+    getattr(_aten, name).default
+    for name in ("mm", "addmm", "mv", "convolution", "index_put", "index_put_", "index_add", "index_add_", "_cdist_forward",
+                 "huber_loss_backward")
+]  # fmt: skip
 # Operators of recurrent layers on a card, which bring a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 from predicted import config
-from ranked import ROWS, TOKENS, figures, measured_here, predicted_for
+from ranked import ROWS, TOKENS, config_of, figures, measured_here, predicted_for
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
@@ -38,6 +38,20 @@ def test_a_predicted_rank_is_the_tracked_one(ranks):
     for i, (family, fields) in enumerate(cases):
         for rank in range(ranks) if os.environ.get("GRADMEM_ALL") else (i % ranks,):
             assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (family, fields, rank)
+
+
+def test_buckets_of_a_card_are_rounded_as_a_whole():
+    recipe = Recipe(sharding="ddp", lora_rank=4, precision="bf16")
+    asked = {"batch_size": 2, "seq_len": 8, "recipe": recipe, "target": "cuda", "ranks": 2}
+    assert figures(predict(config("gqa", 8), **asked)) == figures(
+        predict(config("gqa", 8), full=True, **asked)
+    )
+
+
+@pytest.mark.parametrize("family", ["t5", "opt"])
+def test_layers_that_return_views_are_predicted_without_a_warning(family, recwarn):
+    predict(config_of(family), batch_size=2, seq_len=8, recipe=Recipe(sharding="fsdp"), target="cpu", ranks=2)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

@@ -151,6 +151,13 @@ def test_after_its_time_it_says_where_each_rank_waits(alone):
     assert "rank 1 was" not in str(caught.value)
 
 
+def test_without_a_time_it_waits_as_long_as_they_take(alone):
+    assert run_ranks(dist.get_rank, ranks=1, seconds=None) == [0]
+    for seconds in (0, -1, float("nan"), "60", True):
+        with pytest.raises(ValueError, match="seconds is how long the ranks may take"):
+            run_ranks(dist.get_rank, seconds=seconds)
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all(alone):
     ours = os.getpid()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sharded import distances, far, whole
 from torch import nn
 
-from gradmem_lib import Recipe, make_trainer, prepare, step
+from gradmem_lib import Recipe, compat_groups, make_trainer, prepare, step
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.techniques.precision import GradScaler
@@ -223,6 +223,15 @@ def said_by_shard() -> list[str]:
     except ValueError as error:
         said.append(str(error))
     return said
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_model_is_prepared_once(how):
+    with compat_groups.one_of(2, 0) as mesh:
+        prepared = prepare(nn.Sequential(nn.Linear(2, 2)), Recipe(sharding=how), mesh=mesh)
+        for again in ("ddp", "fsdp"):
+            with pytest.raises(ValueError, match="is trained by several processes together already"):
+                prepare(prepared.model, Recipe(sharding=again), mesh=mesh)
 
 
 def test_what_cannot_be_sharded_is_told_so():

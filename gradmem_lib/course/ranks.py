@@ -6,6 +6,7 @@ sockets) to each rank. A rank whose line ends leaves at once: no process outlive
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -42,7 +43,7 @@ def run_ranks(
     ranks: int = 2,
     live: bool | None = None,
     everyone: bool = False,
-    seconds: float = 240,
+    seconds: float | None = 240,
 ) -> list:
     """Run ``function(*args)`` in ``ranks`` processes that share a gloo process group; what each returned, by rank.
 
@@ -50,7 +51,7 @@ def run_ranks(
     own copy. A rank computes on one thread and starts with PyTorch's default seed. What rank 0 prints is printed
     here (its warnings too), and with ``everyone`` what all printed, rank by rank, after the end. In a notebook the
     ``MemoryTracker`` of each rank is drawn here, side by side (``live=False``: nothing is drawn). Raises ``RanksFailed``
-    if a rank fails, and after ``seconds``; then the other ranks are ended too.
+    if a rank fails, and after ``seconds`` (``None``: never); then the other ranks are ended too.
     """
     import cloudpickle
 
@@ -58,6 +59,11 @@ def run_ranks(
         raise TypeError(f"run_ranks takes a function, and was given {type(function).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks is the number of processes, at least 1, and was given as {ranks!r}")
+    seconds = math.inf if seconds is None else seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(
+            f"seconds is how long the ranks may take, above 0 (None: as long as they like), and was given as {seconds!r}"
+        )
     if parent_process() is not None:
         raise RuntimeError("run_ranks starts ranks from a kernel or a script, and was called inside a rank")
     watched = live is not False and in_kernel()
@@ -144,7 +150,7 @@ class _Crew:
     def results(self, seconds: float) -> list[bytes]:
         until = time.monotonic() + seconds
         while any(rank.returned is None for rank in self.ranks):
-            self._listen(until - time.monotonic())
+            self._listen(min(60, until - time.monotonic()))  # the system waits for no infinity
             if self._lost() or any(rank.failed for rank in self.ranks):
                 raise RanksFailed(self._why())
             if time.monotonic() > until:

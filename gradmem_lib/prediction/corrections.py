@@ -46,16 +46,27 @@ def _in_the_columns_storage(args, out):
     return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
 
 
-def _layer_norm(args, out):
-    """The CPU keeps mean and 1/std in float32 when the weight is wider than the input."""
-    weight = args[2] if len(args) > 2 else None
-    if weight is None or weight.dtype == args[0].dtype:
-        return out
-    if weight.dtype != torch.float32:
+def _of_one_dtype(args, out):
+    """Where PyTorch's fake makes two dtypes one, and the kernel refuses them."""
+    tensors = [t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    dtypes = sorted({str(t.dtype) for t in tensors})
+    if len(dtypes) > 1:
         raise RuntimeError(
-            f"layer_norm of {args[0].dtype} with a weight in {weight.dtype}: mixed dtype (CPU)"
+            f"{' and '.join(dtypes)} meet in an operation that takes one dtype: give batch= in the weights' dtype"
         )
-    return _with_float32_statistics(args, out)
+    return out
+
+
+def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Callable:
+    """A norm whose weight, argument ``position``, has the input's dtype or float32; ``mixed``: what comes of the second."""
+
+    def correct(args, out):
+        weight = args[position] if len(args) > position else None
+        if weight is None or weight.dtype == args[0].dtype:
+            return out
+        return mixed(args, out if weight.dtype == torch.float32 else _of_one_dtype((args[0], weight), out))
+
+    return correct
 
 
 def _with_float32_statistics(args, out):
@@ -74,6 +85,11 @@ def _reduced_in_place(position: int) -> Callable:
         return out.new_empty(shape).as_strided((), ())
 
     return correct
+
+
+def _in_the_dtype_of(position: int) -> Callable:
+    """Kernels that keep to the dtype of an argument, where PyTorch's fake takes the widest one."""
+    return lambda args, out: out.to(args[position].dtype)
 
 
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
@@ -138,17 +154,27 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.native_layer_norm_backward.default: _contiguous_gradient,
     aten.col2im.default: _in_the_columns_storage,
     compat.all_reduce: _all_reduced,
-}
+    aten.native_group_norm.default: _normalized(1),
+    aten.native_batch_norm.default: _normalized(1),
+} | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
 _ON_CPU = _EVERYWHERE | {
-    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm.default: _normalized(2, _with_float32_statistics),  # mean and 1/std
+    aten.native_group_norm.default: _normalized(1, _with_float32_statistics),
+    aten.native_batch_norm.default: _normalized(1, _with_float32_statistics),
     compat.lstm_layer: _lstm,
     aten.mse_loss.default: _reduced_in_place(2),
     aten.smooth_l1_loss.default: _reduced_in_place(2),
-    aten.soft_margin_loss.default: _reduced_in_place(2),
-    aten.binary_cross_entropy.default: _reduced_in_place(3),
+    aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),
+    aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(args, _of_one_dtype(args, out)),
+    **{
+        op.default: _in_the_dtype_of(1)
+        for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.soft_margin_loss_backward)
+    },
 }
 _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
-_ON_CARD[aten.native_layer_norm.default] = _with_float32_statistics
+_ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
+    args, _normalized(2)(args, out)
+)
 # By target and operator: from its arguments and PyTorch's fake, ``out`` as the target's kernel makes it; or ``CannotTrace``,
 # where nobody can foresee that.
 OF: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

@@ -3,6 +3,7 @@
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Self
@@ -199,6 +200,12 @@ def _traced(
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
+        if layers is not None and question.target == "cuda" and recipe.sharding == "ddp":
+            odd = [p for p in model.parameters() if p.requires_grad and p.nbytes % allocator.BLOCK]
+            if odd:
+                raise ValueError(
+                    "DDP's buckets hold many layers and are rounded as a whole: trace all layers"
+                )
         offloaded = question.target == "cuda" and recipe.offload == "parameters"
         recorder = RECORDERS["offloaded" if offloaded else question.target](model, prepared.optimizer)
         moves = moving(model, recipe)
@@ -241,6 +248,10 @@ def _ranks(question: Question, stack: ExitStack):
         return [n * question.ranks for n in numbers]  # the others do the same
 
     stack.enter_context(patch.object(Processes, "sums", sums))
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module"
+    )  # that layers return views: for who runs them to know
     return stack.enter_context(compat_groups.one_of(question.ranks, question.rank))
 
 

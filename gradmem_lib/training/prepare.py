@@ -14,6 +14,7 @@ from .. import compat
 from ..compat import is_persistent, own_tensors
 from ..names import SELECTIVE
 from ..techniques.checkpointing import checkpoint_layers
+from ..techniques.data_parallel import processes_of
 from ..techniques.lora import LoRALinear, add_lora
 from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
@@ -50,6 +51,10 @@ def prepare(
     """
     if lr is None:
         lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
+    if recipe.sharding is not None and processes_of(model).groups:
+        raise ValueError(
+            f"this {type(model).__name__} is trained by several processes together already: load the model anew, and prepare it once"
+        )
     undo = ExitStack()
     change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
