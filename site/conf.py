@@ -29,6 +29,7 @@ html_extra_path = [str(ROOT / "build/site/extra")]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
 html_copy_source = html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "use_download_button": False,
     "navbar_persistent": [],
