@@ -98,8 +98,8 @@ def test_what_the_page_points_to_is_there():
 
 def test_the_commands_on_the_page_are_commands():
     page = teaching.PAGE.read_text(encoding="utf-8")
-    commands = set(re.findall(r"python -m gradmem_lib ([^`\n]+)", page))
-    assert len(commands) >= 5
+    commands = set(re.findall(r"(?:^|`)gradmem ([^`\n]+)", page, re.MULTILINE))
+    assert len(commands) >= 5 and not re.search(r"`gradmem\n|-m gradmem_lib ", page)
     for command in commands:
         assert parser().parse_args(command.split()).run, command
 
