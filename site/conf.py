@@ -45,7 +45,7 @@ def _inline(self, node) -> None:
 
 
 def _block(self, node) -> None:
-    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    self.body.append(f'<div class="formula">{convert(node.astext(), display="block")}</div>')
     raise_skip()
 
 

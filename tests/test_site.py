@@ -125,7 +125,6 @@ def test_the_table_of_what_fits_has_the_form_that_its_page_reads():
     entries = {(entry["model"], entry["card"], entry["method"]): entry for entry in found["entries"]}
     asked = [(m, card, method) for m in found["models"] for card in cards for method in found["methods"]]
     assert sorted(entries) == sorted(asked)
-    assert (len(found["models"]), len(cards)) == (10, 12), "as the front page says"
     for (_, card, _), entry in entries.items():
         assert entry["fits"] == (entry["spare"] >= 0) == bool(entry["code"]) and entry["recipe"], entry
         assert entry["needs"] + entry["spare"] == cards[card] and entry["us_per_token"] > 0, entry
