@@ -192,9 +192,9 @@ def _display(asked: Guess) -> None:
         return
     from IPython.display import display
 
-    from ..view.live import live
+    from ..display import live_enabled
 
-    widget = _view(_widget(asked, example)) if live() else {}
+    widget = _view(_widget(asked, example)) if live_enabled() else {}
     display({"text/plain": line, **widget}, raw=True)
 
 
