@@ -63,7 +63,7 @@ def test_a_picture_becomes_a_file_with_its_size_and_its_words(tmp_path):
     assert 'alt="one &quot;peak&quot; &lt;high&gt;" width="780" height="320"' in shown
 
 
-@pytest.mark.parametrize("name", ["README.md", "LEDGER.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "LEDGER.md", "CONTRIBUTING.md", "TEACHING.md"])
 def test_every_link_of_a_page_from_elsewhere_leads_to_a_page_or_a_file(name):
     text = build.relinked((ROOT / name).read_text(encoding="utf-8"))
     pages = {path.name for path in (SITE / "pages").glob("*.md")}
