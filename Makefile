@@ -15,7 +15,7 @@ LEARN := .venv/.ready-to-learn
 TEST := .venv/.ready-to-test
 SITE := .venv-site/.ready
 
-.PHONY: help lab start check test nightly lowest mutants notebooks dist site benchmarks gpu browser
+.PHONY: help lab start check test nightly lowest mutants notebooks dist bundle site benchmarks classroom gpu browser
 
 help:
 	@echo "make lab         open the course in JupyterLab"
@@ -27,8 +27,10 @@ help:
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
 	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
+	@echo "make bundle      wheels, model and notebooks in one archive for a room without a network, tried without one"
 	@echo "make site        the course as web pages in build/site/html, looked at in a browser without a network"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
+	@echo "make classroom   lesson 00 in KERNELS=30 kernels at once on this machine: memory and time"
 	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, and what it can train, in eight minutes"
 
 # The environment.
@@ -84,8 +86,16 @@ dist: $(TEST)
 	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 
+# For this platform and this Python.
+bundle: dist
+	$(PY) tools/bundle.py $(TORCH_FLAGS)
+
 benchmarks: $(LEARN)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
+
+KERNELS ?= 30
+classroom: $(LEARN)
+	$(PY) benchmarks/classroom.py --kernels $(KERNELS)
 
 # The measurement on a card needs torch and transformers alone: a Python that has recent ones will do as it is.
 HAS_BOTH = import re, sys; from importlib.metadata import version; \

@@ -65,6 +65,7 @@ SECONDS = {
     "test_runs.py": 12,
     "test_selective.py": 11,
     "test_segments.py": 11,
+    "test_without_widgets.py": 11,
     "test_lesson_06.py": 10,
     "test_dist.py": 11,
     "test_lesson_08_text.py": 10,

@@ -27,6 +27,7 @@ MARK = re.compile(r"^ *### (BEGIN|END) SOLUTION *\n?| *# SOLUTION *$", re.MULTIL
 # The pages that other files of the repository have become: what a link names, and where it leads from a page at the top.
 MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
+    (r"docs/sheets/?", "sheets.md"),
     (r"LEDGER\.md", "ledger.md"),
     (r"TEACHING\.md", "teaching.md"),
     (r"CONTRIBUTING\.md", "contributing.md"),
@@ -114,6 +115,16 @@ def names_list() -> str:
     return "\n".join(found)
 
 
+def sheets() -> str:
+    """The sheets for the wall, small; each leads to the file to print."""
+    files = sorted((ROOT / "docs" / "sheets").glob("*.svg"))
+    shown = (
+        f'<a href="sheets/{file.name}"><img src="sheets/{file.name}" alt="The sheet of lesson {file.stem}" loading="lazy"></a>'
+        for file in files
+    )
+    return "\n".join(["<div class='sheets'>", *shown, "</div>"])
+
+
 def ledger(page: str) -> str:
     """LEDGER.md with the place above its table into which the page's script puts search and filters."""
     return page.replace("\n| Claim |", '\n<div id="ledger-filter" hidden></div>\n\n| Claim |', 1)
@@ -134,11 +145,13 @@ def gather() -> None:
     _insert(source / "contributing.md", relinked(_read("CONTRIBUTING.md")))
     _insert(source / "ledger.md", relinked(ledger(_read("LEDGER.md"))))
     _insert(source / "teaching.md", relinked(_read("TEACHING.md")))
+    _insert(source / "sheets.md", sheets())
     (source / "lessons").mkdir()
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):
         page = lesson(json.loads(path.read_text(encoding="utf-8")), path.stem, images)
         (source / "lessons" / path.name).write_text(json.dumps(page), encoding="utf-8")
     shutil.copytree(ROOT / "lessons", BUILD / "extra" / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(ROOT / "docs" / "sheets", BUILD / "extra" / "sheets")
     for floor in FLOORS:
         (source / "reference" / f"{floor}.rst").write_text(floor_page(floor), encoding="utf-8")
     _insert(source / "reference" / "index.md", names_list())

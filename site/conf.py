@@ -29,6 +29,7 @@ html_extra_path = [str(ROOT / "build/site/extra")]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
 html_copy_source = html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "use_download_button": False,
     "navbar_persistent": [],
@@ -44,7 +45,7 @@ def _inline(self, node) -> None:
 
 
 def _block(self, node) -> None:
-    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    self.body.append(f'<div class="formula">{convert(node.astext(), display="block")}</div>')
     raise_skip()
 
 

@@ -18,7 +18,7 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 def look(browser, folder: Path | None = None) -> list[str]:
-    """What is wrong, in words; ``folder`` gets a screenshot of every page but the library's source."""
+    """What is wrong, in words; ``folder`` gets a screenshot of every page but the library's source and what is for paper."""
     wrong: list[str] = []
     for name, size, scheme in (("phone", PHONE, "dark"), ("desk", DESK, "light")):
         context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
@@ -31,7 +31,7 @@ def look(browser, folder: Path | None = None) -> list[str]:
         )
         context.on("weberror", lambda error: wrong.append(f"{error.page.url}: {error.error}"))
         for path in sorted(SITE.rglob("*.html")):
-            if {"_static", "_modules"} & set(path.parts):
+            if {"_static", "_modules", "sheets"} & set(path.parts):  # sheets are for paper
                 continue
             page.goto(path.as_uri())
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")

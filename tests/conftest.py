@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -15,6 +16,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 def pytest_configure() -> None:
     os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_collection_finish(session) -> None:
+    """Ranks are sent what a test file defines for them: importing it, and pytest, takes each a second."""
+    for module in {getattr(item, "module", None) for item in session.items}:
+        if hasattr(module, "run_ranks"):
+            cloudpickle.register_pickle_by_value(module)
 
 
 @pytest.fixture(autouse=True)

@@ -203,3 +203,12 @@ def test_the_benchmarks_shapes_are_the_courses(load):
     for name in ("Llama-2-7B", "Llama-2-70B"):
         assert Shape.from_config(bench.config_of(name), name) == SHAPES[name]
     assert 174e9 < Shape.from_config(bench.config_of("GPT-3"), "GPT-3").parameters < 176e9
+
+
+def test_a_room_holds_what_its_kernels_hold_and_ends_with_the_last(load):
+    classroom = load("classroom")
+    found = classroom.room(2, ["kept = bytearray(b'1') * (64 << 20)", "import time; time.sleep(3)"])
+    assert found["held together, most"] >= 2 * 64 * 2**20 and found["a resident set, most"] >= 64 * 2**20
+    assert 3 <= found["seconds of the lesson"]["first"] <= found["seconds of the lesson"]["last"]
+    with pytest.raises(RuntimeError, match="kernel 0: division by zero in\n1 / 0"):
+        classroom.room(1, ["1 / 0"])

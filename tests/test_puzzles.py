@@ -1,6 +1,7 @@
 """Lesson 11's puzzles: what is recorded of them is true, sentences that judge are right, and stars are given and kept."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -258,3 +259,14 @@ def test_a_puzzle_says_what_it_is():
     assert "which part forbids it" in str(puzzle("11.12"))
     with pytest.raises(KeyError, match=r"there is no puzzle '11\.13'"):
         puzzle("11.13")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.96, 1.0, 1.002, 1.3])
+def test_no_line_of_a_card_goes_through_the_total(share):
+    from gradmem_lib.view.bars import bar_svg
+
+    picture = bar_svg({"x": {"parameters": round(share * 15 * 2**30)}}, cards={"card": 15 * 2**30})
+    line = float(re.search(r'class="gm-card"[^>]* x1="([\d.]+)"', picture)[1])
+    label, words = re.search(r'<text x="([\d.]+)"[^>]*font-weight="700"[^>]*>([\d.]+ GiB)<', picture).groups()
+    assert line < float(label) or float(label) + 8 * len(words) < line
+    assert float(label) + 8 * len(words) < 760

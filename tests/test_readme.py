@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from minutes import minutes
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,6 +24,21 @@ def test_links_and_pictures_are_there():
     assert len(targets) > 8
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+def test_it_begins_with_a_moving_picture_and_the_two_commands():
+    picture = re.search(r"!\[[^]]{100,}\]\(([^)]+)\)", README)
+    path = ROOT / picture[1]
+    assert README[: picture.start()].count("\n") < 8 and path.stat().st_size <= 1_000_000
+    with Image.open(path) as film:
+        assert film.n_frames >= 20 and film.info["loop"] == 0, "it moves, and goes on"
+    screen = README[: README.index("## Start")].splitlines()
+    assert len(screen) < 40 and [
+        line.partition(" #")[0].strip() for line in screen if line.startswith("make ")
+    ] == [
+        "make lab",
+        "make test",
+    ]
 
 
 def test_every_lesson_is_in_the_course_map():

@@ -139,7 +139,11 @@ def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
 def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
     model = sharded_trainer.model_of("llama", torch.float32)
     for fields, more, says in [
-        ({"sharding": "fsdp"}, {}, "turn FSDP into DDP without a word"),
+        (
+            {"sharding": "fsdp"},
+            {},
+            "into DDP without a word, and on cards accelerate's plugin, not the recipe, says",
+        ),
         ({"sharding": "zero1"}, {}, "prepare.model, recipe. and step"),
         ({}, {"fsdp": "full_shard"}, "turn FSDP into DDP without a word"),
         ({"sharding": "ddp"}, {}, "torchrun --nproc-per-node=2"),

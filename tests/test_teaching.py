@@ -12,6 +12,7 @@ from build_notebooks import ROOT, Problem
 from lesson_facts import lessons
 from sheet_facts import sheet
 
+from gradmem_lib.__main__ import parser
 from gradmem_lib.course.check import all_exercises
 
 NUMBERS = sorted(path.name[:2] for path in ROOT.glob("solutions/[0-9][0-9]_*.ipynb"))
@@ -93,6 +94,14 @@ def test_what_the_page_points_to_is_there():
         file, _, anchor = target.partition("#")
         assert (ROOT / file).exists() and (file or anchor in headings), target
     assert page.count("<details>") == page.count("</details>")
+
+
+def test_the_commands_on_the_page_are_commands():
+    page = teaching.PAGE.read_text(encoding="utf-8")
+    commands = set(re.findall(r"(?:^|`)gradmem ([^`\n]+)", page, re.MULTILINE))
+    assert len(commands) >= 5 and not re.search(r"`gradmem\n|-m gradmem_lib ", page)
+    for command in commands:
+        assert parser().parse_args(command.split()).run, command
 
 
 def test_a_run_sheet_that_takes_too_long_is_refused():

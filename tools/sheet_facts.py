@@ -5,11 +5,15 @@ Every figure is taken from what the lesson's cells printed, so that sheet and le
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from build_notebooks import ROOT
 from lesson_facts import Lesson
+
+from gradmem_lib.names import CATEGORIES
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def lesson_03(found: Printed) -> Sheet:
                 found.answer("3.b").replace(" percent", " %"),
                 "lower is the peak with 4 × 4 rows instead of 16 at once",
             ),
-            (found.answer("3.c"), "gradients is the error of loss / K with unequal lengths"),
+            (f"{found.answer('3.c')} ×", "the gradient: the error of loss/K with unequal lengths"),
             (
                 found.answer("3.e").replace(" times", " ×"),
                 "too large: a classifier's gradient in Trainer, 4 steps",
@@ -275,7 +279,7 @@ def lesson_08(found: Printed) -> Sheet:
         "Nine layers of SmolLM2: activations kept (the bar), and operations on top",
         Bars(rows),
         (
-            (f"{float(ratio):.0f} ×", "slower: moving a 7B's layer off an H100, not recomputing it"),
+            (f"{float(ratio):.0f} ×", "slower than recomputing: moving a 7B's layer off an H100"),
             (
                 found.answer("8.b").replace(" percent", " %"),
                 "of the activations stay if all that is saved moves",
@@ -317,6 +321,31 @@ def lesson_10(found: Printed) -> Sheet:
             (found.answer("10.f"), "on each of two cards: a 70B, adapters, base in 4 bits"),
         ),
         "DDP copies, FSDP cuts. Count the bytes on every rank.",
+    )
+
+
+def lesson_11(found: Printed) -> Sheet:
+    record = json.loads((ROOT / "gradmem_lib" / "course" / "puzzles.json").read_text(encoding="utf-8"))
+    best, *steps = (entry["weighed"] for entry in record["puzzles"]["11.0"])
+    names = ("bf16, 8 × 1", "+ checkpoints", "+ loss in chunks", "8-bit AdamW")
+    rows = []
+    for name, weighed in zip(names, (*steps, best), strict=True):
+        parts = {category: weighed["held"].get(category, 0) for category in CATEGORIES}
+        parts["other"] += weighed["needs"] - sum(parts.values())
+        fits = weighed["needs"] <= weighed["room"]
+        says = f"{weighed['seconds'] * 1e6:.0f} µs" if fits else "too large"
+        rows.append(Bar(name, tuple(part for part in parts.items() if part[1]), says, fits))
+    speeds = [f"{weighed['seconds'] * 1e6:.0f}" for weighed in (best, steps[-1])]
+    three = found.stated(r"with (\d+) % it has ★★★")
+    return Sheet(
+        "Every weight of Llama-3.2-1B on a card of 12 GB: what it needs, and the time of a token",
+        Bars(rows, limits=((best["room"], "the card"),)),
+        (
+            (f"{speeds[0]} µs", f"a token with states in 8 bits. With checkpoints it is {speeds[1]}."),
+            (f"{three} %", "of the planner's speed is worth three stars"),
+            (found.answer("11.a"), "between the predicted and the measured peak of puzzle 11.1"),
+        ),
+        "Make it fit. Then make it fast: unused memory is time given away.",
     )
 
 

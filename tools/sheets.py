@@ -56,7 +56,7 @@ def fill(category: str, strong: bool) -> str:
 def draw_bars(bars: Bars) -> str:
     used = dict.fromkeys(category for row in bars.rows for category, _ in row.parts if category)
     legend = {category: bars.legend.get(category, category) for category in used}
-    top = TOP + (10 if legend else 0) + (8 if bars.limits else 0)
+    top = TOP + 10 * -(-len(legend) // 4) + (8 if bars.limits else 0)
     step = min(34.0, (BOTTOM - top) / len(bars.rows))
     start = LEFT + min(72.0, max(len(row.name) for row in bars.rows) * LABEL * BOLD + 2)
     room = max(len(row.says) for row in bars.rows) * LABEL * BOLD + 2
@@ -87,12 +87,14 @@ def draw_bars(bars: Bars) -> str:
 
 
 def _legend(names: dict[str, str]) -> str:
-    parts, x = [], LEFT
-    for category, name in names.items():
+    parts, x, y = [], LEFT, TOP
+    for i, (category, name) in enumerate(names.items()):
+        if i == 4:
+            x, y = LEFT, TOP + 10
         parts.append(
-            f'<rect x="{x:.1f}" y="{TOP - 1:.1f}" width="6" height="6" fill="url(#s{category})" stroke="{INK}" stroke-width="0.3"/>'
+            f'<rect x="{x:.1f}" y="{y - 1:.1f}" width="6" height="6" fill="url(#s{category})" stroke="{INK}" stroke-width="0.3"/>'
         )
-        parts.append(text(x + 8, TOP + 4.2, name, SMALL))
+        parts.append(text(x + 8, y + 4.2, name, SMALL))
         x += 14 + len(name) * SMALL * WIDE
     return "".join(parts)
 
@@ -159,7 +161,7 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
             paragraph(86, y + 1 if len(lines_of(what, 109, LABEL)) > 1 else y + 4.5, what, 109, LABEL)
         )
     defs = "".join(svg_pattern("s", name) for name in COLORS)
-    defs = defs.replace("<pattern ", '<pattern patternTransform="scale(0.4)" ')
+    defs = defs.replace("<pattern ", '<pattern patternTransform="scale(0.65)" ')
     rule = lines_of(facts.rule, 172, 9.5, BOLD)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="210mm" height="297mm" viewBox="0 0 210 297" role="img" '
@@ -175,9 +177,7 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
         + "".join(rows)
         + f'<rect x="{LEFT - 5}" y="240" width="{RIGHT - LEFT + 10}" height="44" rx="3" fill="{INK}"/>'
         + paragraph(LEFT + 2, 265.5 - 6 * (len(rule) - 1), facts.rule, 172, 9.5, weight=700, ink="#ffffff")
-        + text(
-            RIGHT, 291, "gradmem: the lesson's own cells print these figures", 3.6, anchor="end", ink=MUTED
-        )
+        + text(RIGHT, 291, "gradmem: the lesson shows these figures", 3.6, anchor="end", ink=MUTED)
         + "</svg>\n"
     )
 

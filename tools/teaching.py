@@ -33,13 +33,16 @@ def page(found: list[Lesson], text: str) -> str:
     """TEACHING.md from its handwritten part."""
     by_number = {lesson.number: lesson for lesson in found}
     text = RUN.sub(lambda match: run_sheet(int(match[1]), match[2], by_number), text)
-    written = [number for number, _ in OF_LESSON.findall(text)]
-    if written != list(by_number):
-        raise Problem(f"{TEXT.name} has notes for the lessons {written}, and there are {list(by_number)}")
+    lacking = [number for number in by_number if number not in dict(OF_LESSON.findall(text))]
+    if lacking:
+        raise Problem(
+            f"{TEXT.name} has no notes for {', '.join(lacking)}: add a heading '### {lacking[0]}' to it"
+        )
     text = re.sub(r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text)
-    return "<!-- python tools/teaching.py makes this page from tools/teaching.md -->\n\n" + OF_LESSON.sub(
-        lambda match: of_lesson(by_number[match[1]], match[2].strip()), text
+    text = OF_LESSON.sub(
+        lambda match: of_lesson(by_number[match[1]], match[2].strip()) if match[1] in by_number else "", text
     )
+    return f"<!-- python tools/teaching.py makes this page from tools/teaching.md -->\n\n{text.rstrip()}\n"
 
 
 def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
@@ -49,10 +52,16 @@ def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
         left, _, what = (part.strip() for part in row.partition("|"))
         if left.isdigit():
             took = int(left)
-        else:
-            number, _, sections = left.removeprefix("L").partition(" ")
+        elif lesson := re.fullmatch(r"L(\d\d) ?([\d-]*)", left):
+            number, sections = lesson.groups()
+            if number not in found:  # not run yet
+                continue
             took, where = part_of(found[number], sections)
             what = f"**{where}.** {what}".strip()
+        else:
+            raise Problem(
+                f"a run sheet's row begins with minutes or a lesson, such as 10 or L01 1-3, not {left!r}"
+            )
         lines.append(f"| {at // 60}:{at % 60:02} | {took} | {what} |")
         at += took
     if at > most:

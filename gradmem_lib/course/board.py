@@ -1,6 +1,7 @@
 """A board of a class, from the learners' progress files: who is where, what holds them, and what they guessed.
 
 It is one HTML file that loads itself again every few seconds. There is no server and no script, and the page may load nothing.
+Measured values can wait on pages of their own, in a folder beside it.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ def _display(asked: Guess) -> None:
         return
     from IPython.display import display
 
-    from ..display import live_enabled
+    from ..view.live import live
 
-    widget = _view(_widget(asked, example)) if live_enabled() else {}
+    widget = _view(_widget(asked, example)) if live() else {}
     display({"text/plain": line, **widget}, raw=True)
 
 

@@ -163,14 +163,9 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
 
 
 def seconds_per_token(
-    work: Work,
-    recipe: Recipe,
-    card: Card,
-    micro_batch: int,
-    seq_len: int,
-    moved: float | None = None,
+    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None,
     cards=1,
-) -> float:
+) -> float:  # fmt: skip
     """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
     weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what ``cards`` send each
     other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone. ``micro_batch`` is a card's.

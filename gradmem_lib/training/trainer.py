@@ -270,7 +270,8 @@ class _StopAfterStep(TrainerCallback):
 
 
 _CUT = (
-    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word): use gradmem_lib's prepare(model, recipe) and "
+    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word, and on cards accelerate's plugin, not the recipe, says what "
+    "is cut, in which dtype and where it lies): use gradmem_lib's prepare(model, recipe) and "
     "step(...) with this Recipe(sharding=...) under torchrun, or sharding='ddp' here"
 )
 # What Trainer takes and a recipe decides, or cannot keep to.

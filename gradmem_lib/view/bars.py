@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -132,7 +132,10 @@ def bar_svg(
             labels.append(label)
     shapes += [sheet.card(name, nbytes) for name, nbytes in cards.items()]
     shapes += labels  # after the lines, which would run through the words
-    shapes += [sheet.words(i, label, sum(parts.values())) for i, (label, parts) in enumerate(bars.items())]
+    shapes += [
+        sheet.words(i, label, sum(parts.values()), cards.values())
+        for i, (label, parts) in enumerate(bars.items())
+    ]
     shapes += [sheet.axis(), sheet.legend()]
     start = frame(key, width, sheet.foot + 50, 13, title, f"{words}.{against}", patterns)
     return f"{start}{''.join(shapes)}</svg>"
@@ -189,12 +192,16 @@ class _Sheet:
             f'<text x="{x}" y="{self.head - 8}" text-anchor="{anchor}" fill="{ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
         )
 
-    def words(self, i: int, label: str, total: int) -> str:
+    def words(self, i: int, label: str, total: int, cards: Iterable[int]) -> str:
         y, look = self.y(i), f'fill="currentColor" {svg_halo(7)}'
         bold = look.replace('"currentColor"', '"currentColor" font-weight="700"')
+        x, size = self.px(total) + 7, format_bytes(total)
+        for line in sorted(map(self.px, cards)):
+            if x - 7 <= line < x + 8 * len(size):  # else the line would go through the words
+                x = line + 7
         return (
             f'<text x="{self.pad}" y="{y - 8}" {look}>{escape(label)}</text>'
-            f'<text x="{self.px(total) + 7}" y="{y + self.bar / 2 + 5}" {bold}>{format_bytes(total)}</text>'
+            f'<text x="{x:g}" y="{y + self.bar / 2 + 5}" {bold}>{size}</text>'
         )
 
     def axis(self) -> str:

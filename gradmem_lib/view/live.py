@@ -2,12 +2,16 @@
 
 The whole picture travels as one ``Bytes`` trait of at most 400 points. Traits, unlike custom messages, reach a front
 end that is still opening, and each frame replaces the last, so a slow browser skips frames and never falls behind.
-When the block ends, a still picture takes the widget's place, so that a saved notebook shows it.
+When the block ends, a still picture takes the widget's place, so that a saved notebook shows it. Where a front end has no
+widgets, it shows what a widget's output says in HTML: a sentence, over the still picture where there is one. Where the
+kernel has none, there are only still pictures, and a sentence once.
 """
 
 from __future__ import annotations
 
 import base64
+import html
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 
 HEADER_VALUES = 8 + 2 * len(CATEGORIES)
 _VERSION = 1
+NO_WIDGETS = "This notebook program does not show widgets"
+WAIT = f"{NO_WIDGETS}: a still picture appears here at the end."
+STILL = f"{NO_WIDGETS}, so the picture stands still."
 
 
 def encode_frame(
@@ -63,6 +70,23 @@ def frame_peak(frame: bytes) -> float:
     return float(np.frombuffer(frame, "<f8", 4)[3])
 
 
+def live() -> bool:
+    """Whether something may move here: in a kernel that has the widgets, unless the environment forbids it."""
+    return live_enabled() and _widgets_load()
+
+
+@cache
+def _widgets_load() -> bool:
+    try:
+        import anywidget  # noqa: F401
+        import ipywidgets  # noqa: F401
+    except Exception as error:  # not there, or not fit for what is there
+        print(f"Pictures stand still here, since the widgets do not load: {error}.")
+        print("If you want them to move: pip install ipywidgets anywidget, and restart the kernel.")
+        return False
+    return True
+
+
 @cache
 def widget_class():
     # In a function, so that a plain script never imports the widget machinery.
@@ -90,11 +114,16 @@ def plain_text(title: str) -> str:
     return "MemoryTracker plot" + (f": {title}" if title else "")
 
 
-def view_bundle(widget, words: str) -> tuple[dict, dict]:
-    """A widget's mimebundle, with ``words`` as its plain text."""
+def view_bundle(widget, words: str, sentence: str, still: tuple[dict, dict] = ({}, {})) -> tuple[dict, dict]:
+    """A widget's mimebundle over the ``still`` one. Its plain text is ``words``, its HTML ``sentence`` and the still picture."""
     bundle = widget._repr_mimebundle_()
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-    return {**data, "text/plain": words}, metadata
+    instead = f"<em>{html.escape(sentence)}</em>"
+    if picture := still[0].get("image/png"):
+        shape = {"alt": "", **still[1].get("image/png", {})}
+        told = " ".join(f'{name}="{html.escape(str(value))}"' for name, value in shape.items())
+        instead += f'<br><img src="data:image/png;base64,{picture}" {told}>'
+    return {**still[0], **data, "text/html": instead, "text/plain": words}, {**still[1], **metadata}
 
 
 def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
@@ -131,14 +160,14 @@ class LivePlot:
 
     def start(self) -> None:
         """Put the empty plot on the page."""
-        if not live_enabled():
+        if not live():
             return
         from IPython.display import display
 
         self._widget = widget_class()(
             title=self.title, budget=float(self.budget or 0), frame=encode_frame(None, None, None)
         )
-        data, metadata = view_bundle(self._widget, plain_text(self.title))
+        data, metadata = view_bundle(self._widget, plain_text(self.title), WAIT)
         self._output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(
@@ -176,15 +205,13 @@ def show_timeline(
     """
     if not in_kernel():
         return
-    from IPython.display import display
 
-    data, metadata = still_bundle(timeline, title=title, budget=budget, peak=peak)
-    if live_enabled() and len(timeline):
+    def widget():
         frame = encode_frame(timeline, peak, None, finished=True)
-        widget = widget_class()(title=title, budget=float(budget or 0), frame=frame)
-        live, live_metadata = view_bundle(widget, plain_text(title))
-        data, metadata = {**data, **live}, {**metadata, **live_metadata}
-    display(data, metadata=metadata, raw=True)
+        return widget_class()(title=title, budget=float(budget or 0), frame=frame)
+
+    still = still_bundle(timeline, title=title, budget=budget, peak=peak)
+    _display(still, widget if len(timeline) else None, plain_text(title), STILL)
 
 
 def show_explorer(explorer, text: str) -> None:
@@ -192,13 +219,13 @@ def show_explorer(explorer, text: str) -> None:
 
     The picture goes with the widget, for readers without a kernel. ``GRADMEM_LIVE=0``: the picture alone.
     """
-    if not in_kernel():
-        return
+    if in_kernel():
+        again = f"{STILL} To explore, change the arguments and run the cell again."
+        _display(explorer.still_bundle(), explorer.widget, text, again)
+
+
+def _display(still: tuple[dict, dict], widget: Callable | None, words: str, sentence: str) -> None:
     from IPython.display import display
 
-    data, metadata = explorer.still_bundle()
-    if live_enabled():
-        bundle = explorer.widget()._repr_mimebundle_()
-        live = bundle[0] if isinstance(bundle, tuple) else bundle
-        data = {**data, **live, "text/plain": text}
+    data, metadata = view_bundle(widget(), words, sentence, still) if widget and live() else still
     display(data, metadata=metadata, raw=True)

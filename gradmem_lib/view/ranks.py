@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..display import live_enabled
 from ..names import CATEGORIES
 from ..units import format_bytes
-from .live import encode_frame, frame_peak, picture_bundle, plain_text, view_bundle, widget_class
+from .live import WAIT, encode_frame, frame_peak, live, picture_bundle, plain_text, view_bundle, widget_class
 from .style import new_figure, style, swatch
 from .timeline import describe, draw_areas
 
@@ -52,7 +51,7 @@ class _Picture:
         self.timelines: list[Timeline | None] = [None] * ranks
         self.widgets, self.output = [], None
         self.words = plain_text(f"{title}, {ranks} ranks" if title else f"{ranks} ranks")
-        if not live_enabled():
+        if not live():
             return
         from IPython.display import display
         from ipywidgets import HBox, Layout
@@ -67,7 +66,7 @@ class _Picture:
             for rank in range(ranks)
         ]
         self.widgets = [*views, HBox(views, layout=Layout(flex_flow="row wrap"))]
-        data, metadata = view_bundle(self.widgets[-1], self.words)
+        data, metadata = view_bundle(self.widgets[-1], self.words, WAIT)
         self.output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(self, rank: int, frame: bytes) -> None:

@@ -32,8 +32,9 @@ function picker(name, label, choice) {
 function bar(entry, card) {
   const parts = Object.entries(entry.parts ?? { needs: entry.needs }).filter(([, n]) => n > 0);
   const top = Math.max(entry.needs, card.nbytes) * 1.01;
-  const spots = { context: "#7d8797", needs: "#5b6473" };
-  const fill = (name) => (PATTERNS[name] ? `url(#fits-${name})` : spots[name] ?? "#97a1b0");
+  const greys = ["#9aa4b2", "#6b7686", "#434c5a"]; // what a card holds beside the live bytes
+  const beside = parts.map(([name]) => name).filter((name) => !PATTERNS[name]);
+  const fill = (name) => (PATTERNS[name] ? `url(#fits-${name})` : greys[beside.indexOf(name) % 3]);
   let x = 0;
   const boxes = parts.map(([name, n]) => {
     const box = `<rect x="${(1000 * x) / top}" y="6" width="${(1000 * n) / top}" height="48" fill="${fill(name)}"/>`;
