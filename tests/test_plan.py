@@ -105,6 +105,20 @@ def test_no_fit_names_the_closest_and_what_would_do(config):
     assert "Nothing fits" in str(made)
 
 
+def test_a_card_without_room_for_a_context_is_answered_after_two_predictions(config, monkeypatch):
+    asked = []
+
+    def counted(*args, **kwargs):
+        asked.append(kwargs["recipe"])
+        return predict(*args, **kwargs)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", counted)
+    made = plan(config, card="1 MB", seq_len=128, global_batch=4, target="cuda")
+    assert not made.fits and made.closest.needs > 500 * 2**20
+    assert [recipe.in_backward for recipe in asked] == [False, True]
+    assert "RTX 2060 6GB would do" in str(made)
+
+
 def test_an_optimizer_in_backward_gets_the_whole_batch_at_once_and_advice_to_shrink_it(config):
     work = count(config)
     weights = resident_bytes(work, Recipe(precision="bf16"))["parameters"]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +29,7 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.view.plan_code import plan_code
+from gradmem_lib.view.plan_code import launch, plan_code
 
 LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)
 SENT = [
@@ -161,7 +167,7 @@ def test_where_nothing_fits_shards_go_to_the_host():
     few = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
     )
-    search = Search(count(few), find_card("1 GiB"), 64, 2, "cuda", 2)
+    search = Search(count(few), find_card("1064 MiB"), 64, 2, "cuda", 2)
     search.move(["full"])
     away = {o.recipe.offload: o for o in search.fits() + search.refused()}
     assert {None, "boundaries", "parameters"} == set(away)
@@ -218,8 +224,27 @@ torch.save({n: p.detach().clone() for n, p in whole.items()}, f"{config._name_or
 """
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, tmp_path):
+def launched(script: str, folder, monkeypatch) -> None:
+    """Run ``script`` by the second command that the printed code names, on a port of its own."""
+    (folder / "train.py").write_text(script)
+    command = shlex.split(launch(2, str(folder / "train.py")).partition(", or: ")[2])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        command.insert(2, f"--main_process_port={probe.getsockname()[1]}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    program = Path(sys.executable).parent / command[0]
+    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "sharding, starts",
+    [("ddp", "torchrun"), ("fsdp", "torchrun"), ("ddp", "accelerate"), ("fsdp", "accelerate")],
+)
+def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, starts, tmp_path, monkeypatch):
+    if (sharding, starts) == ("ddp", "accelerate") and not os.environ.get("GRADMEM_ALL"):
+        pytest.skip("fifteen seconds more: make nightly")
     config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -229,7 +254,8 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, tm
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     text = text.replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
     start = SCRIPT.format(folder=str(tmp_path))
-    torchrun(start + text.removesuffix("destroy_process_group()\n") + SAVE, 2)
+    script = start + text.removesuffix("destroy_process_group()\n") + SAVE
+    torchrun(script, 2) if starts == "torchrun" else launched(script, tmp_path, monkeypatch)
     space: dict = {}
     with torch.random.fork_rng():
         exec(start, space)

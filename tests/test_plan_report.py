@@ -119,7 +119,10 @@ def test_a_plan_for_several_cards_says_so():
         "a model on 4 x Tiny 2GB (2,147,483,648 bytes each), global batch 8 x 2,048 tokens"
     )
     assert "adamw-fused, sharding=fsdp, every_n_layers=2, micro-batch 2 x 4 x 4 cards\n" in text
-    assert "\nStart the code of the first one with: torchrun --nproc-per-node=4 train.py\n" in text
+    assert (
+        "\nStart the code of the first one with: torchrun --nproc-per-node=4 train.py, or: accelerate launch "
+        "--multi_gpu --num_processes=4 train.py\n" in text
+    )
     assert "cards" not in str(plan_of()) and "torchrun" not in str(plan_of())
 
 

@@ -300,7 +300,8 @@ def test_printed_code_for_several_cards_word_for_word():
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", accumulation=4)
     option = Option(recipe, 2, 0.0, 0, None, {}, cards=2)
     assert plan_code(option, "llama 2 7b", config, "cuda") == (
-        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py\n"
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
+        "accelerate launch --multi_gpu --num_processes=2 train.py\n"
         "from torch.distributed import destroy_process_group, init_device_mesh\n"
         "from torch.utils.data import DataLoader, DistributedSampler\n"
         "from transformers import LlamaForCausalLM, default_data_collator\n"
@@ -324,7 +325,8 @@ def test_printed_code_for_several_cards_word_for_word():
     )
     ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
     assert ddp.startswith(
-        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py\nfrom transf"
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
+        "accelerate launch --multi_gpu --num_processes=2 train.py\nfrom transf"
     )
     assert ddp.endswith(
         "trainer = make_trainer(model, recipe, batch_size=8, train_dataset=train_dataset)\ntrainer.train()\n"

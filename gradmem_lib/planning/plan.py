@@ -78,16 +78,16 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
         for value in values:
             sizes = {n: getattr(search, n) for n in ("seq_len", "global_batch", "target", "cards")}
             other = Search(search.work, search.card, **sizes | {name: value})
-            option = other.option(recipe or other.lightest(methods[-1:])[0])
-            if option.fits:
+            asked = recipe or other.lightest(methods[-1:])[0]
+            if other.may_fit(asked) and (option := other.option(asked)).fits:
                 same = ", by the same recipe" if recipe else ""
                 line = f"{name}={value} would fit{same}: {option} needs {format_bytes(option.needs)}."
                 advice.append(line + more)
                 return
 
     for method in METHODS[METHODS.index(methods[-1]) + 1 :]:
-        option = search.option(search.lightest([method])[0])
-        if option.fits:
+        asked = search.lightest([method])[0]
+        if search.may_fit(asked) and (option := search.option(asked)).fits:
             advice.append(f"method={method!r} would fit: {option} needs {format_bytes(option.needs)}.")
             break
     in_backward = [option for option in refused if option.recipe.in_backward]

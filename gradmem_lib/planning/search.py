@@ -130,7 +130,7 @@ class Search:
         for way in self.ways(family):
             if best is not None and self.seconds(way) * EQUAL_TIME >= best.seconds:
                 return None
-            if self._fits(way):
+            if self.may_fit(way) and self.option(way).fits:
                 return self.option(way)
         return None
 
@@ -170,10 +170,9 @@ class Search:
         ways = [w for w in self.ways(family) if w.sharding == how and self.seconds(w) < limit]
         return self.option(ways[-1]) if ways else None
 
-    def _fits(self, recipe: Recipe) -> bool:
-        """Predicted, unless it surely needs too much: the hundredth part is for states that are counted roughly."""
-        least = max(self._least(recipe, known) for known in (None, *self._known.values()))
-        return least <= 1.01 * self.room and self.option(recipe).fits
+    def may_fit(self, recipe: Recipe) -> bool:
+        """Whether it does not surely need too much: the hundredth part is for states that are counted roughly."""
+        return max(self._least(recipe, known) for known in (None, *self._known.values())) <= 1.01 * self.room
 
     def lightest(self, methods: list[str]) -> list[Recipe]:
         """Those with the fewest residents, with an optimizer after backward and, where there is one, in it."""
@@ -187,7 +186,7 @@ class Search:
     def move(self, methods: list[str]) -> None:
         """Where nothing fits: what needs least, and the same with the inputs of its checkpoints, or what cards share, on the host."""
         for recipe in self.lightest(methods):
-            if not self.option(recipe).fits and self.target == "cuda":
+            if not self.option(recipe).fits and self.target == "cuda" and self.room > 0:
                 plain = replace(recipe, checkpointing="per-layer", every_n_layers=None)
                 away = [{"offload": "boundaries"}, {"offload": "parameters", "sharding": "fsdp"}]
                 list(map(self.option, _possible(plain, away[: 1 + (self.cards > 1)])))

@@ -40,8 +40,9 @@ def plan_code(option: Option, given, config, target: str) -> str:
 
 
 def launch(cards: int, script: str = "train.py") -> str:
-    """The command that starts ``script`` once for each of the ``cards`` of this machine."""
-    return f"torchrun --nproc-per-node={cards} {script}"
+    """The commands, either of which starts ``script`` once for each of the ``cards`` of this machine. accelerate needs to be told of
+    the cards: it takes two processes for one where it finds none. What it sets besides, the recipe does not read."""
+    return f"torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu --num_processes={cards} {script}"
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
