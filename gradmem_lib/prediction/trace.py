@@ -172,8 +172,7 @@ def _where(error) -> str:
 def _traced(
     question: Question, layers: int | None, micro_batches: int | None, real_warm_up: bool
 ) -> Trace | None:
-    """The trace. Without a real step before it, ``None`` where that matters: parameters that were given states get no gradient, or
-    a module keeps something from its first step."""
+    """The trace; ``None`` where a real step before it matters: for parameters without gradients, or what modules keep of it."""
     recipe = question.recipe
     with ExitStack() as stack:
         # transformers has remarks to make when a model trains, and here none does; what fails is said by an exception.
@@ -200,12 +199,7 @@ def _traced(
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
-        if layers is not None and question.target == "cuda" and recipe.sharding == "ddp":
-            odd = [p for p in model.parameters() if p.requires_grad and p.nbytes % allocator.BLOCK]
-            if odd:
-                raise ValueError(
-                    "DDP's buckets hold many layers and are rounded as a whole: trace all layers"
-                )
+        _check_buckets(question, layers, model)
         offloaded = question.target == "cuda" and recipe.offload == "parameters"
         recorder = RECORDERS["offloaded" if offloaded else question.target](model, prepared.optimizer)
         moves = moving(model, recipe)
@@ -235,6 +229,13 @@ def _traced(
         settled = len(used) == len(trained) and kept == _kept(model)
         moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what goes comes back
         return recorder.trace(moved) if real_warm_up or settled else None
+
+
+def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> None:
+    """``ValueError`` where more layers need no multiple of what fewer need."""
+    asked = layers is not None and question.target == "cuda" and question.recipe.sharding == "ddp"
+    if asked and any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
+        raise ValueError("DDP's buckets hold many layers and are rounded as a whole: trace all layers")
 
 
 def _ranks(question: Question, stack: ExitStack):
