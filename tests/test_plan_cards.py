@@ -184,15 +184,15 @@ def test_what_moves_away_leaves_room_for_larger_micro_batches():
     )
     away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
-    search = Search(count(few), find_card("2 GiB"), 64, 8, "cuda", 2)
+    search = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
     search.join(search.option(recipe))
     assert [option.recipe.accumulation for option in search.fits()] == [1]
     tight = Search(
-        count(few), find_card(search.option(replace(recipe, accumulation=2)).needs), 64, 8, "cuda", 2
+        count(few), find_card(search.option(replace(recipe, accumulation=2)).needs), 2048, 8, "cuda", 2
     )
     tight.join(tight.option(recipe))
     assert [option.recipe.accumulation for option in tight.fits()] == [2]
-    stays = Search(count(few), find_card("2 GiB"), 64, 8, "cuda", 2)
+    stays = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
     stays.join(stays.option(replace(recipe, offload=None)))
     assert [option.recipe.accumulation for option in stays.fits()] == [4]
 

@@ -68,7 +68,10 @@ BY_HAND = [
         | {"sharding": "fsdp", "checkpointing": "per-layer", "offload": "boundaries", "accumulation": 2},
     ),
 ]
-UNTRIED = [("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8})]
+UNTRIED = [
+    ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
+    ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
+]
 
 
 def share_by_hand(id, options):
