@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from benchmark_runs import ROOT, from_a_plain_checkout
 
 from gradmem_lib.course.shapes import SHAPES, Shape
@@ -212,3 +214,23 @@ def test_a_room_holds_what_its_kernels_hold_and_ends_with_the_last(load):
     assert 3 <= found["seconds of the lesson"]["first"] <= found["seconds of the lesson"]["last"]
     with pytest.raises(RuntimeError, match="kernel 0: division by zero in\n1 / 0"):
         classroom.room(1, ["1 / 0"])
+
+
+def test_what_fits_which_card_adds_up_and_a_row_is_found_again(load):
+    bench = load("fits")
+    table = json.loads((ROOT / "benchmarks" / "results" / "fits.json").read_text(encoding="utf-8"))
+    sizes = {card["name"]: card["nbytes"] for card in table["cards"]}
+    rows = {(e["model"], e["card"], e["method"]): e for e in table["entries"]}
+    assert set(rows) == set(itertools.product(table["models"], sizes, table["methods"]))
+    for (model, card, method), e in rows.items():
+        assert e["needs"] == sum(e["parts"].values()) == sizes[card] - e["spare"]
+        assert e["fits"] == (e["spare"] >= 0) == (e["code"] is not None) == (e["why_not"] == "")
+        larger = [rows[model, name, method]["fits"] for name, n in sizes.items() if n > sizes[card] + 2**28]
+        assert all(larger) or not e["fits"], (model, card, method)
+    if (
+        table["versions"]["transformers"] != transformers.__version__
+        or table["versions"]["torch"] != torch.__version__
+    ):
+        pytest.skip("other versions than those of the table")
+    asked = "SmolLM2-135M", "H100 80GB", "lora"
+    assert bench.entries(asked[0], asked[1:2], asked[2:]) == [rows[asked]]
