@@ -50,7 +50,7 @@ chunks = {"chunked_loss": True}
 adafactor = {"optimizer": "adafactor-torch"}
 
 # %% [markdown]
-# And this is your toolbox (`help(Recipe)` of `gradmem_lib` has all of it):
+# Your toolbox (`help(Recipe)` of `gradmem_lib` has all of it):
 #
 # | option | makes smaller | what it costs |
 # |---|---|---|
@@ -104,7 +104,7 @@ puzzle("11.0").show(recipe)
 # 1. **Make it fit.** Which part is too large, and which option shrinks that part? Change one thing at a time.
 # 2. **Make it fast.** Which option costs time, and which bytes could replace it?
 #
-# Now it is your turn. Write an answer into each cell, run it, look, and run it again.
+# Your turn. Write an answer into each cell, run it, look, and run it again.
 #
 # ## 3 · Warming up
 #
@@ -470,7 +470,6 @@ guess_a.reveal(measured=abs(predicted.total - tracker.peak.total))
 ask = {"card": "RTX 3070 8GB", "seq_len": 1024, "global_batch": 8, "method": "qlora"}
 yours = plan("Qwen3-1.7B", **ask)
 print(yours.best)
-print("The next faster one does not fit:", yours.next_faster)
 print(yours.code)
 
 # %% [markdown]
@@ -484,5 +483,4 @@ print(yours.code)
 # - **Some things cannot be done.** A few sums say so before you rent the card.
 # - **Measure one step.** Then you know.
 #
-# You came with the question why you are out of memory. Now you can say it of any model, on any card, before the first
-# step. Go and train something.
+# You came with a run that was out of memory. Now you know why, before the first step. Go and train something.
