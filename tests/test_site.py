@@ -118,7 +118,6 @@ def test_the_ledger_has_the_form_that_its_script_reads():
     assert build.ledger(page).count('<div id="ledger-filter" hidden></div>\n\n| Claim |') == 1
 
 
-@pytest.mark.skipif(not build.FITS.is_file(), reason="benchmarks/fits.py has not run")
 def test_the_table_of_what_fits_has_the_form_that_its_page_reads():
     found = json.loads(build.FITS.read_text(encoding="utf-8"))
     cards = {card["name"]: card["nbytes"] for card in found["cards"]}
