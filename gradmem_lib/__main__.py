@@ -17,7 +17,7 @@ def _lab(options: argparse.Namespace) -> int:
 
     try:
         return lab(options.folder, copy_only=options.copy)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~nobody, who has no home
         print(f"The lessons cannot be put into {options.folder}: {error}", file=sys.stderr)
         return 2
 

@@ -208,7 +208,7 @@ def test_a_notebook_that_is_gone_comes_back_as_new(course):
     assert course.has()["a.ipynb"] == course.has()["mine.ipynb"] == "version 1"
 
 
-@pytest.mark.parametrize("manifest", [None, "", "{", "[]", '{"a.ipynb": 1}'])
+@pytest.mark.parametrize("manifest", [None, "", "{", "[]", '{"a.ipynb": 1}', "[" * 10**5])
 def test_without_its_manifest_whatever_differs_is_a_learners(course, manifest):
     course.update()
     path = course.folder / lab.MANIFEST
@@ -232,6 +232,38 @@ def test_an_interruption_leaves_no_half_notebook(course, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         course.update()
     assert set(course.has().values()) == {"version 1"} and not list(course.folder.rglob("*.part"))
+
+
+def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course, monkeypatch):
+    course.update()
+    write = lab._write
+
+    def write_one(path, content):
+        if path.parent.name == "solutions":
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(lab, "_write", write_one)
+    with pytest.raises(KeyboardInterrupt):
+        course.update()
+    monkeypatch.setattr(lab, "_write", write)
+    assert course.has() == {"a.ipynb": "version 2", "solutions/a.ipynb": "version 1"}
+    assert course.update() == {} and set(course.has().values()) == {"version 3"}
+
+
+def test_two_at_once_do_not_take_each_others_files(course, monkeypatch):
+    course.update()
+    replace, other = os.replace, course.folder / ".a.ipynb.part"
+
+    def meanwhile(work, path):
+        if path.name == "a.ipynb" and path.parent == course.folder:
+            others = work.with_name(work.name.replace(str(os.getpid()), "1"))
+            others.write_bytes(b"half")
+            replace(others, other)  # another process's file is written and renamed
+        replace(work, path)
+
+    monkeypatch.setattr(lab.os, "replace", meanwhile)
+    assert course.update() == {} and course.has()["a.ipynb"] == "version 2"
 
 
 STEPS = ["update", "again", "forget", "delete a.ipynb", "delete a.new.ipynb", "delete a.new2.ipynb"]
@@ -270,6 +302,8 @@ def test_a_folder_that_cannot_be_is_a_sentence(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert command.main(["lab", str(tmp_path / "file")]) == 2
     assert "cannot be put into" in capsys.readouterr().err
+    assert command.main(["lab", "~nobody-of-this-name/x"]) == 2
+    assert "cannot be put into ~nobody-of-this-name/x" in capsys.readouterr().err
 
 
 # The model and JupyterLab.

@@ -115,6 +115,11 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
     assert f"in {weighed.phase.replace('_', ' ')}" in said and result == one.best()[0]
 
 
+@pytest.mark.parametrize(("rank", "says"), [(200, "states, is more"), (10**5, "the weights alone are more")])
+def test_adapters_of_a_large_rank_are_named_as_what_does_not_fit(rank, says, capsys):
+    assert says in line(capsys, "11.1", BF16 | {"lora_rank": rank})[0]
+
+
 @pytest.mark.parametrize("id", POSSIBLE)
 def test_no_sentence_tells_the_answer(id):
     best = puzzle(id).best()[0]
@@ -144,6 +149,7 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
         ("11.1", {"rank": 3}, "a Recipe has no 'rank': its options are precision, "),
         ("11.1", "bf16", "the answer is a Recipe, such as Recipe(precision='bf16'), and this is str"),
         ("11.1", {"optimizer": "sgd"}, "plain SGD is out of the game"),
+        ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "with momentum too"),
         ("11.1", {"lora_rank": 4}, "rank 16 or more"),
         ("11.1", {"lora_rank": 16, "lora_targets": ("q_proj",)}, "on every linear layer"),
         ("11.1", {"sharding": "fsdp"}, "sharding='fsdp' is for several cards, and there is one"),
@@ -230,6 +236,16 @@ def test_an_old_progress_file_has_no_stars_and_a_damaged_entry_costs_only_itself
     path.write_text(path.read_text().replace("3e-05", '"soon"'))
     assert list(progress.load()["puzzles"]) == ["11.1"] and "0.1" in progress.load()["checks"]
     assert "A part of the progress file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "0", "1" + "0" * 400])
+def test_a_time_that_cannot_be_is_damage_and_does_not_stand_before_the_next_one(seconds):
+    progress.record_puzzle("11.1", 3e-5, "Recipe()")
+    path = progress.location()
+    path.write_text(path.read_text().replace("3e-05", seconds))
+    assert "★" not in str(stars()) and "Predictions" in summary()
+    progress.record_puzzle("11.1", 2e-5, "Recipe()")
+    assert progress.load()["puzzles"]["11.1"]["seconds"] == 2e-5
 
 
 # The picture.

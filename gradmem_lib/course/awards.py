@@ -56,7 +56,7 @@ def _row(puzzle: Puzzle, checks: dict, solved: dict) -> tuple[str, str, str, str
         passed = checks.get(puzzle.id, {}).get("outcome") == "passed"
         return name[0], "★★★" if passed else "", name[1], ""
     entry = solved.get(puzzle.id)
-    if entry is None or entry["seconds"] <= 0:
+    if entry is None:
         return name[0], "", name[1], ""
     mark, _, beaten = puzzle.stars(entry["seconds"]).partition(", ")
     says = f"{micros(entry['seconds'])}, the planner {micros(puzzle.best()[1].seconds)}"

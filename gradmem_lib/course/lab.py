@@ -49,19 +49,21 @@ def deliver(folder: Path) -> dict[str, str]:
     manifest = folder / MANIFEST
     given, beside = _read(manifest), {}
     before = dict(given)
-    for name, source in notebooks().items():
-        new = source.read_bytes()
-        place = _place(folder, name, _digest(new), given)
-        if place is None:
-            continue
-        if not place.exists() or place.read_bytes() != new:
-            _write(place, new)
-        arrived = place.relative_to(folder).as_posix()
-        given[name] = given[arrived] = _digest(new)
-        if arrived != name:
-            beside[name] = arrived
-    if given != before:
-        _write(manifest, json.dumps(given, indent=1).encode())
+    try:
+        for name, source in notebooks().items():
+            new = source.read_bytes()
+            place = _place(folder, name, _digest(new), given)
+            if place is None:
+                continue
+            if not place.exists() or place.read_bytes() != new:
+                _write(place, new)
+            arrived = place.relative_to(folder).as_posix()
+            given[name] = given[arrived] = _digest(new)
+            if arrived != name:
+                beside[name] = arrived
+    finally:  # what came before an interruption is not a learner's own
+        if given != before:
+            _write(manifest, json.dumps(given, indent=1).encode())
     return beside
 
 
@@ -89,14 +91,14 @@ def _read(manifest: Path) -> dict[str, str]:
     """What was given; of a manifest that is gone or broken nothing is known, and then what differs counts as changed."""
     try:
         given = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: brackets without end
         return {}
     return given if isinstance(given, dict) else {}
 
 
 def _write(path: Path, content: bytes) -> None:
     """All of it or nothing, also when interrupted."""
-    work = path.with_name(f".{path.name}.part")
+    work = path.with_name(f".{path.name}.{os.getpid()}.part")  # of its own: two may run at once
     try:
         work.write_bytes(content)
         os.replace(work, path)

@@ -162,7 +162,7 @@ class Puzzle:
     def broken(self, recipe: Recipe) -> str:
         """What stands against ``recipe`` whatever it needs, in a sentence; empty where nothing does."""
         if recipe.optimizer == "sgd":
-            return "plain SGD is out of the game: choose an optimizer that adapts to each weight."
+            return "plain SGD is out of the game, with momentum too: choose an optimizer that adapts to each weight."
         if recipe.lora_rank and (recipe.lora_rank < RANK or recipe.lora_targets):
             return f"adapters are to have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
         if self.cards > 1 and recipe.sharding is None:

@@ -125,8 +125,8 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     weights = width * work.parameters
     trained, sizes = work.parameters, work.sizes
     if recipe.lora_rank:
-        trained, sizes = work.adapters, ()
-        weights += width * work.adapters
+        trained, sizes = work.adapters // LORA_RANK * recipe.lora_rank, ()
+        weights += width * trained
         if recipe.quantized_base:
             weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
     states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
