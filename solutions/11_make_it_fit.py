@@ -32,11 +32,12 @@ from gradmem_lib.course import models, puzzle, stars, texts
 #
 # A puzzle gives you a model, a card, the rows and tokens of one update, and sometimes a condition. You write a recipe.
 #
-# - **Bytes.** The predicted peak, the allocator's idle blocks, cuBLAS's workspace and CUDA's context must fit the card.
+# - **Bytes.** The predicted peak, the allocator's idle blocks, cuBLAS's workspace and CUDA's context must fit together.
 # - **Time.** It is an estimate for each token, and the planner's best recipe sets the mark. Any recipe that fits has ★.
 #   With 70 % of the planner's speed it has ★★, and with 95 % it has ★★★.
 # - **Fair play.** Adapters have at least rank 16 and are on every linear layer. Plain SGD is not allowed.
 # - **Try as often as you like.** Your fastest recipe counts. If it is faster than the planner's, `check` says so.
+#   A new recipe takes some seconds to predict, and a 70B's takes a minute.
 #
 # An answer is a dictionary with options of `Recipe`. What you leave out is as in `Recipe()`: float32 and AdamW. Join
 # dictionaries with `|`. Here are six that you will need often:
@@ -50,7 +51,7 @@ chunks = {"chunked_loss": True}
 adafactor = {"optimizer": "adafactor-torch"}
 
 # %% [markdown]
-# Your toolbox (`help(Recipe)` of `gradmem_lib` has all of it):
+# Your toolbox (`help("gradmem_lib.Recipe")` has all of it):
 #
 # | option | makes smaller | what it costs |
 # |---|---|---|
@@ -60,7 +61,7 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `checkpointing="per-layer"`, or `every_n_layers=2` | activations | a second forward, or half of one |
 # | `checkpointing="attention"`, `"mlp"`, `"elementwise"` | some activations | that part of each layer again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
-# | `chunked_loss=True` | logits | one card only |
+# | `chunked_loss=True` | logits (temporaries) | one card only |
 # | `lora_rank=16`, `quantized_base=True` | gradients, states, frozen weights | what can be learned; decoding |
 # | `sharding="ddp"`, `"zero1"`, `"zero2"`, `"fsdp"` | what cards share | sending |
 #
@@ -83,7 +84,8 @@ puzzle("11.0").show(recipe)
 
 # %% [markdown]
 # The activations fell to a quarter, and it is still not enough. Look at the temporaries: 2 GiB at the beginning of
-# backward. The model knows 128,256 words, so a row of 2,048 tokens has 263 million logits. Compute the loss in chunks:
+# backward. The model knows 128,256 words, so a row of 2,048 tokens has 263 million logits, with 8 bytes
+# each. Compute the loss in chunks:
 
 # %%
 recipe = recipe | chunks
@@ -92,7 +94,7 @@ puzzle("11.0").show(recipe)
 # %% [markdown]
 # **It fits**, with two stars. Where does the time go? Every layer runs twice. Without checkpoints, activations would need
 # some 3.5 GiB more, so these bytes must come from elsewhere. The largest part is now the optimizer's states. Keep them
-# in 8 bits:
+# in 8 bits, and run no layer twice:
 
 # %%
 recipe = bf16 | chunks | {"accumulation": 8, "optimizer": "adamw-8bit"}
@@ -104,12 +106,12 @@ puzzle("11.0").show(recipe)
 # 1. **Make it fit.** Which part is too large, and which option shrinks that part? Change one thing at a time.
 # 2. **Make it fast.** Which option costs time, and which bytes could replace it?
 #
-# Your turn. Write an answer into each cell, run it, look, and run it again.
+# Write an answer into each cell, run it, look, and run it again.
 #
 # ## 3 · Warming up
 #
 # The first card is not a card but a budget on the CPU. It has no context and no allocator, and at the end of this lesson
-# your recipe really runs there. In the second puzzle, the model is older than most, and the card is small.
+# your recipe really runs there.
 
 # %% [markdown]
 # ### Exercise 11.1 · half a GiB
@@ -125,6 +127,7 @@ puzzle("11.0").show(recipe)
 # <details><summary>Hint 2: adapters</summary>
 #
 # `lora` needs 0.88 GiB: parameters 0.26, activations 0.42, temporaries 0.19. What is left depends on the rows.
+# The temporaries are logits, as in section 2.
 #
 # </details></details>
 
@@ -297,10 +300,10 @@ puzzle("11.7").show(answer)
 #
 # `qlora | again` needs 27.1 GiB: parameters 3.9, activations 13.4, temporaries 7.8.
 #
-# <details><summary>Hint 2: in 16 bits</summary>
+# <details><summary>Hint 2: what a checkpoint keeps</summary>
 #
-# `lora | again | chunks` needs 34.9 GiB: parameters 13.6, activations 16.2, temporaries 2.9. A checkpoint keeps the
-# input of each layer: 32,768 tokens × 4,096 numbers × 2 bytes, times 32 layers.
+# `lora | again | chunks` needs 34.9 GiB: parameters 13.6, activations 16.2, temporaries 2.9. Checkpoints keep the
+# boundaries, the inputs of all layers: 32,768 tokens × 4,096 numbers × 2 bytes, times 32 layers.
 #
 # </details></details>
 
@@ -334,6 +337,8 @@ found_9 = check("11.9", answer)
 puzzle("11.9").show(answer)
 
 # %% [markdown]
+# Words cost temporaries, tokens cost activations, and experts cost parameters.
+#
 # ## 6 · Several cards
 #
 # From here on several cards train one model, so a recipe needs `sharding`. Rows are those of *all* cards, and
@@ -430,7 +435,7 @@ stars()
 # ## 9 · Carry it out
 #
 # So far everything was predicted. Is it true? The first puzzle fits on your machine. The next cells train SmolLM2, with
-# its real weights and real text, by the recipe that `check("11.1", ...)` handed back. It is yours if yours passed, and
+# real weights and real text, by the recipe that `check("11.1", ...)` handed back. It is yours if yours passed, and
 # the planner's otherwise. A first step on eight tokens of each row makes the optimizer's states, and the second is the
 # puzzle's. So is the budget: one byte above 512 MiB would be an error.
 
@@ -458,12 +463,11 @@ print(f"measured  {tracker.peak.total:,} bytes, in {tracker.peak.phase}")
 guess_a.reveal(measured=abs(predicted.total - tracker.peak.total))
 
 # %% [markdown]
-# The prediction is right to the byte, and the model trains within half a GiB. Its weights in float32 alone would have been
-# too much there.
+# The prediction is right to the byte, and the model trains within half a GiB. Its weights in float32 alone are more.
 #
 # ## 10 · Your model, your card
 #
-# Now leave the game. Write your own model, card, rows and tokens into this cell. `plan` knows some sixty models by name,
+# Now write your own model, card, rows and tokens into this cell. `plan` knows some sixty models by name,
 # and takes any config of transformers. For a large model it may need a minute.
 
 # %%
@@ -473,7 +477,7 @@ print(yours.best)
 print(yours.code)
 
 # %% [markdown]
-# The last lines are the program that trains it.
+# The last lines are its training program.
 #
 # ## 11 · What you can now do
 #
