@@ -34,7 +34,7 @@ _INSTEAD = {
     "optimizer": "the optimizer's states can be made next to nothing: Adafactor keeps a sum for each row and column.",
     "activations": "activations can be made small: one row at a time, and checkpoints in every layer.",
     "temporaries": "what is temporary can be made small: one row at a time, the loss in chunks, an optimizer that works in place.",
-    "other": "'other' is what has no other name, and next to nothing here.",
+    "other": "'other' is CUDA's context and the allocator's idle blocks: without them it would not fit either.",
 }
 
 
