@@ -80,7 +80,7 @@ WRONG["11.12"] = {
     "states": ("optimizer", "next to nothing"),
     "activations": ("activations", "one row at a time"),
     "temporaries": ("temporaries", "in place"),
-    "other": ("other", "no other name"),
+    "other": ("other", "allocator's idle blocks"),
     "a recipe": (Recipe(), "the name of one category"),
     "a list": (["gradients"], "the name of one category"),
     "logits": ("logits", "the name of one category"),
