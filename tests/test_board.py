@@ -210,11 +210,13 @@ def test_measured_values_wait_for_a_click(folder):
     page, links = Parsed(out), ["the%20class-measured/1.a.html", "the%20class-measured/9.z.html"]
     assert page.text.count("Parameters, gradients and AdamW's states together: how many bytes?") == 1
     assert [value for key, value in page.attributes if key == "href"] == links
-    assert "112.29 MiB" not in page.text and "Measured" not in page.text and "files to look" not in page.text
+    assert "112.29 MiB" not in page.text and "Measured" not in page.text and "Files to look" not in page.text
     assert sorted(path.name for path in (folder / "the class-measured").iterdir()) == ["1.a.html", "9.z.html"]
     shown = Parsed(folder / "the class-measured" / "1.a.html")
     assert "Measured: 112.29 MiB" in shown.text and "how many bytes?" in shown.text
     assert ("href", "../the%20class.html") in shown.attributes and set(shown.tags) <= WITHIN
+    main(["class", str(folder), "--once", "--out", str(out)])  # beside what the last board has left
+    assert "Measured: 112.29 MiB" in Parsed(out).text and "Files to look" not in Parsed(out).text
     main(["class", str(folder), "--once", "--out", str(folder.parent / "board.html")])
     assert "Measured: 112.29 MiB" in Parsed(folder.parent / "board.html").text
 

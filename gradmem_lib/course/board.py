@@ -60,7 +60,8 @@ class Board:
 
     def __init__(self, folder: Path, out: Path, *, names: bool = False, hide: bool = False):
         self.folder, self.out, self.names = folder, out, names
-        self.measured = out.with_name(f"{out.stem}-measured") if hide else None  # a folder
+        self.beside = out.with_name(f"{out.stem}-measured")  # a folder, maybe of a board before this one
+        self.measured = self.beside if hide else None
         self.learners: dict[Path, dict[str, Any]] = {}
         self.remarks: list[tuple[Path, str]] = []
         self._read: dict[Path, tuple[tuple, dict | None, str]] = {}
@@ -99,7 +100,7 @@ class Board:
         for path in files:
             self._take(path, tell=True)
         for home in folders:
-            if self.measured and home.absolute() == self.measured.absolute():
+            if home.absolute() == self.beside.absolute():
                 continue
             before = len(self.learners) + len(self.remarks)
             try:
