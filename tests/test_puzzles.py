@@ -69,6 +69,16 @@ BY_HAND = [
     ),
 ]
 UNTRIED = [
+    (  # it steps in backward only where nothing else fits
+        "11.2",
+        BF16
+        | {
+            "optimizer": "adafactor-torch",
+            "in_backward": True,
+            "checkpointing": "per-layer",
+            "chunked_loss": True,
+        },
+    ),
     ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
     ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
 ]
