@@ -79,6 +79,10 @@ UNTRIED = [
             "chunked_loss": True,
         },
     ),
+    (  # it looks for parts of layers for the fastest of the methods alone
+        "11.9",
+        BF16 | {"lora_rank": 16, "checkpointing": "elementwise", "chunked_loss": True, "accumulation": 8},
+    ),
     ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
     ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
 ]

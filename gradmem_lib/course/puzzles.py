@@ -21,7 +21,7 @@ from ..names import CATEGORIES
 from ..planning import cost
 from ..planning.cards import find_card
 from ..planning.models import find_model
-from ..planning.options import METHODS
+from ..planning.options import METHODS, Option
 from ..planning.search import Search
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
@@ -254,13 +254,20 @@ PUZZLES = (
 
 
 class _Allowed(Search):
-    """A search that keeps to a puzzle's condition."""
+    """A search that keeps to a puzzle's condition; ``strict``: also where the planner tries other ways than a family's own."""
+
+    strict = False
 
     def __init__(self, puzzle: Puzzle):
         config, _ = find_model(puzzle.model)
         ask = cost.count(config), find_card(puzzle.card), puzzle.tokens, puzzle.rows, puzzle.target
         super().__init__(*ask, puzzle.cards)
         self.puzzle = puzzle
+
+    def option(self, recipe: Recipe) -> Option:
+        if self.strict and (wrong := self.puzzle.broken(recipe)):
+            raise ValueError(wrong)
+        return super().option(recipe)
 
     def families(self, method: str) -> Iterator[Recipe]:
         return (family for family in super().families(method) if self.ways(family))
@@ -296,7 +303,8 @@ def _records() -> dict[str, dict[Recipe, Weighed]]:
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers")}
+    # Without "+cpu" or "+cu130": a build for another device predicts the same bytes.
+    return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
 def micros(seconds: float) -> str:
@@ -319,7 +327,12 @@ def solve(puzzle: Puzzle) -> Recipe:
     """The fastest recipe that the planner finds under the puzzle's condition. ``LookupError`` where none fits."""
     for asked in (puzzle, replace(puzzle, conditions=())):
         here = search(asked)
-        here.find(list(METHODS))
+        here.strict = True
+        try:
+            with suppress(ValueError):  # all that is left to try breaks a rule
+                here.find(list(METHODS))
+        finally:
+            here.strict = False
         if allowed := [option for option in here.fits() if not puzzle.broken(option.recipe)]:
             return min(allowed, key=lambda option: option.seconds).recipe
     raise LookupError(f"{puzzle.id}: the planner finds nothing that fits")
