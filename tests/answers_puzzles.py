@@ -47,7 +47,7 @@ _OWN = {
     "plain SGD": ({**BF16, "optimizer": "sgd"}, "SGD"),
     "rank 4": ({**LORA, "lora_rank": 4}, "rank 16"),
     "two layers of each": ({**LORA, "lora_targets": ("q_proj", "v_proj")}, "every linear layer"),
-    "a word": ("bf16", "is a Recipe"),
+    "a word": ("bf16", "and 'bf16' was given"),
     "no such option": ({"rank": 16}, "no 'rank'"),
 }
 _ONE_CARD = {"cut": ({**BF16, **FSDP}, "several cards")}
@@ -81,7 +81,7 @@ WRONG["11.12"] = {
     "activations": ("activations", "one row at a time"),
     "temporaries": ("temporaries", "in place"),
     "other": ("other", "allocator's idle blocks"),
-    "a recipe": (Recipe(), "the name of one category"),
+    "a recipe": (Recipe(), "Given was a value of type Recipe"),
     "a list": (["gradients"], "the name of one category"),
-    "logits": ("logits", "the name of one category"),
+    "logits": ("logits", "Given was 'logits'"),
 }

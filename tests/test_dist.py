@@ -251,6 +251,24 @@ def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course, mo
     assert course.update() == {} and set(course.has().values()) == {"version 3"}
 
 
+def test_an_interruption_does_not_hide_what_came_beside_a_learners_notebook(course, monkeypatch, capsys):
+    course.update()
+    (course.folder / "a.ipynb").write_text("answers")
+    write = lab._write
+
+    def write_one(path, content):
+        if path.parent.name == "solutions":
+            raise KeyboardInterrupt
+        write(path, content)
+
+    for path in lab.notebooks().values():
+        path.write_text("version 2")
+    monkeypatch.setattr(lab, "_write", write_one)
+    with pytest.raises(KeyboardInterrupt):
+        lab.lab(course.folder, copy_only=True)
+    assert "Its new version is beside it: a.new.ipynb" in capsys.readouterr().out
+
+
 def test_two_at_once_do_not_take_each_others_files(course, monkeypatch):
     course.update()
     replace, other = os.replace, course.folder / ".a.ipynb.part"

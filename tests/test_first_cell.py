@@ -38,10 +38,10 @@ def test_it_does_nothing_where_the_course_is_installed(calls, monkeypatch):
 
 
 def test_a_wheel_beside_the_notebook_is_installed_the_newest_of_several_and_then_the_model(calls):
-    for version in ("0.1.0", "0.2.0"):
+    for version in ("0.1.0", "0.10.0", "0.9.2", "0.10.0rc1"):  # as text, 0.9.2 is the largest
         Path(f"gradmem-{version}-py3-none-any.whl").touch()
     exec(CELL, {})
-    assert calls == [[*PIP, "gradmem-0.2.0-py3-none-any.whl"], MODEL]
+    assert calls == [[*PIP, "gradmem-0.10.0-py3-none-any.whl"], MODEL]
 
 
 def test_in_a_checkout_the_checkout_is_installed(calls):

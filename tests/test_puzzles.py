@@ -161,7 +161,10 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
     [
         ("11.1", {"precision": "bf17"}, "precision='bf17' is not known"),
         ("11.1", {"rank": 3}, "a Recipe has no 'rank': its options are precision, "),
-        ("11.1", "bf16", "the answer is a Recipe, such as Recipe(precision='bf16'), and this is str"),
+        ("11.1", "bf16", "such as {'precision': 'bf16'}, or the Recipe itself, and 'bf16' was given"),
+        ("11.1", [{"precision": "bf16"}], "or the Recipe itself, and a sequence of length 1 was given"),
+        ("11.1", Recipe, "and the class Recipe was given"),
+        ("11.1", {"checkpointing": "per-layer", "every_n_layers": 2}, "give one instead of the other"),
         ("11.1", {"optimizer": "sgd"}, "plain SGD is out of the game"),
         ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "with momentum too"),
         ("11.1", {"lora_rank": 4}, "rank 16 or more"),

@@ -30,7 +30,7 @@ from gradmem_lib.training.step import step
         ({"checkpointing": "all"}, "list of segment lengths"),
         ({"checkpointing": 0}, "at least 1"),
         ({"every_n_layers": 0}, "at least 1"),
-        ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one"),
+        ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one instead"),
         ({"accumulation": 0}, "at least 1"),
         ({"in_backward": True, "accumulation": 2}, "choose one of the two"),
         ({"in_backward": True, "precision": "autocast-fp16"}, "autocast-bf16"),

@@ -7,8 +7,9 @@ if importlib.util.find_spec("gradmem_lib") is None:
     import sys
     from pathlib import Path
 
-    wheels = [*Path().glob("gradmem-*.whl"), *Path("/kaggle/input").rglob("gradmem-*.whl")]
-    found = ".." if Path("../gradmem_lib").is_dir() else max(map(str, wheels), default="")
+    wheels = [*Path("/kaggle/input").rglob("gradmem-*.whl"), *Path().glob("gradmem-*.whl")]
+    wheels.sort(key=lambda wheel: [int(n) for n in wheel.name.split("-")[1].split(".") if n.isdecimal()])
+    found = ".." if Path("../gradmem_lib").is_dir() else str(wheels[-1]) if wheels else ""
     source = os.environ.get("GRADMEM_SOURCE", found)
     if not source:
         raise ImportError("no gradmem here: lay its wheel beside this notebook, or %env GRADMEM_SOURCE=...")

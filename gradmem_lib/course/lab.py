@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -26,8 +27,7 @@ FIRST = "00_start_here.ipynb"
 def lab(folder: Path, *, copy_only: bool = False) -> int:
     """Put the notebooks into ``folder`` and open JupyterLab there; returns the exit code. Raises ``OSError``."""
     folder = folder.expanduser().absolute()
-    for name, beside in deliver(folder).items():
-        print(f"{name} is as you left it. Its new version is beside it: {beside}")
+    deliver(folder, lambda name, new: print(f"{name} is as you left it. Its new version is beside it: {new}"))
     print(f"The lessons are in {folder}. The first is {FIRST}.", flush=True)
     install_model()
     return 0 if copy_only else open_lab(folder)
@@ -40,10 +40,11 @@ def notebooks() -> dict[str, Path]:
     return lessons | solutions
 
 
-def deliver(folder: Path) -> dict[str, str]:
+def deliver(folder: Path, tell: Callable[[str, str], None] = lambda name, new: None) -> dict[str, str]:
     """Bring ``folder`` up to this version; returns what came beside a learner's own notebook: its name, the new one's.
 
-    Raises ``OSError`` where the folder cannot be written, or where another thing has a notebook's name.
+    ``tell`` hears of each as it comes, since it comes once, and after an interruption nobody would say so. Raises
+    ``OSError`` where the folder cannot be written, or where another thing has a notebook's name.
     """
     (folder / "solutions").mkdir(parents=True, exist_ok=True)
     manifest = folder / MANIFEST
@@ -61,6 +62,7 @@ def deliver(folder: Path) -> dict[str, str]:
             given[name] = given[arrived] = _digest(new)
             if arrived != name:
                 beside[name] = arrived
+                tell(name, arrived)
     finally:  # what came before an interruption is not a learner's own
         if given != before:
             _write(manifest, json.dumps(given, indent=1).encode())

@@ -27,6 +27,7 @@ from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
 from ..units import format_bytes
 from ..view.room import Room
+from .compare import describe
 from .exercises.settings import quietly
 
 RECORD = "puzzles.json"
@@ -151,7 +152,8 @@ class Puzzle:
             return answer
         if not isinstance(answer, dict):
             raise TypeError(
-                f"the answer is a Recipe, such as Recipe(precision='bf16'), and this is {type(answer).__name__}"
+                "the answer is a dictionary of a Recipe's options, such as {'precision': 'bf16'}, or the Recipe itself, "
+                f"and {describe(answer)} was given"
             )
         names = [field.name for field in fields(Recipe)]
         for name in answer:

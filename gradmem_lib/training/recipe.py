@@ -120,7 +120,7 @@ class Recipe:
         if self.every_n_layers is not None and self.checkpointing is not None:
             raise ValueError(
                 f"checkpointing={self.checkpointing!r} and every_n_layers={self.every_n_layers} are two ways to checkpoint: "
-                "give one. every_n_layers=1 is per-layer"
+                "give one instead of the other. every_n_layers=1 is per-layer"
             )
         layers = self.every_n_layers or (self.checkpointing not in (None, *SELECTIVE))
         if self.offload == "boundaries" and not layers:

@@ -3,6 +3,7 @@
 from ...names import CATEGORIES
 from ...planning.cost import resident_bytes
 from ...units import format_bytes
+from ..compare import describe
 from ..exercise import Exercise, Mistake
 from ..puzzles import puzzle, search
 from .fitting import AGAIN, BF16, BROKEN, LORA, QLORA, WHY, puzzle_exercise
@@ -24,9 +25,9 @@ def _forbidden(answer) -> str:
 
 
 def _name(answer):
-    word = str(answer).strip().lower().replace(" ", "_")
+    word = answer.strip().lower().replace(" ", "_") if isinstance(answer, str) else ""
     found = [name for name in CATEGORIES if word in (name, name.removesuffix("s"))]
-    return found[0] if found else word
+    return found[0] if found else describe(answer)
 
 
 _INSTEAD = {
@@ -39,7 +40,7 @@ _INSTEAD = {
 
 
 def _explain(got, expected) -> str:
-    return f"the answer is the name of one category: {', '.join(CATEGORIES)}."
+    return f"the answer is the name of one category: {', '.join(CATEGORIES)}. Given was {got}."
 
 
 EXERCISES = (
