@@ -61,6 +61,7 @@ def test_sizes_of_other_kinds_by_hand():
     assert bert.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
     t5 = count(known_model("T5-small")[1])
     assert t5.scores == 3 * 6 * 8 * 64 and not t5.causal
+    assert t5.layers == 6 + 6 and run_again(t5, Recipe(checkpointing="first-3")) == 3 / 12
     sizes = dict(
         hidden_size=32,
         intermediate_size=48,

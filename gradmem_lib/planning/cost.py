@@ -68,9 +68,9 @@ def count(config) -> Work:
     # An encoder with a decoder has as many layers in each, and the decoder's attend twice.
     attentions = 3 * layers if config.is_encoder_decoder else layers
     root = parameters = sum(p.numel() for p in model.parameters())
-    with suppress(ValueError):
-        for blocks, _ in find_layers(model).values():
-            root -= sum(p.numel() for block in blocks for p in block.parameters())
+    with suppress(ValueError):  # of all lists: first-k goes on to the next
+        blocks = [block for several, _ in find_layers(model).values() for block in several]
+        layers, root = len(blocks), root - sum(p.numel() for block in blocks for p in block.parameters())
     return Work(
         config=config,
         parameters=parameters,
