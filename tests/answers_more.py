@@ -67,9 +67,9 @@ def _one_counter(plain, checkpointed):
 
 RIGHT["8.2"] = {"from both shapes": _flops(lambda b, h, q, d, k: 4 * b * h * q * d * k)}
 WRONG["8.2"] = {
-    "no rows": (_flops(lambda b, h, q, d, k: 4 * h * q * d * k), "the formula is wrong"),
-    "no size": (_flops(lambda b, h, q, d, k: 4 * b * h * q * k), "the formula is wrong"),
-    "four products": (_flops(lambda b, h, q, d, k: 8 * b * h * q * d * k), "the formula is wrong"),
+    "no rows": (_flops(lambda b, h, q, d, k: 4 * h * q * d * k), "leaves out the rows"),
+    "no size": (_flops(lambda b, h, q, d, k: 4 * b * h * q * k), "leaves out the size of a head"),
+    "four products": (_flops(lambda b, h, q, d, k: 8 * b * h * q * d * k), "counts twice"),
     "one counter": (_one_counter, "the sum of both steps is counted"),
     "not called": (lambda plain, checkpointed: 0, "no operation is counted"),
 }  # fmt: skip
@@ -287,7 +287,7 @@ WRONG["9.3"] = {
     "decay without lr": (_decay(lambda lr, decay: 1 - decay), "p shrinks by the wrong factor"),
     "decay last": (_decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay), "p is to shrink first"),
     "m updated first": (_lion(_updated_first), "the sign of another blend"),
-    "blend kept": (_decay(blend=torch.Tensor.lerp_), "another momentum is kept"),
+    "blend kept": (_decay(blend=torch.Tensor.lerp_), "blended twice"),
     "gradient as scratch": (_lion(_gradient_as_scratch), r"step\(\) changes gradients"),
     "zeroes": (_Zeroes, r"step\(\) changes gradients"),
     "stops at None": (type("Lion", (_Steps,), {"none": "stop"}), "a parameter without a gradient stops the loop"),

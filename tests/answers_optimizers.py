@@ -43,14 +43,30 @@ def _unguarded(x, code, block):
     return indices.flatten()[: len(x)], absmax.flatten(), (code[indices.long()] * absmax).flatten()[: len(x)]
 
 
+def _not_a_number(x, code, block):
+    """argmin of what is not a number is the first position."""
+    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+    absmax = rows.abs().amax(1)
+    indices = ((rows / absmax[:, None])[..., None] - code).abs().argmin(-1)
+    back = (code[indices] * absmax[:, None]).flatten()[: len(x)]
+    return indices.flatten()[: len(x)].to(torch.uint8), absmax, back
+
+
+def _nothing_back(x, code, block):
+    indices, absmax, back = _quantize(x, code, block)
+    return indices, absmax, torch.cat([b / a * a for a, b in zip(absmax, back.split(block), strict=True)])
+
+
 RIGHT["9.1"] = {
     "loop": _quantize,
     "padded": _by_padding,
     "lists": lambda x, code, block: [*_quantize(x, code, block)],
     "numpy": _by_numpy,
-    "any index for a block of zeros": _unguarded,
 }
 WRONG["9.1"] = {
+    "0 / 0": (_unguarded, "0 / 0"),
+    "0 / 0, the first index": (_not_a_number, "0 / 0"),
+    "nothing read back from zeros": (_nothing_back, "0 / 0"),
     "one for all": (lambda x, code, block: _by_padding(x, code, len(x)), "each block|every block|one number for"),
     "no magnitude": (partial(_quantize, size=lambda part: part.max()), "abs|magnitude"),
     "next above": (partial(_quantize, pick=lambda s, c: torch.bucketize(s, c).clamp(max=len(c) - 1)), "nearest"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -191,15 +192,16 @@ def _formula(of):
 
 
 class Attention(nn.Module):
-    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads."""
+    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads of 6."""
 
     def __init__(self):
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(12, 12) for _ in range(4))
+        self.query, self.key, self.value = (nn.Linear(12, 18) for _ in range(3))
+        self.out = nn.Linear(18, 12)
 
     def forward(self, x, context):
         parts = [self.query(x), self.key(context), self.value(context)]
-        q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in parts)
+        q, k, v = (part.unflatten(-1, (3, 6)).transpose(1, 2) for part in parts)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -211,24 +213,46 @@ def _steps(layer, *given):
     )
 
 
+_FUSED = {  # rows, heads, queries, size of a head, keys
+    "fused attention, 5 tokens to 5": (2, 3, 5, 6, 5),
+    "fused attention, 5 tokens to 9": (2, 3, 5, 6, 9),
+    Unseen("fused attention, another row"): (1, 3, 23, 6, 23),
+}
+
+
 def _observe_repeated(candidate):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         mlp = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
-        x, context = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
-        long = torch.randn(1, 23, 12)
-        return {
-            "an MLP": candidate(*_steps(mlp, x)),
-            "fused attention, 5 tokens to 5": candidate(*_steps(Attention(), x, x)),
-            "fused attention, 5 tokens to 9": candidate(*_steps(Attention(), x, context)),
-            Unseen("fused attention, another row"): candidate(*_steps(Attention(), long, long)),
-        }
+        found = {"an MLP": candidate(*_steps(mlp, torch.randn(2, 5, 12)))}
+        for name, (rows, _, queries, _, keys) in _FUSED.items():
+            x, context = torch.randn(rows, queries, 12), torch.randn(rows, keys, 12)
+            found[name] = candidate(*_steps(Attention(), x, context))
+        return found
+
+
+# What a formula forgets, or counts twice: its share of what is right, from rows, heads, queries, size and keys.
+_SHARES = (
+    (lambda b, h, s, d, t: 1 / 4, "gives a quarter: there are two products, and in each a multiplication and an addition are two."),
+    (lambda b, h, s, d, t: 1 / b, "leaves out the rows."),
+    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes so many multiplications."),
+    (lambda b, h, s, d, t: 1 / t, "leaves out the keys: each query has a score with each of them."),
+    (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
+    (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),
+    (lambda b, h, s, d, t: d / t, "takes the size of a head for the number of keys: a shape is (rows, heads, tokens, size), so key[2] has it."),
+    (lambda b, h, s, d, t: 2, "counts twice what it should, or one of the two counters goes without it: both need it."),
+)  # fmt: skip
 
 
 def _explain_repeated(got, expected):
-    mlp, *fused = expected
-    if not got[mlp]:
+    mlp = next(iter(expected))
+    numbers = all(isinstance(count, (int, float)) for count in got.values())
+    if numbers and not got[mlp]:
         return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
+    if numbers and got[mlp] == -expected[mlp]:
+        return "the plain step is the smaller one: take it from the checkpointed step, and not the other way round."
+    if numbers and got[mlp] != expected[mlp] and 0 < got[mlp] < 2:
+        return "this is a ratio of the two steps: the difference is asked for, a number of operations."
     if got[mlp] != expected[mlp]:
         if got == _observe_repeated(_repeated(result=lambda more, less: less)):
             return "this is the step without its checkpoint: count both steps, and take the difference."
@@ -238,9 +262,17 @@ def _explain_repeated(got, expected):
             if got == both
             else None
         )
-    if any(got[case] != expected[case] for case in fused):
-        return "the formula is wrong: each of the two products takes 2 * rows * heads * queries * keys * size operations."
-    return None
+    right = {name: 4 * math.prod(sizes) for name, sizes in _FUSED.items()}
+    formulas = {name: right[name] + got[name] - expected[name] for name in _FUSED}
+    for share, says in _SHARES:
+        if all(math.isclose(formulas[name], right[name] * share(*sizes)) for name, sizes in _FUSED.items()):
+            return f"the formula {says}"
+    name = next(name for name in _FUSED if formulas[name] != right[name])
+    rows, heads, queries, size, keys = _FUSED[name]
+    return (
+        f"the formula is wrong: of queries {(rows, heads, queries, size)} and keys {(rows, heads, keys, size)} it has to make "
+        f"{right[name]:,}, and makes {formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * size."
+    )
 
 
 EXERCISES = (
@@ -270,6 +302,13 @@ EXERCISES = (
         reference=repeated,
         observe=_observe_repeated,
         explain=_explain_repeated,
+        raises=(
+            (r"unexpected keyword argument 'out_", "the counter hands the formula more than it needs: let its arguments end with *args, out_val=None, **kwargs."),
+            (r"'torch.Size' object has no attribute", "query, key and value are shapes already, and no tensors: rows, heads, queries, size = query."),
+            (r"\+=: 'int' and 'NoneType'", "the formula returns nothing: is a `return` missing?"),
+            (r"'method'", "get_total_flops is a method: call it, with ()."),
+            (r"'int' object is not callable", "custom_mapping has the function itself as its value: formula, without calling it."),
+        ),
         mistakes=(
             Mistake("blind", _repeated(False),
                     "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; hand it one in custom_mapping, under the name without .default."),

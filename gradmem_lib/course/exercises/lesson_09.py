@@ -50,6 +50,7 @@ def _moments() -> dict[str, tuple[Tensor, Tensor, int]]:
         "a second moment, 1,000 numbers in blocks of 72": (m * m, code_table(False, None), 72),
         "small numbers": (m * m * 1e-10, code_table(False, None), 72),
         Unseen("negative"): (minus, code_table(True, None), 50),
+        Unseen("nothing but zeros"): (torch.zeros(5), code_table(True, None), 2),
     }
 
 
@@ -60,14 +61,22 @@ def _observe_quantize(candidate):
         if not isinstance(given, (tuple, list)) or len(given) != 3:
             return {"returned": len(given) if isinstance(given, (tuple, list)) else 1}
         indices, absmax, back = (torch.as_tensor(part) for part in given)
-        live = x != 0  # an index times 0 is 0, whichever it is
+        live = torch.cat([part.any().expand(len(part)) for part in x.split(block)])
+        whole = indices.numel() == len(x)
         found[name] = {
             "absmax, one a block": absmax.flatten(),
-            "indices": indices.flatten().long()[live] if indices.numel() == len(x) else indices.numel(),
+            "indices": indices.flatten().long()[live] if whole else indices.numel(),
+            "indices in blocks of zeros": indices.flatten().long()[~live] if whole else indices.numel(),
             "bytes an index": indices.element_size(),
             "back": back,
         }
     return found
+
+
+_ZEROS = (
+    "in a block of zeros, 0 / 0 is not a number, and its index is no position of 0 in `code`: divide such a block by "
+    "anything else, as absmax.clamp(min=1e-30) does."
+)
 
 
 def _explain_quantize(got, expected):
@@ -76,6 +85,11 @@ def _explain_quantize(got, expected):
             "three things are asked for: the indices, absmax, and the numbers that are read back from them."
         )
     wrong = [case for case in expected if difference(got[case], expected[case])]
+    zeros = "indices in blocks of zeros"
+    if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
+        return _ZEROS
+    if any(got[case]["back"].isnan().any() for case in wrong):
+        return "back is not a number where a block is all zeros, since 0 / 0 is none: divide such a block by anything else, as absmax.clamp(min=1e-30) does."
     if wrong and set(wrong) <= set(list(expected)[3:5]):
         return "small numbers are lost: absmax is clamped, or added to, by more than they are; 1e-30 is small enough."
     mine, right = got[wrong[0]], expected[wrong[0]]

@@ -107,10 +107,32 @@ def _observe_lion(candidate):
     )
 
 
+def _momentum_of(share: float) -> str:
+    """What to say of a momentum that has this share of the first gradient, where 1 - beta2 = 0.05 is right and beta1 is 0.8."""
+    known = (
+        (0, "is still 0 after a step, as if it were never updated: m.lerp(…) makes a new tensor, and m.lerp_(…) changes m."),
+        (0.2, "takes 1 - beta1 of the gradient: beta1 is for the step's blend, and beta2 for what is kept."),
+        (0.95 * 0.2 + 0.05, "is blended twice: the step's blend by beta1 is a tensor of its own, m.lerp(…), and m changes by beta2 alone."),
+        (0.95, "takes beta2 of the gradient: it keeps beta2 of itself, and takes 1 - beta2 of the gradient."),
+        (1, "is the whole gradient after a step: it starts at zeros, and takes 1 - beta2 of the gradient."),
+        (0.01, "is made by the default betas: read group[\"betas\"]."),
+    )  # fmt: skip
+    says = next((says for wrong, says in known if abs(share - wrong) < 1e-3), "")
+    return (
+        f"the momentum {says}"
+        if says
+        else "another momentum is kept: it starts at zeros, and becomes beta2 * m + (1 - beta2) * g, from the old m."
+    )
+
+
 def _explain_lion(got, expected):
     tensors, wanted = (seen["self.state"]["tensors a parameter"] for seen in (got, expected))
     if not any(tensors):
         return "self.state has no tensor for a parameter, so a checkpoint forgets the momentum: keep it in self.state[p]."
+    if tensors[0] and not any(tensors[1:]):
+        return (
+            "one group alone is stepped: self.param_groups is a list, and each of its groups has parameters."
+        )
     if max(tensors) > 1:
         return f"{max(tensors)} tensors of state are kept for a parameter: Lion needs one, the momentum."
     if got["self.state"] != expected["self.state"] and tensors == wanted:
@@ -118,25 +140,43 @@ def _explain_lion(got, expected):
     if got["gradients that step() has changed"]:
         return "step() changes gradients: it reads p.grad, and zero_grad() is for the caller."
     far, wanted = (seen["step 1"]["how far the weights of the first group go"] for seen in (got, expected))
+    begin = expected.notes["begin"]
+    if not far.any() and not torch.equal(got["after step 6"]["weights"][:400], begin[:400]):
+        return "nothing moves in the first step, where m is 0: the sign is that of the blend, which has the gradient in it."
     if not far.any():
         return "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
     steps = ("after step 1", "after step 2")
     first, second = (got[step]["weights"] - expected[step]["weights"] for step in steps)
     if first[:400].abs().max() > 1e-3:
+        share = first[:400] / begin[:400]
+        if (share - share[0]).abs().max() < 1e-3:
+            return (
+                "p shrinks in a group without decay: the factor is 1 - lr * weight_decay, which is 1 there."
+            )
+        if difference(far, wanted) and (far - far[0]).abs().max() < 1e-4:
+            return f"each weight moves by {far[0]:.3g} where lr is 0.1: a step is lr times a sign, and nothing else."
         if difference(far, wanted):
             return "the weights go by something else than lr: a step is lr times a sign, and nothing else."
         return "the weights go the other way: they walk against the sign."
     rest = first[400:]
     if rest.abs().max() > 1e-6:
-        share = rest / expected.notes["begin"][400:]
+        share = rest / begin[400:]
         if (share - 0.03 * 0.5).abs().max() < 1e-3:
             return "p does not shrink: take 1 - lr * weight_decay of it before it goes by the sign."
         if (share - share[0]).abs().max() < 1e-3:
             return "p shrinks by the wrong factor: by 1 - lr * weight_decay, both of its own group."
+        if (rest - 0.03 * 0.5 * (begin[400:] - 1)).abs().max() < 1e-3:
+            return "lr * weight_decay itself is subtracted: p loses this share of p, so p.mul_(1 - lr * weight_decay)."
         if rest.abs().max() - rest.abs().min() < 1e-6:
             return "p is to shrink first, and then to go by the sign."
         return "the second group goes otherwise: read lr and weight_decay from its own `group`."
-    if difference(got["step 1"]["what is kept"], expected["step 1"]["what is kept"], 1e-3):
+    kept, momentum = (seen["step 1"]["what is kept"] for seen in (got, expected))
+    if difference(kept, momentum, 1e-3):
+        share = (kept @ momentum / momentum.square().sum()).item()
+        if not difference(kept, share * momentum, 1e-3):
+            return _momentum_of(0.05 * share)
+        if (kept.abs() - kept[0].abs()).abs().max() < 1e-4:
+            return "the momentum takes the gradient's sign: it becomes beta2 * m + (1 - beta2) * g, with g itself."
         return "another momentum is kept: it starts at zeros, and becomes beta2 * m + (1 - beta2) * g, from the old m."
     if second[:400].abs().max() > 1e-3:
         return "the step takes the sign of another blend: beta1 * m + (1 - beta1) * g, with m from before it is updated."
@@ -151,6 +191,12 @@ EXERCISES = (
         observe=_observe_lion,
         explain=_explain_lion,
         tolerance=1e-4,
+        raises=(
+            (r"KeyError", "self.state[p] is empty at first: make the momentum there, as self.state[p].setdefault(\"exp_avg\", torch.zeros_like(p)) does."),
+            (r"must match the size", "parameters have different shapes: each has a momentum of its own, in self.state[p]."),
+            (r"NoneType", "a parameter without a gradient has p.grad None: skip it."),
+            (r"no attribute 'param", "an optimizer's parameters are in self.param_groups: for group in self.param_groups, for p in group[\"params\"]."),
+        ),
         mistakes=(
             Mistake("momentum first", _one(early=True),
                     "the momentum is updated before the step: the step takes the sign of a blend by beta1 of the old one, and beta2 is for what is kept."),
