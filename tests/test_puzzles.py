@@ -134,6 +134,14 @@ def test_adapters_of_a_large_rank_are_named_as_what_does_not_fit(rank, says, cap
     assert says in line(capsys, "11.1", BF16 | {"lora_rank": rank})[0]
 
 
+def test_the_head_is_named_where_its_logits_are_in_the_way(capsys):
+    again = BF16 | {"lora_rank": 16, "checkpointing": "per-layer"}
+    assert "the logits of a micro-batch" in line(capsys, "11.1", again)[0]
+    assert puzzle("11.1").judge(again | {"chunked_loss": True})[0] == "", "without them it fits"
+    rows = BF16 | {"lora_rank": 16, "chunked_loss": True}
+    assert "the activations that every layer keeps" in line(capsys, "11.1", rows)[0]
+
+
 @pytest.mark.parametrize("id", POSSIBLE)
 def test_no_sentence_tells_the_answer(id):
     best = puzzle(id).best()[0]

@@ -16,7 +16,7 @@ function select(name, all, values) {
   return `<label>${name}<select name="${name}"><option value="">${all}</option>${[...new Set(values)].sort()
     .map((value) => `<option>${value}</option>`).join("")}</select></label>`;
 }
-bar.innerHTML = `<form class="pick"><label>Search<input type="search" name="Search" placeholder="checkpoint, Adam, 24 GB"></label>
+bar.innerHTML = `<form class="pick"><label>Search<input type="search" name="Search" placeholder="Adam, 24 GB"></label>
   ${select("Verdict", "any", claims.map((claim) => claim.verdict))}
   ${select("Lesson", "any", claims.flatMap((claim) => claim.lessons))}
   ${select("Document", "any", claims.flatMap((claim) => claim.documents))}</form><p role="status"></p>`;

@@ -20,6 +20,7 @@ WHY = {
     "full": "weights, gradients and states leave no room for what lies beside live tensors on a card.",
     "kept": "weights, gradients and states would fit; the activations that every layer keeps for its backward do not.",
     "step": "the peak is in the optimizer's step, where the activations are gone: no checkpoint makes it lower.",
+    "head": "weights, gradients and states would fit; beside them, most is the head's: the logits of a micro-batch, a number for each token and each word.",
     "beside": "weights, gradients and states would fit; what is alive beside them at the peak does not.",
 }
 BROKEN = {key: says for key, (_, _, says) in CONDITIONS.items()}
@@ -48,8 +49,17 @@ def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
     if weighed.phase == "optimizer_step":
         return "step"
     beside = {name: n for name, n in weighed.held.items() if name not in held}
+    logits, temporaries = _logits(one, recipe), beside.get("temporaries", 0)
+    if temporaries > beside.get("activations", 0) and 0.95 * logits < temporaries < 1.05 * logits:
+        return "head"
     plain = recipe.checkpointing is None and recipe.every_n_layers is None and recipe.offload is None
     return "kept" if plain and max(beside, key=beside.__getitem__) == "activations" else "beside"
+
+
+def _logits(one: Puzzle, recipe: Recipe) -> int:
+    """Bytes of a micro-batch's logits when backward begins: themselves and their gradient, with 8 bytes for each; 0 in chunks."""
+    tokens = one.rows // one.cards // recipe.accumulation * one.tokens
+    return 0 if recipe.chunked_loss else 8 * tokens * search(one).work.vocabulary
 
 
 def puzzle_exercise(id: str, difficulty: int, minutes: int, trains: str, *mistakes: tuple) -> Exercise:

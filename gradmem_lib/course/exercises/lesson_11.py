@@ -50,7 +50,7 @@ EXERCISES = (
         ("checkpoints", QLORA | AGAIN | {"accumulation": 8}, BROKEN["once"]),
         ("in 16 bits", LORA | {"offload": "activations", "accumulation": 8}, WHY["weights"]),
         ("kept", QLORA | {"accumulation": 8}, WHY["kept"]),
-        ("all rows at once", QLORA | {"offload": "activations"}, WHY["beside"]),
+        ("all rows at once", QLORA | {"offload": "activations"}, WHY["head"]),
         ("inputs of checkpoints", QLORA | {"offload": "boundaries", "accumulation": 8},
          "offload='boundaries' moves the inputs of checkpointed layers, and this recipe has none, so Recipe refuses."),
     ),

@@ -68,7 +68,7 @@ EXERCISES = (
         ("nothing runs again", LORA | {"accumulation": 8}, WHY["kept"]),
         ("4 bits", QLORA | {"accumulation": 8}, "4 bits are for linear layers, and a mixture's experts are none: nearly all of the weights stay in 16 bits."),
         ("mixed precision", LORA | AGAIN | {"precision": "autocast-bf16", "accumulation": 8}, WHY["weights"]),
-        ("all rows at once", LORA | AGAIN, WHY["beside"]),
+        ("all rows at once", LORA | AGAIN, WHY["head"]),
         ("in backward", BF16 | AGAIN | {"optimizer": "adafactor-torch", "in_backward": True, "chunked_loss": True}, WHY["beside"]),
     ),
     puzzle_exercise(
