@@ -46,3 +46,9 @@ SHARDING = {
     "fsdp": "the same, and a layer's gathered weights are freed after it, in forward too (fully_shard; ZeRO 3)",
 }
 IGNORED = -100  # a label that does not count
+
+
+def choose(what: str, value, names) -> None:
+    """``ValueError`` for a ``value`` that is none of ``names``."""
+    if value not in names:
+        raise ValueError(f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}")

@@ -1,7 +1,7 @@
 """Bytes in, bytes out: one place that reads "2 GiB" and one that writes it."""
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 KiB, MiB, GiB, TiB = (1024**n for n in (1, 2, 3, 4))
 _FACTORS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
@@ -36,3 +36,16 @@ def format_bytes(nbytes: int) -> str:
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def whole(name: str, value: Any, example: int, what: str = "") -> int:
+    """``value`` if it is a whole number of at least 1; else a ``ValueError``, which names it, and ``what`` is counted."""
+    if not is_whole(value):
+        of = f" of {what}, at least 1" if what else " of at least 1"
+        raise ValueError(f"{name}={value!r}: give a whole number{of}, such as {name}={example}")
+    return value

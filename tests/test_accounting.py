@@ -384,8 +384,8 @@ def test_segments_of_one_are_every_layer():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"seq_len": 1.5}, "seq_len is 1.5"),
+        ({"batch_size": 0}, "batch_size=0: give a whole number of at least 1"),
+        ({"seq_len": 1.5}, "seq_len=1.5: give a whole number of at least 1"),
         ({"precision": "fp8"}, "'autocast-bf16'"),
         ({"optimizer": "Adam"}, "'adamw'"),
         ({"attention": "sdpa"}, "'fused'"),

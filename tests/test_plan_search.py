@@ -165,3 +165,60 @@ def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, cards,
         plans += 1
     assert len(chosen) > 5
     assert len(asked) < len(everything) * plans / 4  # most of it without a prediction
+
+
+def first_k(made, layers: int, rows: int) -> list:
+    """Of the best recipe's kind, each number of layers run again, in micro-batches as large and smaller."""
+    plain = replace(made.best.recipe, checkpointing=None, every_n_layers=None)
+    return [
+        replace(plain, accumulation=n, checkpointing=f"first-{k}")
+        for n in range(plain.accumulation, rows + 1)
+        if rows % n == 0
+        for k in range(1, layers)
+    ]
+
+
+@pytest.mark.parametrize("method, cards", [("full", 1), ("lora", 1), ("lora", 2)])
+def test_no_smaller_number_of_layers_run_again_is_faster_and_fits(method, cards, monkeypatch):
+    """On cards of every size, with bytes from a formula."""
+    config, rows = models.tiny_llama(**LLAMA | {"layers": 7}).config, 4
+    work = count(config)
+    formula = pretended(work)
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", formula)
+    everything = brute_force(config, formula, CARD, rows, method, "cpu", 200, cards)
+    sizes = sorted({option.needs for option in everything})
+    found = set()
+    for nbytes in sizes[:: max(1, len(sizes) // 30)]:
+        sized = {"seq_len": 200, "global_batch": rows * cards, "target": "cpu", "cards": cards}
+        made = plan(config, card=replace(CARD, nbytes=nbytes), method=method, **sized)
+        found.add(made.best.recipe.checkpointing)
+        if made.best.recipe.checkpointing is None and made.best.recipe.every_n_layers is None:
+            continue
+        for recipe in first_k(made, 7, rows):
+            needs = formula(
+                config, batch_size=rows, seq_len=200, recipe=recipe, target="cpu", ranks=cards
+            ).peak.total
+            micro = rows // recipe.accumulation
+            seconds = seconds_per_token(work, recipe, CARD, micro, 200, cards=cards)
+            assert needs > nbytes or seconds >= made.best.seconds, (nbytes, made.best.recipe, recipe)
+    assert len([way for way in found if str(way).startswith("first-")]) > 2
+
+
+def test_the_layers_run_again_are_as_few_as_really_fit():
+    """Predicted by itself, one layer less needs more than there is."""
+    config = models.tiny_llama(**LLAMA | {"layers": 6}).config
+    sizes = {"batch_size": 2, "seq_len": 64, "target": "cpu"}
+    recipe = plan(config, card=2**40, method="qlora", seq_len=64, global_batch=2, target="cpu").best.recipe
+    halves = replace(recipe, accumulation=2)
+    most, least = (
+        predict(config, recipe=replace(halves, checkpointing=how), **sizes).peak.total for how in (None, "per-layer")
+    )  # fmt: skip
+    best = plan(
+        config, card=(3 * most + least) // 4, method="qlora", seq_len=64, global_batch=2, target="cpu"
+    ).best
+    k = int(best.recipe.checkpointing.removeprefix("first-"))
+    needs = [
+        predict(config, recipe=replace(best.recipe, checkpointing=f"first-{n}"), **sizes).peak.total
+        for n in (k - 1, k)
+    ]
+    assert 1 < k < 6 and needs[1] == best.needs <= (3 * most + least) // 4 < needs[0]

@@ -241,5 +241,5 @@ def test_bad_arguments_get_a_sentence(kwargs, error, words):
 
 
 def test_bad_names_get_a_sentence():
-    with MemoryTracker(live=False) as tracker, pytest.raises(ValueError, match="choose one of parameters"):
+    with MemoryTracker(live=False) as tracker, pytest.raises(ValueError, match="choose one of 'parameters'"):
         tracker.watch(torch.zeros(1), "weights")

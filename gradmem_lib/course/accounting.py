@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..names import CATEGORIES
 from ..techniques.schedules import segments_for
+from ..units import whole
 from .shapes import SHAPES as SHAPES
 from .shapes import Shape as Shape
 
@@ -306,8 +307,7 @@ def estimate(
     dropped, as in ``loss = model(...).loss``. ``ValueError`` for unknown names and for sizes below 1.
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
+        whole(name, value, 8)
     p, o = PRECISIONS[precision], _optimizer(optimizer, momentum)
     resident = resident_bytes(shape, precision, optimizer, momentum)
     options = {"precision": precision, "attention": attention}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..display import pictures, watched
-from ..names import CATEGORIES, PHASES
+from ..names import CATEGORIES, PHASES, choose
 from ..units import parse_bytes
 from .budget import BudgetExceeded, let_go
 from .recording import Recording
@@ -153,8 +153,7 @@ class MemoryTracker:
 
     def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
         """Count ``tensors`` under ``category``: for states and buffers that no module or optimizer owns."""
-        if category not in CATEGORIES:
-            raise ValueError(f"unknown category {category!r}: choose one of {', '.join(CATEGORIES)}")
+        choose("category", category, CATEGORIES)
         with self._meter.lock:
             self._meter.tag(tensors, CATEGORIES.index(category), "watched")
             self._meter.sample()

@@ -1,6 +1,7 @@
 """``plan``: the ways to train a model that fit a card."""
 
-from ..units import format_bytes
+from ..names import choose
+from ..units import format_bytes, whole
 from .cards import CARDS, Card, find_card
 from .cost import count
 from .models import find_model
@@ -32,23 +33,21 @@ def plan(
 
     Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
     where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
-    divides the global batch. In place of checkpoints, parts of each layer or the host's memory are tried where they are faster;
-    where nothing fits, the inputs of checkpoints go to the host, or what cards share. Attention is always fused where the model can: eager needs more bytes and more time.
+    divides the global batch. In place of the best one's checkpoints, as few layers as fit, parts of each layer or the host's memory
+    are tried where they are faster; where nothing fits, the inputs of checkpoints go to the host, or what cards share. Attention is always fused where the model can: eager needs more bytes and more time.
     ``float32-master`` is not tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW
     in bf16. On several, no loss is in chunks, and AdamW alone steps in backward.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
     """
-    if method not in (*METHODS, "any"):
-        known = ", ".join(map(repr, (*METHODS, "any")))
-        raise ValueError(f"method={method!r} is not known: choose one of {known}")
-    global_batch = _checked("global_batch", global_batch, "rows", 16)
-    if global_batch % _checked("cards", cards, "cards", 2):
+    choose("method", method, (*METHODS, "any"))
+    global_batch = whole("global_batch", global_batch, 16, "rows")
+    if global_batch % whole("cards", cards, 2, "cards"):
         raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = count(config)
-    seq_len = None if work.patches else _checked("seq_len", seq_len, "tokens in a row", 2048)
+    seq_len = None if work.patches else whole("seq_len", seq_len, 2048, "tokens in a row")
     search = Search(work, found, seq_len, global_batch, target, cards)
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)
@@ -59,14 +58,6 @@ def plan(
         fits=fits, refused=search.refused(), ruled_out=search.ruled_out, given=model_or_config, config=config,
         advice=[] if fits else _advice(search, methods),
     )  # fmt: skip
-
-
-def _checked(name: str, number: int | None, what: str, example: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"{name}={number!r}: give a whole number of {what}, at least 1, such as {name}={example}"
-        )
-    return number
 
 
 def _advice(search: Search, methods: list[str]) -> list[str]:

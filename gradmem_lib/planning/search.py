@@ -1,5 +1,7 @@
 """The search for recipes that fit: from the fastest down, without predicting what surely needs too much."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -127,12 +129,12 @@ class Search:
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
         """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
-        for way in self.ways(family):
-            if best is not None and self.seconds(way) * EQUAL_TIME >= best.seconds:
-                return None
-            if self.may_fit(way) and self.option(way).fits:
-                return self.option(way)
-        return None
+        limit = best.seconds / EQUAL_TIME if best else math.inf
+        ways = (way for way in self.ways(family) if self.seconds(way) < limit)
+        return next((self.option(way) for way in ways if self._fits(way)), None)
+
+    def _fits(self, recipe: Recipe) -> bool:
+        return self.may_fit(recipe) and self.option(recipe).fits
 
     def find(self, methods: list[str]) -> None:
         """All that a plan tries."""
@@ -148,20 +150,26 @@ class Search:
     def refine(self, best: Option) -> None:
         """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
+        if best.recipe == plain:
+            return
+        first = [f"first-{k}" for k in range(1, self.work.layers)]
+        for n in [1] if plain.in_backward else range(best.recipe.accumulation, self.rows + 1):
+            ways = [replace(plain, accumulation=n, checkpointing=k) for k in first if self.rows % n == 0]
+            ways = [way for way in ways if self.seconds(way) < best.seconds]
+            with suppress(ValueError, CannotTrace):  # layers that do not run again one by one
+                fewest = bisect_left(ways, True, key=self._fits)
+                best = self.option(ways[fewest]) if fewest < len(ways) else best
         ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
         faster = [w for w in sorted(ways, key=self.seconds) if self.seconds(w) * EQUAL_TIME < best.seconds]
-        for way in faster[:TRIED] if best.recipe != plain else ():
+        for way in faster[:TRIED]:
             with suppress(ValueError, CannotTrace):  # a model without such a part
-                option = self.option(way)
-                if option.fits and option.seconds < best.seconds:
+                if self._fits(way) and self.option(way).seconds < best.seconds:
                     return
 
     def join(self, best: Option) -> None:
         """Larger micro-batches for what moves something away: so many pieces were for what had stayed until then."""
         fewer = [n for n in range(best.recipe.accumulation - 1, 0, -1) if self.rows % n == 0]
-        for n in fewer if best.recipe.offload else ():
-            if not self.option(replace(best.recipe, accumulation=n)).fits:
-                return
+        all(self._fits(replace(best.recipe, accumulation=n)) for n in fewer if best.recipe.offload)
 
     def next_faster(self, best: Option) -> Option | None:
         """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""

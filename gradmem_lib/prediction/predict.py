@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..display import pictures
 from ..measure.timeline import MemorySnapshot, Timeline
-from ..names import CATEGORIES, PHASES, SELECTIVE
+from ..names import CATEGORIES, PHASES, SELECTIVE, choose
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
+from ..units import whole
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
 from .extrapolation import BY, PHASE, TOTAL, Part, extrapolate
@@ -136,8 +137,7 @@ def predict(
         )
     if target is None:
         target = "cuda" if torch.cuda.is_available() else "cpu"
-    if target not in TARGETS:
-        raise ValueError(f"target={target!r}: choose 'cpu' or 'cuda'")
+    choose("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, nn.Module):
         raise ValueError(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
@@ -182,8 +182,7 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
     recipe.micro_batch(batch_size)
     if getattr(source.skeleton, "main_input_name", "") == "pixel_values":
         return batch_size, None
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-        raise ValueError(f"seq_len={seq_len!r}: give the number of tokens in a row, at least 1, such as 2048")
+    whole("seq_len", seq_len, 2048, "tokens in a row")
     positions = most_positions(source.skeleton)
     if positions and seq_len > positions:
         raise ValueError(

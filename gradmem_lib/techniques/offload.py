@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..compat import current_node, for_a_checkpoint, graph_task, number_of, storage_key, whole
 from ..measure.storages import own_storage, storages_of
-from ..names import OFFLOAD
+from ..names import OFFLOAD, choose
 
 MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # which fully_shard moves
 
@@ -45,8 +45,7 @@ class offload_activations(saved_tensors_hooks):
         model: nn.Module | None = None,
         what: str = "activations",
     ):
-        if what not in MOVES:
-            raise ValueError(f"what={what!r} is not known: choose one of {', '.join(map(repr, MOVES))}")
+        choose("what", what, MOVES)
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
         self._parent, self._model, self._what = folder, model, what

@@ -15,9 +15,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 from numbers import Real
 from operator import add
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..names import CHECKPOINTING
+from ..units import is_whole, whole
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
@@ -27,8 +28,8 @@ Sizes = int | Sequence[int]
 
 def uniform_segments(n: int, k: int) -> list[int]:
     """``n`` layers in segments of ``k``; the last one is shorter when ``k`` does not divide ``n``."""
-    if not _is_count(n) or not _is_count(k):
-        raise ValueError(f"uniform_segments(n={n!r}, k={k!r}): both must be whole numbers of at least 1")
+    whole("n", n, 12, "layers")
+    whole("k", k, 3, "layers in a segment")
     return [k] * (n // k) + ([n % k] if n % k else [])
 
 
@@ -107,8 +108,7 @@ def best_segments(
     Among schedules of equal peak, the one with the fewest extra forward calls, then the one that keeps the fewest bytes
     of boundaries. Exact: dynamic programming finds what fits below a limit, which is halved until nothing fits.
     """
-    if not _is_count(n):
-        raise ValueError(f"best_segments(n={n!r}): n must be a whole number of layers, at least 1")
+    whole("n", n, 12, "layers")
     if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
         raise ValueError(f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0")
     again = math.floor(max_extra_forward * n + 1e-9)  # 0.7 * 10 is a little less than 7
@@ -218,7 +218,7 @@ def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) 
     """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
     ``more``: names that are taken besides."""
     names = *CHECKPOINTING, *more
-    if _is_count(every) or (isinstance(every, str) and (every in names or first_layers(every) is not None)):
+    if is_whole(every) or (isinstance(every, str) and (every in names or first_layers(every) is not None)):
         return every
     if isinstance(every, (list, tuple)) and every:
         total_layers(every)
@@ -254,7 +254,7 @@ def segments_for(every: Any, n: int) -> Schedule | None:
 
 def total_layers(segments: int | Sequence) -> int:
     """How many layers a schedule, or one of its elements, holds. ``ValueError`` for what is not a schedule."""
-    if _is_count(segments):
+    if is_whole(segments):
         return segments
     if isinstance(segments, (list, tuple)) and segments:
         return sum(map(total_layers, segments))
@@ -267,10 +267,6 @@ def total_layers(segments: int | Sequence) -> int:
 def _nest(kind: type, segments: Any) -> Any:
     """Lists and tuples, at any depth, as ``kind``."""
     return kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _sizes(

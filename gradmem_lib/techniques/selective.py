@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
-from ..names import SELECTIVE
+from ..names import SELECTIVE, choose
+from ..units import whole
 from .checkpointing import CACHE_LEFT_OUT, Again, refuse_checkpointed, without_cache
 from .layers import find_layers
 
@@ -34,8 +35,7 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     their own. Raises ``ValueError`` for another part, or where a
     layer has no module of that kind, and ``RuntimeError`` where layers are checkpointed or compiled already.
     """
-    if part not in SELECTIVE:
-        raise ValueError(f"part={part!r} is not known: choose one of {', '.join(map(repr, SELECTIVE))}")
+    choose("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
     whole = part == "elementwise"
@@ -52,8 +52,7 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     ``ValueError`` for a number of tiles below 1, and at the first call where a token's output depends on another token, or the
     module takes or returns something else than such a tensor.
     """
-    if type(tiles) is not int or tiles < 1:
-        raise ValueError(f"tiles={tiles!r}: give a whole number of slices, at least 1, such as 8")
+    whole("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
     return CheckpointedParts([replace_call(module, Tiled(module, tiles))])
 

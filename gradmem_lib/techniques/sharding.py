@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..names import SHARDING
+from ..names import SHARDING, choose
 from .data_parallel import device_of
 from .layers import find_layers
 
@@ -45,8 +45,7 @@ def shard(
 
     ``ValueError`` in a process that no group was started for, and for a model whose layers are not found.
     """
-    if how not in SHARDING:
-        raise ValueError(f"sharding={how!r} is not known: choose one of {', '.join(map(repr, SHARDING))}")
+    choose("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(ALONE.format(how))
     if mesh is None:

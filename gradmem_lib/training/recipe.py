@@ -4,18 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
+from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, choose
 from ..techniques.schedules import checked_schedule
-
-
-def _choose(what: str, value, names) -> None:
-    if value not in names:
-        raise ValueError(f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}")
-
-
-def _whole(what: str, value, example: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what}={value!r}: give a whole number of at least 1, such as {what}={example}")
+from ..units import whole
 
 
 @dataclass(frozen=True)
@@ -57,15 +48,15 @@ class Recipe:
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
-        _choose("precision", self.precision, (*PRECISIONS, None))
-        _choose("optimizer", self.optimizer, OPTIMIZERS)
-        _choose("attention", self.attention, (*ATTENTION, None))
-        _choose("offload", self.offload, (*OFFLOAD, None))
-        _choose("sharding", self.sharding, (*SHARDING, None))
-        _whole("accumulation", self.accumulation, 4)
+        choose("precision", self.precision, (*PRECISIONS, None))
+        choose("optimizer", self.optimizer, OPTIMIZERS)
+        choose("attention", self.attention, (*ATTENTION, None))
+        choose("offload", self.offload, (*OFFLOAD, None))
+        choose("sharding", self.sharding, (*SHARDING, None))
+        whole("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), example)
+                whole(name, getattr(self, name), example)
         for switch in ("in_backward", "quantized_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False")
@@ -190,7 +181,7 @@ class Recipe:
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. ``ValueError`` where the batch cannot be cut evenly."""
-        _whole("batch_size", batch_size, 8)
+        whole("batch_size", batch_size, 8)
         if batch_size % self.accumulation:
             raise ValueError(
                 f"a batch of {batch_size} cannot be cut into {self.accumulation} equal micro-batches: give a batch_size that "
