@@ -189,12 +189,13 @@ def small() -> torch.nn.Module:
     "recipe",
     [
         Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
+        Recipe(precision="bf16", optimizer="adamw-fused", checkpointing="first-1", accumulation=2),
         Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
         Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
         Recipe(precision="bf16", optimizer="adamw-8bit"),
         Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
     ],
-    ids=["autocast", "chunked", "adafactor", "8bit", "qlora"],
+    ids=["autocast", "first", "chunked", "adafactor", "8bit", "qlora"],
 )
 def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
