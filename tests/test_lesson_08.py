@@ -1,5 +1,6 @@
 """Lesson 08's exercises against the library and transformers, and the figures that its text states."""
 
+import weakref
 from pathlib import Path
 
 import torch
@@ -72,3 +73,20 @@ def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
         ("where the plain MLP takes {}", lambda: mlp(x).square().sum().backward(), mlp),
     ):
         assert what.format(f"{peak(run, net) / 1e6:.1f} MB") in text
+
+
+def test_the_weights_of_8_3_live_as_long_as_the_answer_that_knows_their_addresses():
+    """Else a tensor made later may lie where a weight lay, and a right answer that compares addresses keeps it in memory."""
+    gone = []
+
+    class Watched(lesson_08_moving.Disk):
+        def __init__(self, folder, weights):
+            super().__init__(folder, weights)
+            self.alive = [weakref.ref(weight) for weight in weights]
+
+        def pack(self, tensor):
+            gone.extend(ref for ref in self.alive if ref() is None)
+            return super().pack(tensor)
+
+    lesson_08_moving._observe_disk(Watched)
+    assert not gone

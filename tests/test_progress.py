@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gradmem_lib.course import progress
+from gradmem_lib.course import board, progress
 from gradmem_lib.course.check import check
 from gradmem_lib.course.summary import summary
 
@@ -106,6 +106,64 @@ def test_a_damaged_entry_costs_no_other(file, capsys):
     assert json.loads(file.with_name("progress.json.corrupt-1").read_text()) == damaged
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "with all the rest" in err
+
+
+GOOD = {
+    "version": 1,
+    "checks": {"0.1": PASSED},
+    "guesses": {"1.a": {"guess": 42, "unit": "bytes", "measured": 40}},
+    "puzzles": {"11.99": {"seconds": 1e-4, "recipe": "Recipe()"}},
+}
+# Written as JSON: what stands in the place of one value.
+FORGED = {
+    "400 digits": "1" + "0" * 400,
+    "5,000 digits, which int() refuses": "9" * 5000,
+    "no number": "NaN",
+    "no end": "Infinity",
+    "past a float's range": "1e999",
+    "nothing": "null",
+    "true": "true",
+    "half a surrogate pair": '"\\ud800"',
+    "a line of its own": '"a\\nb"',
+    "a list": "[]",
+    "deep": "[" * 10_000 + "]" * 10_000,
+    "deep and no list": '{"a":' * 10_000 + "1" + "}" * 10_000,
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_value_costs_its_entry_alone_wherever_it_stands(file, capsys, kind):
+    """In each field of each section, as an entry, and as an entry's name: the rest is read, shown and written again."""
+    file.parent.mkdir()
+    mark = '"what is forged"'
+    for section in ("checks", "guesses", "puzzles"):
+        (good,) = GOOD[section].values()
+        for field in (None, "its name", *good):
+            entry = mark if field is None else json.dumps(good).replace(json.dumps(good.get(field)), mark)
+            name = mark if field == "its name" and FORGED[kind].startswith('"') else '"9.z"'
+            text = json.dumps(GOOD).replace(f'"{section}": {{', f'"{section}": {{{name}: {entry}, ')
+            file.write_text(text.replace(mark, FORGED[kind]))
+            board.Board(file.parent, file.parent / "board.html").write(0)
+            assert "passed" in summary() and print(summary().encode()) is None
+            progress.record_check("0.1", "passed")
+            found = json.loads(file.read_text())
+            found["checks"]["0.1"] = PASSED
+            assert {
+                k: {i: e for i, e in v.items() if i in GOOD[k]} for k, v in found.items() if k != "version"
+            } == {k: v for k, v in GOOD.items() if k != "version"}, (section, field)
+    capsys.readouterr()
+
+
+def test_what_a_later_version_has_written_stays(file, capsys):
+    later = GOOD | {"badges": {"first": [1, 2]}, "since": "2031"}
+    later["checks"] = {"0.1": PASSED | {"when": 3}}
+    file.parent.mkdir()
+    file.write_text(json.dumps(later))
+    progress.record_guess("1.b", 7)
+    assert json.loads(file.read_text()) == later | {
+        "guesses": GOOD["guesses"] | {"1.b": {"guess": 7, "unit": "bytes", "measured": None}}
+    }
+    assert capsys.readouterr().err == ""
 
 
 def test_a_mark_of_an_editor_at_the_beginning_is_read_over(file, capsys):

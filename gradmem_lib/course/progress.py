@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from . import settings
 VERSION = 1
 LOCK_SECONDS = 10
 MOST_BYTES = 2**24  # a course's progress is a few KB
+DEEPEST = 20  # brackets in brackets; an entry is three deep
 _warned: set[str] = set()
 
 
@@ -135,21 +137,42 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
     with open(descriptor, "rb") as file:
         content = file.read(MOST_BYTES + 1)
     try:
-        found = json.loads(content.decode("utf-8-sig")) if len(content) <= MOST_BYTES else None
-    except (ValueError, RecursionError):  # RecursionError: brackets without end
+        text = content.decode("utf-8-sig") if len(content) <= MOST_BYTES else ""
+        shallow = _shallow(text)
+        found = json.loads(shallow, parse_int=_whole_number)
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         return _empty(), False
-    progress, whole = _empty(), True
+    progress, whole = found | _empty(), shallow == text  # sections that came later than this version stay
     for section in ("checks", "guesses", *({"puzzles"} & found.keys())):  # which came later
         entries = found.get(section)
         entries, whole = (entries, whole) if isinstance(entries, dict) else ({}, False)
-        progress[section] = {id: entry for id, entry in entries.items() if _is_entry(section, entry)}
+        progress[section] = {id: entry for id, entry in entries.items() if _is_entry(section, id, entry)}
         whole = whole and len(progress[section]) == len(entries)
     return progress, whole
 
 
-def _is_entry(section: str, entry: Any) -> bool:
+def _shallow(text: str) -> str:
+    """``text`` with ``null`` for what is nested too deep to be read, so that the rest can be."""
+    kept, depth = [], 0
+    for token in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]|[^][{}"]+|"', text, re.DOTALL):
+        depth += token in ("[", "{")
+        if depth <= DEEPEST:
+            kept.append(token)
+        elif depth == DEEPEST + 1 and token in ("[", "{"):
+            kept.append("null")
+        depth -= token in ("]", "}")
+    return "".join(kept)
+
+
+def _whole_number(digits: str) -> int | float:
+    """Above some thousand digits, ``int`` refuses; and no number of ours is above a float's largest."""
+    return int(digits) if len(digits) < 400 else float(digits)
+
+
+def _is_entry(section: str, id: str, entry: Any) -> bool:
+    """Can the rest of the course show and compare this? Any file may be handed in: a damaged one, a forged one, a later one."""
     number, text = {
         "checks": ("tries", "outcome"),
         "guesses": ("guess", "unit"),
@@ -157,11 +180,17 @@ def _is_entry(section: str, entry: Any) -> bool:
     }[section]
     return (
         isinstance(entry, dict)
-        and isinstance(entry.get(number), (int, float))
+        and _is_number(entry.get(number))
         and isinstance(entry.get(text), str)
-        and isinstance(entry.get("measured"), (int, float, type(None)))
+        and (id + entry[text]).isprintable()  # half a surrogate pair cannot be printed
+        and (entry.get("measured") is None or _is_number(entry["measured"]))
         and (section != "puzzles" or 1e-30 < entry["seconds"] < 1e30)  # else the fastest would be none at all
     )
+
+
+def _is_number(value: Any) -> bool:
+    """A number that a float can hold, so neither infinite nor NaN."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _read_or_move_aside(path: Path) -> dict[str, Any]:

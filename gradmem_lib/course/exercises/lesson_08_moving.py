@@ -136,7 +136,10 @@ def _round_trip(candidate, folder: str) -> Seen:
 
 def _kept_by_shape(candidate, folder: str) -> dict[str, int]:
     """1 if a tensor stays in memory that is no weight, and has a weight's shape."""
-    disk, tensor = candidate(folder, [nn.Parameter(torch.ones(6, 4))]), torch.zeros(6, 4)
+    weight, tensor = nn.Parameter(torch.ones(6, 4)), torch.zeros(6, 4)
+    disk = candidate(
+        folder, [weight]
+    )  # which lives on here: else the next tensor may get its address, and be taken for it
     back = disk.unpack(disk.pack(tensor))
     return {"stays (1 is yes)": int(back.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr())}
 
