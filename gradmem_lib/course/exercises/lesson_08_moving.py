@@ -136,10 +136,9 @@ def _round_trip(candidate, folder: str) -> Seen:
 
 def _kept_by_shape(candidate, folder: str) -> dict[str, int]:
     """1 if a tensor stays in memory that is no weight, and has a weight's shape."""
+    # The weight lives on: else the tensor might get its address, and be taken for it.
     weight, tensor = nn.Parameter(torch.ones(6, 4)), torch.zeros(6, 4)
-    disk = candidate(
-        folder, [weight]
-    )  # which lives on here: else the next tensor may get its address, and be taken for it
+    disk = candidate(folder, [weight])
     back = disk.unpack(disk.pack(tensor))
     return {"stays (1 is yes)": int(back.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr())}
 
