@@ -1,10 +1,14 @@
 """What tracking costs: one training step untracked, tracked, tracked with the live view, and under PyTorch's MemTracker.
 
-    python benchmarks/tracker_overhead.py [--rounds 9] [--models tiny_llama smollm2]
+    python benchmarks/tracker_overhead.py [--rounds 9] [--models tiny_llama smollm2 small_layers]
 
 Only ratios are kept. The variants take turns, so that whatever else the machine does falls on all of them alike; each
-figure is the median over the rounds of the ratio within a round. Everything runs in a Jupyter kernel, because that is
+figure is the median over the rounds of the ratio within a round. The models run in a Jupyter kernel, because that is
 where the live view sends its frames.
+
+``small_layers`` is the worst case, 300 layers of 16 x 16 whose operations have almost nothing to do: what a step takes is what
+an operation costs to see. It has results of its own (``tracker_small_layers``), with the least that anything of the tracker's
+kind costs: a dispatch mode that does nothing, and one that only holds a weak reference to each storage.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ import json
 import statistics
 import sys
 import time
+import weakref
+from collections import deque
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).resolve().parent
 SIZES = {"tiny_llama": (2, 128), "smollm2": (1, 128)}  # batch, tokens
+SMALL = "small_layers"
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
@@ -77,6 +84,59 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     }
 
 
+def measure_small_layers(rounds: int) -> dict[str, float]:
+    """Median ratios of this thread's CPU time, for a step inside the block; the block's beginning and end are not in it."""
+    from gradmem_lib import MemoryTracker, compat
+
+    class Nothing(compat.Unguarded, compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Held(Nothing):
+        def __enter__(self):
+            self.live, self.freed = {}, deque()
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            while self.freed:
+                del self.live[self.freed.popleft()]
+            if isinstance(out, torch.Tensor):
+                storage = out.untyped_storage()
+                key = compat.storage_key(storage)
+                if key not in self.live:
+                    self.live[key] = weakref.ref(storage, lambda _: self.freed.append(key))
+            return out
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(300)))
+    optimizer, batch = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(4, 16)
+
+    def run(context) -> float:
+        gc.collect()
+        with context:
+            start = time.thread_time()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return time.thread_time() - start
+
+    variants = {
+        "untracked": contextlib.nullcontext,
+        "nothing": Nothing,
+        "held": Held,
+        "tracked": lambda: MemoryTracker(model, optimizer, live=False),
+    }
+    for variant in variants.values():
+        run(variant())
+    times = [{key: run(variant()) for key, variant in variants.items()} for _ in range(rounds)]
+    return {
+        "a mode that does nothing / untracked": _median(times, "nothing", "untracked"),
+        "a weak reference to each storage / untracked": _median(times, "held", "untracked"),
+        "tracked / untracked": _median(times, "tracked", "untracked"),
+    }
+
+
 def _median(times: list[dict[str, float]], over: str, under: str) -> float:
     return round(statistics.median(t[over] / t[under] for t in times), 3)
 
@@ -99,20 +159,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--models", nargs="+", choices=[*SIZES, SMALL], default=[*SIZES, SMALL])
     arguments = parser.parse_args()
     from record import record
 
     results = {}
-    for name in arguments.models:
+    for name in (one for one in arguments.models if one != SMALL):
         code = f"import sys, json; sys.path[:0] = {[str(FOLDER), str(FOLDER.parent)]!r}\n"
         code += (
             f"from tracker_overhead import measure; print(json.dumps(measure({name!r}, {arguments.rounds})))"
         )
         results[name] = json.loads(in_a_kernel(code))
-        for key, ratio in results[name].items():
-            print(f"{name:<12} {key:<24} {ratio}")
-    print("written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent))
+        show(name, results[name])
+    if results:
+        print("written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent))
+    if SMALL in arguments.models:
+        ratios = measure_small_layers(3 * arguments.rounds)
+        show(SMALL, ratios)
+        print("written to", record("tracker_small_layers", {"ratios": ratios}).relative_to(FOLDER.parent))
+
+
+def show(name: str, ratios: dict[str, float]) -> None:
+    for key, ratio in ratios.items():
+        print(f"{name:<12} {key:<44} {ratio}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Recording:
     def size(self, storage: torch.UntypedStorage) -> int:
         """Bytes to count for ``storage``; 0 for one that is to be left out."""
         device = storage.device
-        here = device.type == self._type and self._index in (None, device.index)
+        here = device == self.device or (self._index is None and device.type == self._type)
         return storage.nbytes() if here and has_memory(storage) else 0
 
     def scratch(self, func: object, args: tuple) -> int:

@@ -192,7 +192,8 @@ class MemoryTracker:
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
                 self._meter.close()  # a tracker that is kept for its figures must not keep the model
-            self._draw("finish", self.timeline)
+            if self._plot is not None:
+                self._draw("finish", self.timeline)
 
     def _holders(self, peak=None) -> list[Holder]:
         names = self._meter.module_names()
