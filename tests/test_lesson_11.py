@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -58,3 +59,18 @@ def test_the_worked_example_goes_as_it_is_told():
     assert weighed[1].phase == "backward" and rounded(held[1]["temporaries"], "2") == "2"
     assert rounded(held[3]["activations"] - held[2]["activations"], "3.5") == "3.5"
     assert max(held[2], key=held[2].get) == "optimizer" and weighed[3].needs > weighed[2].needs
+
+
+def test_what_is_left_of_11_5_is_less_than_one_rows_activations():
+    one, kept = puzzle("11.5"), NAMES["qlora"] | {"accumulation": 8}
+    weighed = one.weigh(one.recipe(kept))
+    assert f"those of one row are {rounded(weighed.held['activations'], '10.6')} GiB" in TEXT
+    assert weighed.spare < 0 and one.best()[0].offload == "activations" and one.best()[1].spare > GiB
+
+
+@pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="what moves has to be predicted")
+def test_larger_pieces_hardly_make_11_5_faster():
+    one, moved = puzzle("11.5"), NAMES["qlora"] | {"offload": "activations"}
+    by_rows = [one.weigh(one.recipe(moved | {"accumulation": n})) for n in (8, 2)]
+    assert all(weighed.spare > GiB for weighed in by_rows)
+    assert f"four rows at once save {100 * (1 - by_rows[1].seconds / by_rows[0].seconds):.0f} %" in TEXT
