@@ -11,6 +11,7 @@ import answers_cards
 import answers_layers
 import answers_more
 import answers_moving
+import answers_named
 import answers_numbers
 import answers_optimizers
 import answers_precision
@@ -32,6 +33,7 @@ BANKS = (
     answers_cards,
     answers_precision,
     answers_optimizers,
+    answers_named,
     answers_adapters,
     answers_moving,
     answers_ranks,
