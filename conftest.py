@@ -17,6 +17,7 @@ SECONDS = {
     "06_before_you_rent.ipynb": 100,
     "test_exercises.py": 83,
     "test_browser.py": 81,
+    "10_beyond_one_card.ipynb": 73,
     "07_mixed_precision.ipynb": 62,
     "test_claims.py": 66,
     "08_recompute_or_move.ipynb": 62,

@@ -96,11 +96,13 @@ def trained(
 
 
 def distance(family: str, recipe: Recipe, **options) -> float | str:
-    """The largest relative distance of any tensor from one process's, or the sentence that refuses."""
+    """The largest relative distance of any tensor from one process's, found by the first rank, or the sentence that refuses."""
     try:
         here = trained(family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options)
     except ValueError as error:
         return str(error)
+    if dist.get_rank():
+        return 0.0
     memory_alone = {"checkpointing": None, "every_n_layers": None, "offload": None, "accumulation": 1}
     there = one_process(family, replace(recipe, sharding=None, **memory_alone), **options)
     assert there["gradients"] or recipe.in_backward

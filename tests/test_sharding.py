@@ -88,7 +88,10 @@ def test_without_a_process_group_the_sentence_says_torchrun():
     [
         ({"sharding": "zero3"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
         ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
-        ({"sharding": "fsdp", "chunked_loss": True}, "leave it out with sharding='fsdp'"),
+        (
+            {"sharding": "fsdp", "chunked_loss": True},
+            "leave it out with sharding='fsdp', and raise accumulation",
+        ),
         ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
         ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
         ({"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2}, "or None and a model in bf16"),

@@ -134,7 +134,7 @@ class Recipe:
         if self.sharding is not None and self.chunked_loss:
             raise ValueError(
                 "chunked_loss goes around the model's own call, in which gradients are averaged and weights gathered over "
-                f"the ranks: leave it out with sharding={self.sharding!r}"
+                f"the ranks: leave it out with sharding={self.sharding!r}, and raise accumulation where the logits are too large"
             )
         if self.fully_sharded and self.precision == "float32-master" and self.lora_rank is not None:
             raise ValueError(
