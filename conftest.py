@@ -29,7 +29,7 @@ SECONDS = {
     "test_models.py": 24,
     "test_predict_ranks.py": 54,
     "test_finetune.py": 37,
-    "test_sharding.py": 37,
+    "test_sharding.py": 50,
     "test_plan_cards.py": 36,
     "test_tracker_ranks.py": 30,
     "04_gradient_checkpointing.ipynb": 35,

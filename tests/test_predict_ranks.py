@@ -26,8 +26,8 @@ VARIANTS = (
 WHOLE_GRID = [
     (family, {"sharding": how} | more) for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
 ]
-# One variant each for every family and way, so that each way and each family meets most of them.
-GRID = WHOLE_GRID if os.environ.get("GRADMEM_ALL") else WHOLE_GRID[:: len(VARIANTS) + 1]
+# A tenth, in steps in which every family, every way and every variant comes.
+GRID = WHOLE_GRID if os.environ.get("GRADMEM_ALL") else WHOLE_GRID[::11]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -65,18 +65,18 @@ def test_short_traces_make_the_whole_one(how):
         "ranks": 3,
         "rank": 2,
     }
-    quick = predict(config("gqa", 12), **asked)
+    quick = predict(config("gqa", 8), **asked)
     assert quick.traced_layers == (3, 4)
-    assert figures(quick) == figures(predict(config("gqa", 12), full=True, **asked))
+    assert figures(quick) == figures(predict(config("gqa", 8), full=True, **asked))
     assert "rank 2 of 3" in quick.title
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(how, monkeypatch):
     asked = {
-        "batch_size": 6,
+        "batch_size": 5,
         "seq_len": 8,
-        "recipe": Recipe(sharding=how, accumulation=6),
+        "recipe": Recipe(sharding=how, accumulation=5),
         "target": "cuda",
         "ranks": 2,
     }
@@ -87,10 +87,10 @@ def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sen
         "traced",
         lambda question, layers, n=None: traced.append(n) or known(question, layers, n),
     )
-    quick = predict(config("gqa", 12), **asked)
+    quick = predict(config("gqa", 8), **asked)
     assert traced == [3 + (how == "ddp")] * 2
     monkeypatch.setattr(predict_module, "FEW", 99)
-    assert figures(quick) == figures(predict(config("gqa", 12), **asked))
+    assert figures(quick) == figures(predict(config("gqa", 8), **asked))
 
 
 def test_gathered_parameters_are_parameters():
@@ -106,7 +106,7 @@ def test_gathered_parameters_are_parameters():
 
 @pytest.mark.parametrize("full", [True, False])
 def test_offloaded_shards_are_not_on_the_card(full):
-    cfg, recipe = config("gqa", 12), Recipe(sharding="fsdp", offload="parameters")
+    cfg, recipe = config("gqa", 8), Recipe(sharding="fsdp", offload="parameters")
     asked = {"batch_size": 2, "seq_len": 8, "target": "cuda", "ranks": 2}
     there, here = (predict(cfg, recipe=r, full=full, **asked) for r in (recipe, Recipe(sharding="fsdp")))
     for category in ("parameters", "gradients", "optimizer"):
