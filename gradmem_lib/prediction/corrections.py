@@ -58,10 +58,10 @@ def _of_one_dtype(args, out):
 
 
 def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Callable:
-    """A norm whose weight, argument ``position``, has the input's dtype or float32; ``mixed``: what comes of the second."""
+    """A norm whose first tensor from ``position`` on has the input's dtype or float32; ``mixed``: what comes of the second."""
 
     def correct(args, out):
-        weight = args[position] if len(args) > position else None
+        weight = next((a for a in args[position:] if isinstance(a, torch.Tensor)), None)
         if weight is None or weight.dtype == args[0].dtype:
             return out
         return mixed(args, out if weight.dtype == torch.float32 else _of_one_dtype((args[0], weight), out))

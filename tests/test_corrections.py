@@ -1,0 +1,133 @@
+"""What fake tensors say of single operators, against what the CPU's kernels return: shape, strides, dtype, bytes, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradmem_lib.compat import FakeTensor, tree_leaves, tree_map_only
+from gradmem_lib.prediction.fakes import QuickFakeMode, forget
+
+aten = torch.ops.aten
+bf16, half, double = torch.bfloat16, torch.float16, torch.float64
+
+
+def said(op, *args, target: str | None) -> list:
+    """What ``op`` returns: for real, or by the fakes for ``target``; ``"error"`` where it raises."""
+    try:
+        if target is None:
+            out = op(*args)
+        else:
+            forget()
+            with QuickFakeMode(target) as mode:
+                faked = tree_map_only(torch.Tensor, mode.from_tensor, args)
+                out = op(*faked)
+    except RuntimeError:
+        return ["error"]
+    tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    assert all(type(t) is (torch.Tensor if target is None else FakeTensor) for t in tensors)
+    return [
+        (tuple(t.shape), t.stride() if t.numel() else (), t.dtype, t.untyped_storage().nbytes())
+        for t in tensors
+    ]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(shape, dtype=dtype)
+
+
+NORMS = {}
+for _x in (torch.float32, bf16, half):
+    for _w in (None, torch.float32, bf16, half):
+        _weight = None if _w is None else rand(4, dtype=_w)
+        _inputs = rand(2, 4, dtype=_x), rand(2, 4, 3, dtype=_x)
+        _name = f"{_x}, {_w}".replace("torch.", "")
+        NORMS[f"layer, {_name}"] = (aten.native_layer_norm, _inputs[0], [4], _weight, _weight, 1e-5)
+        NORMS[f"group, {_name}"] = (aten.native_group_norm, _inputs[1], _weight, _weight, 2, 4, 3, 2, 1e-5)
+        _running = [rand(4, dtype=torch.float32 if _w is None else _w) for _ in range(2)]
+        NORMS[f"batch, {_name}"] = (
+            aten.native_batch_norm,
+            _inputs[1],
+            _weight,
+            _weight,
+            *_running,
+            True,
+            0.1,
+            1e-5,
+        )
+
+NORMS["batch, without running statistics"] = (
+    aten.native_batch_norm, rand(2, 4, 3, dtype=bf16), None, None, None, None, True, 0.1, 1e-5,
+)  # fmt: skip
+
+LOSSES = {
+    f"{op} {shape} {reduction}": (getattr(aten, op), rand(5, 4), rand(*shape), *reduction)
+    for op in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")
+    for shape in ((5, 4), (4,), (3, 5, 4))
+    for reduction in ((), (0,), (1,), (2,))
+    if op != "soft_margin_loss" or shape == (5, 4)
+} | {
+    f"binary_cross_entropy {weight is not None} {reduction}": (
+        aten.binary_cross_entropy, rand(5, 4), rand(5, 4), weight, *reduction
+    )
+    for weight in (None, rand(5, 4))
+    for reduction in ((), (0,), (1,), (2,))
+}  # fmt: skip
+
+MIXED = {
+    "mm": (aten.mm, rand(3, 4), rand(4, 5, dtype=bf16)),
+    "mm of one": (aten.mm, rand(3, 4, dtype=bf16), rand(4, 5, dtype=bf16)),
+    "addmm": (aten.addmm, rand(5, dtype=bf16), rand(3, 4), rand(4, 5)),
+    "mv": (aten.mv, rand(3, 4), rand(4, dtype=double)),
+    "convolution": (
+        aten.convolution,
+        rand(1, 2, 5),
+        rand(3, 2, 3, dtype=bf16),
+        None,
+        [1],
+        [0],
+        [1],
+        False,
+        [0],
+        1,
+    ),
+    "index_add": (aten.index_add, rand(3, 4), 0, torch.tensor([1]), rand(1, 4, dtype=half)),
+    "index_add of one": (aten.index_add, rand(3, 4), 0, torch.tensor([1]), rand(1, 4)),
+    "binary_cross_entropy": (aten.binary_cross_entropy, rand(3), rand(3, dtype=bf16)),
+}
+
+FILLED = {
+    f"masked_fill {dtype} {value}": (
+        aten.masked_fill,
+        torch.zeros(3, dtype=dtype),
+        torch.ones(3, dtype=torch.bool),
+        value,
+    )
+    for dtype in (half, bf16, torch.float32)
+    for value in (0.0, -65504.0, 65520.0, -1e30, 3.4e38, 1e39, float("-inf"), float("inf"))
+}
+
+OTHERS = {
+    "view of one row": (aten.view, rand(1, 6, 4).transpose(1, 2).contiguous().transpose(1, 2), [1, 6, 4, 1]),
+    "view of two": (aten.view, rand(2, 6, 4), [2, 24]),
+    "view of a slice": (aten.view, rand(4, 1, 6)[2:3], [1, 1, 6]),
+    "layer_norm_backward": (
+        aten.native_layer_norm_backward, rand(4, 3).t(), rand(4, 3).t(), [4], rand(3, 1), rand(3, 1), rand(4), rand(4),
+        [True, True, True],
+    ),
+    "layer_norm_backward of weights": (
+        aten.native_layer_norm_backward, rand(3, 4), rand(3, 4), [4], rand(3, 1), rand(3, 1), rand(4), rand(4),
+        [False, True, True],
+    ),
+    "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
+    "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
+    "mse_loss_backward": (aten.mse_loss_backward, rand(1), rand(5, dtype=bf16), rand(5, dtype=bf16), 1),
+    "mse_loss_backward, wide gradient": (aten.mse_loss_backward, rand(5), rand(5, dtype=bf16), rand(5, dtype=bf16), 0),
+}  # fmt: skip
+CASES = NORMS | LOSSES | MIXED | FILLED | OTHERS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fake_says_what_the_kernel_returns(name):
+    op, *args = CASES[name]
+    assert said(op, *args, target="cpu") == said(op, *args, target=None)
