@@ -83,6 +83,8 @@ UNTRIED = [
         "11.9",
         BF16 | {"lora_rank": 16, "checkpointing": "elementwise", "chunked_loss": True, "accumulation": 8},
     ),
+    # All rows at once: larger pieces of what moves are tried with the whole loss alone.
+    ("11.5", QLORA | HOST),
     ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
     ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
 ]
@@ -182,6 +184,7 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
         ("11.2", {"accumulation": 3}, "accumulation=3 does not cut 8 rows evenly"),
         ("11.10", {"sharding": "fsdp", "accumulation": 4}, "accumulation=4 does not cut 2 rows of each card evenly"),
         ("11.10", {"precision": "bf16"}, "8 cards train together, and the recipe does not say how they share"),
+        ("11.10", {"lora_rank": 16}, "every weight is to be trained"),  # no sharding would help it
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],
 )  # fmt: skip

@@ -167,6 +167,8 @@ class Puzzle:
             return "plain SGD is out of the game, with momentum too: choose an optimizer that adapts to each weight."
         if recipe.lora_rank and (recipe.lora_rank < RANK or recipe.lora_targets):
             return f"adapters are to have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
+        if against := [CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)]:
+            return against[0]
         if self.cards > 1 and recipe.sharding is None:
             return f"{self.cards} cards train together, and the recipe does not say how they share: give sharding."
         if self.cards == 1 and recipe.sharding is not None:
@@ -177,7 +179,7 @@ class Puzzle:
             return (
                 f"accumulation={recipe.accumulation} does not cut {rows} evenly: choose a divisor of {own}."
             )
-        return next((CONDITIONS[k][2] for k in self.conditions if not CONDITIONS[k][1](recipe)), "")
+        return ""
 
     def weigh(self, recipe: Recipe) -> Weighed:
         """What ``recipe`` needs and takes: as recorded, or by prediction, in seconds. ``ValueError`` where the model cannot take it."""
