@@ -5,11 +5,32 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from build_notebooks import FIXED
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this process ends
+
+# In a notebook's kernel, after each cell that imports much: garbage collections pass over it, see ``stay``. Every start
+# of a ``Trainer`` collects twice, which takes most of a second.
+KERNEL_STAYS = """
+def _stay_after_imports():
+    import gc, sys
+    known = len(sys.modules)
+
+    def stay(result):
+        nonlocal known
+        if len(sys.modules) > known + 200:
+            known = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+
+    get_ipython().events.register("post_run_cell", stay)
+
+_stay_after_imports()
+del _stay_after_imports
+"""
 
 # Seconds on one core, roughly, of the files that take ten or more. The rest are quick.
 SECONDS = {
@@ -112,6 +133,14 @@ def pytest_runtest_protocol(item, nextitem):
     return done
 
 
+def ipython_folder() -> str:
+    """Settings of IPython for the kernels of notebooks, none of which are the user's."""
+    startup = Path(SCRATCH.name, "ipython", "profile_default", "startup")
+    startup.mkdir(parents=True, exist_ok=True)
+    (startup / "stay.py").write_text(KERNEL_STAYS)
+    return str(startup.parent.parent)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
     """A notebook's kernel starts in the set-up of its first cell, and inherits what the environment says then."""
@@ -120,6 +149,7 @@ def pytest_runtest_setup(item):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in FIXED.items() if item.config.getoption("nbval") else ():
             patch.setenv(name, value)
+        patch.setenv("IPYTHONDIR", ipython_folder())
         if "GRADMEM_PROGRESS" not in os.environ:
             patch.setenv("GRADMEM_PROGRESS", f"{SCRATCH.name}/{item.path.stem}.json")
         return (yield)

@@ -1,6 +1,7 @@
 """accumulate_gradients against the full batch, however it is cut; its bytes; its errors."""
 
 import copy
+import os
 import warnings
 
 import pytest
@@ -18,6 +19,8 @@ from gradmem_lib.techniques.accumulation import Accumulated, accumulate_gradient
 from gradmem_lib.techniques.losses import count_targets, next_token_loss
 
 VOCAB, LONGEST = 31, 12
+# Splits in each of four ways: 240 for each dtype, and 800 every night.
+EXAMPLES = 200 if os.environ.get("GRADMEM_ALL") else 60
 
 
 def tiny(dtype=torch.float32, **sizes):
@@ -87,11 +90,9 @@ def pieces(batch, lengths, cuts, trim):
 @pytest.mark.parametrize(
     "way", ["corrected after", "corrected after, model given", "total known", "counted first"]
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cut=cut_batches())
-def test_the_gradient_is_the_full_batchs(
-    dtype, limit, way, cut
-):  # 4 ways x 60 examples: 240 splits for each dtype
+def test_the_gradient_is_the_full_batchs(dtype, limit, way, cut):
     lengths, cuts, unlabelled, trim, seed = cut
     model, batch = MODELS[dtype], padded(lengths, seed)
     batch["labels"][sorted(unlabelled)] = -100

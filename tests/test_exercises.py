@@ -1,5 +1,6 @@
 """Every exercise of the course is fit to be given."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,14 +10,35 @@ import pytest
 import torch
 from toy_exercise import AREA, exercise_of
 
+from gradmem_lib.course import judging
 from gradmem_lib.course.check import UnknownExercise, all_exercises, audit, check, get, lessons
 from gradmem_lib.course.exercise import Mistake
 from gradmem_lib.course.judging import PASSED, WRONG
 
+EXERCISES = all_exercises()
 
-@pytest.mark.parametrize("exercise", all_exercises(), ids=lambda exercise: exercise.id)
-def test_every_exercise_is_fit_to_be_given(exercise):
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+def test_every_exercise_is_fit_to_be_given(exercise, monkeypatch):
+    if not os.environ.get("GRADMEM_ALL") and EXERCISES.index(exercise) % 4 != 1:
+        observe_mistakes_once(monkeypatch)
     assert audit(exercise) == []
+
+
+def observe_mistakes_once(monkeypatch) -> None:
+    """What a known mistake does as an answer is taken for what it does as a known mistake. In a quarter of the exercises,
+    and every night in all, each runs twice, which must come to the same."""
+    run, runs = judging._run, {}
+
+    def once(exercise, candidate, **how):
+        known = [mistake.name for mistake in exercise.mistakes if mistake.function is candidate]
+        if not known:
+            return run(exercise, candidate, **how)
+        if known[0] not in runs:
+            runs[known[0]] = run(exercise, candidate, **how)
+        return runs[known[0]]
+
+    monkeypatch.setattr(judging, "_run", once)
 
 
 def test_ids_are_unique_and_belong_to_their_lesson():
