@@ -5,6 +5,7 @@ from __future__ import annotations
 import nbformat
 import pytest
 from browser import Lab, Notebook, assert_explorer_reacts, shot
+from nightly import each
 
 CANVAS = "document.querySelector('canvas.gm-canvas')"
 
@@ -96,7 +97,7 @@ def test_a_notebook_that_never_gets_ready_is_an_error_not_a_wait(browser, lab):
         Notebook(browser, lab, "no_such.ipynb", ready_within=5)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@pytest.mark.parametrize("theme", each(2, ["Dark", "Light"]))
 def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, theme):
     with Notebook(browser, lab, "live.ipynb", scale=1.5) as notebook:
         notebook.theme(f"JupyterLab {theme}")

@@ -64,7 +64,10 @@ def test_lesson_00_shows_all_three_outcomes(capsys):
     ]
 
 
-def test_the_audit_finds_what_is_wrong_with_an_exercise():
+@pytest.mark.parametrize("once", [False, True])
+def test_the_audit_finds_what_is_wrong_with_an_exercise(once, monkeypatch):
+    if once:
+        observe_mistakes_once(monkeypatch)
     assert audit(AREA) == []
     assert "only 1 known" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
     same = Mistake("sum again", lambda w, h: h + w, "this is the same mistake.")

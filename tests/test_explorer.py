@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from nightly import each
 
 from gradmem_lib.course import accounting, explorer
 from gradmem_lib.planning.cards import CARDS, find_card
@@ -103,14 +104,18 @@ TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        *({"precision": name} for name in accounting.PRECISIONS),
-        *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in explorer.OPTIMIZERS.values()),
-        {"attention": "eager"},
-        {"checkpointing": "per-layer"},
-        {"checkpointing": 2},
-        {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": 16},
-    ],
+    each(
+        2,
+        [
+            *({"precision": name} for name in accounting.PRECISIONS),
+            *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in explorer.OPTIMIZERS.values()),
+            {"attention": "eager"},
+            {"checkpointing": "per-layer"},
+            {"checkpointing": 2},
+            {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": 16},
+        ],
+        start=1,
+    ),
     ids=str,
 )
 def test_the_trace_is_of_what_the_closed_form_describes(changed):

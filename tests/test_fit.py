@@ -1,11 +1,11 @@
 """As few layers run again as a budget allows: tracked within it, and above it with one layer less; the same gradients."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from families import tiny_config
+from nightly import each
 from predicted import TEXT, assert_same, config, example_batch, measured, model_class, predict
 from torch import nn
 from transformers import LlamaConfig
@@ -48,7 +48,6 @@ CASES = [
     ("smollm2", "pieces"), ("gpt2", "autocast"), ("bert", "bf16"), ("t5", "float32"), ("gemma3", "lora"),  # each once
     *(("smollm2", name) for name in RECIPES if name != "pieces"), ("gpt2", "float32"), ("t5", "lora"),
 ]  # fmt: skip
-CHOSEN = CASES if os.environ.get("GRADMEM_ALL") else CASES[:5]
 
 
 def with_first(recipe: Recipe, first: int) -> Recipe:
@@ -69,7 +68,7 @@ def tracked_with(shape, recipe: Recipe):
     return measured(shape, recipe, ASKED["batch_size"], ASKED["seq_len"])
 
 
-@pytest.mark.parametrize(("family", "how"), CHOSEN)
+@pytest.mark.parametrize(("family", "how"), each(3, CASES))
 def test_tracked_within_the_budget_and_above_it_with_one_layer_less(family, how):
     shape, recipe = FAMILIES[family](), RECIPES[how]
     budget = between(shape, recipe)
@@ -81,7 +80,7 @@ def test_tracked_within_the_budget_and_above_it_with_one_layer_less(family, how)
     assert_same(predict(shape, recipe=found, **ASKED), tracker)
 
 
-@pytest.mark.parametrize("how", ["float32", "bf16"])
+@pytest.mark.parametrize("how", each(2, ["float32", "bf16"], start=1))
 def test_for_a_card_by_what_its_allocator_counts(how):
     shape, recipe, card = FAMILIES["smollm2"](), RECIPES[how], ASKED | {"target": "cuda"}
     budget = between(shape, recipe, target="cuda")
@@ -195,7 +194,7 @@ def test_as_a_schedule():
             Recipe(checkpointing=wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", each(2, [torch.float32, torch.bfloat16], start=1))
 def test_layers_of_a_model_as_it_is(dtype):
     """In its own dtype, with the optimizer that the recipe names."""
     model = models.tiny_llama(layers=LAYERS, hidden=64, heads=4, intermediate=96, vocab=128).to(dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import FAMILIES, batch_for, made, same, step
+from nightly import each
 from predicted import assert_same, config, example_batch, model_class, predict
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,7 +97,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layers", "recipe"), MATRIX)
+@pytest.mark.parametrize(("family", "layers", "recipe"), each(2, MATRIX))
 def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recipe):
     cfg = config(family, layers)
     predicted = predict(cfg, batch_size=8, seq_len=16, recipe=recipe, target="cpu")

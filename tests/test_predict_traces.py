@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from nightly import each
 from predicted import BATCH, SEQ, TEXT, assert_same, config, measured, on_targets, tracked
 from torch import nn
 from transformers import Gemma3TextConfig
@@ -22,16 +22,23 @@ from gradmem_lib.training.recipe import Recipe
 @pytest.mark.parametrize(
     ("family", "recipe", "target"),
     on_targets(
-        [
-            ("llama", Recipe(precision="bf16")),
-            ("llama", Recipe(checkpointing="per-layer", accumulation=2)),
-            ("tied", Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer")),
-            ("qwen3", Recipe(in_backward=True, attention="eager")),
-            ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
-            ("vit", Recipe(lora_rank=4, optimizer="adamw-8bit", precision="autocast-fp16")),
-            ("bert", Recipe(precision="bf16", optimizer="adafactor")),
-            ("llama", Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True)),
-        ]
+        each(
+            2,
+            [
+                ("llama", Recipe(precision="bf16")),
+                ("llama", Recipe(checkpointing="per-layer", accumulation=2)),
+                (
+                    "tied",
+                    Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer"),
+                ),
+                ("qwen3", Recipe(in_backward=True, attention="eager")),
+                ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
+                ("vit", Recipe(lora_rank=4, optimizer="adamw-8bit", precision="autocast-fp16")),
+                ("bert", Recipe(precision="bf16", optimizer="adafactor")),
+                ("llama", Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True)),
+            ],
+            start=1,
+        ),
     ),
 )
 def test_short_traces_say_what_the_full_one_says(family, recipe, target):
@@ -44,14 +51,17 @@ def test_short_traces_say_what_the_full_one_says(family, recipe, target):
 
 @pytest.mark.parametrize(
     ("recipe", "layers", "traced", "target"),
-    [
-        (Recipe(checkpointing=2), 13, (5, 7), "cpu"),  # 2, 2, ..., 1
-        (Recipe(checkpointing=2, optimizer="sgd"), 13, (5, 7), "cuda"),
-        (Recipe(every_n_layers=2, optimizer="sgd"), 13, (5, 7), "cuda"),
-        (Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2), 19, (7, 10), "cpu"),
-        (Recipe(checkpointing=2, precision="bf16", lora_rank=2), 12, (4, 6), "cpu"),
-        (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
-    ],
+    each(
+        2,
+        [
+            (Recipe(checkpointing=2), 13, (5, 7), "cpu"),  # 2, 2, ..., 1
+            (Recipe(checkpointing=2, optimizer="sgd"), 13, (5, 7), "cuda"),
+            (Recipe(every_n_layers=2, optimizer="sgd"), 13, (5, 7), "cuda"),
+            (Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2), 19, (7, 10), "cpu"),
+            (Recipe(checkpointing=2, precision="bf16", lora_rank=2), 12, (4, 6), "cpu"),
+            (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
+        ],
+    ),
 )
 def test_segments_are_repeated_whole(recipe, layers, traced, target):
     ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
@@ -70,9 +80,7 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "recipe"), ACCUMULATED if os.environ.get("GRADMEM_ALL") else ACCUMULATED[::2]
-)
+@pytest.mark.parametrize(("family", "recipe"), each(3, ACCUMULATED))
 def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     k = recipe.accumulation
     predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from nightly import each
 from torch.utils.data import Dataset
 from transformers import AutoConfig, TrainerCallback
 
@@ -147,7 +148,7 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
     return model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", each(2, KINDS))
 def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
     made = planned(name)
     text = plan_code(option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu")

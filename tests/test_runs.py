@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nightly import each
 
 from gradmem_lib.course import models, runs, texts
 from gradmem_lib.names import CATEGORIES
@@ -12,14 +13,18 @@ IN_BF16 = {"precision": "bf16", "accumulation": 8}
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        Recipe(),
-        Recipe(accumulation=8, checkpointing="per-layer"),
-        Recipe(accumulation=8, checkpointing="per-layer", precision="autocast-bf16"),
-        Recipe(**IN_BF16, checkpointing="per-layer", optimizer="adamw-8bit"),
-        Recipe(**IN_BF16, optimizer="adafactor-torch"),
-        Recipe(precision="bf16", accumulation=2, optimizer="adamw-8bit", lora_rank=4, chunked_loss=True),
-    ],
+    each(
+        2,
+        [
+            Recipe(),
+            Recipe(accumulation=8, checkpointing="per-layer"),
+            Recipe(accumulation=8, checkpointing="per-layer", precision="autocast-bf16"),
+            Recipe(**IN_BF16, checkpointing="per-layer", optimizer="adamw-8bit"),
+            Recipe(**IN_BF16, optimizer="adafactor-torch"),
+            Recipe(precision="bf16", accumulation=2, optimizer="adamw-8bit", lora_rank=4, chunked_loss=True),
+        ],
+        start=1,
+    ),
     ids=str,
 )
 def test_the_short_form_has_the_peak_of_the_long_one(recipe, monkeypatch, tmp_path):

@@ -1,11 +1,13 @@
 """Predicted and measured bytes of checkpointed layers, and of one layer alone."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
 from checkpointed import ROWS, WIDTH, X, untouched, weighted
+from nightly import each
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -33,8 +35,7 @@ def temporaries(keeps):
     return X + 2 * max(1, keeps - 1) * X + 8
 
 
-@pytest.mark.parametrize("keeps", [1, 2, 5])
-@pytest.mark.parametrize("n", [16, 33, 64])
+@pytest.mark.parametrize(("n", "keeps"), each(2, itertools.product([16, 33, 64], [1, 2, 5])))
 def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
     a = (keeps - 1) * X
     schedules = ["sqrt", "best", 1, 3, 7, n, [n - 3, 3], [3, n - 3], best_segments(n, a, X, 0.5)]

@@ -1,13 +1,13 @@
 """MemoryTracker against independent counters: PyTorch's own MemTracker, and the CPU allocator's events."""
 
 import itertools
-import os
 import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
+from nightly import ALL, each
 from oracle import allocator_peak
 from steps import BERT, GPT2, LLAMA, MODELS, OPTIMIZERS, build
 from torch import nn
@@ -40,7 +40,7 @@ CASES = [
     for i, (name, precision, checkpointed) in enumerate(
         itertools.product(MODELS, ["float32", "bf16", "autocast"], [False, True])
     )
-    for optimizer in (OPTIMIZERS if os.environ.get("GRADMEM_ALL") else [list(OPTIMIZERS)[(i + i // 3) % 3]])
+    for optimizer in (OPTIMIZERS if ALL else [list(OPTIMIZERS)[(i + i // 3) % 3]])
 ]
 
 
@@ -55,8 +55,7 @@ def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointe
     assert all(n >= 0 for n in tracker.peak.by_category.values())
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "checkpointed"), each(3, itertools.product(MODELS, [False, True])))
 def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed, monkeypatch):
     # Large enough that the random-number states (5056 bytes a checkpoint), which the tracker cannot see, are small.
     for config in (LLAMA, BERT, GPT2):

@@ -229,24 +229,25 @@ print("pyplot" if "matplotlib.pyplot" in sys.modules else "", [type(w).__name__ 
 """
 
 
-def executed(env_live: str, monkeypatch) -> list[list]:
-    """The outputs of each cell of a small notebook, run in a real kernel."""
+def executed(*live: str) -> list[list]:
+    """The outputs of each cell of a small notebook, run in a real kernel once for each GRADMEM_LIVE."""
     from nbclient import NotebookClient
 
-    monkeypatch.setenv("GRADMEM_LIVE", env_live)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
         RUN.format(live=False), PLOT, LEFT, "show_timeline(tracker.timeline, title='a layer')",
         "from gradmem_lib.course.explorer import explore\nexplore()",
         "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))", "tracker.plot()",
     ]  # fmt: skip
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
+    sources = [c for value in live for c in (f"import os; os.environ['GRADMEM_LIVE'] = '{value}'", *cells)]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in sources])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    return [cell.outputs for cell in notebook.cells]
+    n = len(cells) + 1
+    return [[cell.outputs for cell in notebook.cells[i * n + 1 : (i + 1) * n]] for i in range(len(live))]
 
 
 def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(monkeypatch):
-    moving, still = executed("1", monkeypatch), executed("0", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    still, moving = executed("0", "1")
     view = "application/vnd.jupyter.widget-view+json"
     for outputs in (moving, still):
         _, plot, left, shown, explored, empty, figure = outputs
