@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -31,9 +28,8 @@ FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 
 def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
     """What ``FakeTensor(mode, inside, device)`` makes, whose ``attributes`` another one has had from it."""
-    fake = Tensor._make_subclass(
-        FakeTensor, inside, False, dispatch_device=True, device_for_backend_keys=device
-    )
+    how: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+    fake = Tensor._make_subclass(FakeTensor, inside, False, **how)
     torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)
     return fake
@@ -63,12 +59,8 @@ _aten = torch.ops.aten
 read_device = torch.ops.prim.device.default
 read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
 # Where a profiler's record of a stretch of code begins and ends, as of each optimizer's step.
-marks = frozenset(
-    (
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    )
-)
+_profiler = torch.ops.profiler
+marks = {_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction}
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention

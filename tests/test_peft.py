@@ -11,7 +11,7 @@ from predicted import assert_same, config, tracked
 from trainers import SEQ, rows, small, trainer_for
 from transformers import LlamaForSequenceClassification
 
-from gradmem_lib import Recipe, merge_adapters, plan, predict
+from gradmem_lib import Recipe, merge_adapters, predict
 from gradmem_lib.course import models
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.techniques.lora import LoRALinear, add_lora, replace
@@ -194,8 +194,3 @@ def test_what_cannot_be_taken_is_refused_in_a_sentence(options, recipe, says, tm
         prepare(wrapped(**options), recipe)
     with pytest.raises(ValueError, match=says):
         trainer_for(wrapped(**options), recipe, tmp_path)
-
-
-def test_plan_takes_the_model_without_adapters():
-    with pytest.raises(ValueError, match="has PEFT's adapters already"):
-        plan(wrapped(), card="1 GiB", seq_len=16, global_batch=2, target="cpu")

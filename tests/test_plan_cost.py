@@ -45,7 +45,7 @@ def test_sizes_of_llama_2_7b_by_hand():
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert found.matrices == 32 * layer and found.head == 32000 * 4096
     assert found.parameters == 32 * (layer + 2 * 4096) + 2 * 32000 * 4096 + 4096
-    assert found.adapters == 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert found.passed == 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert found.scores == 32 * 4096 and found.layers == 32 and found.vocabulary == 32000
     assert found.causal and found.chunked and found.fused and found.patches is None and found.experts == 0
     assert sum(map(math.prod, found.sizes)) == found.parameters
@@ -165,7 +165,7 @@ def test_bytes_moved_by_hand(work):
     def moved(recipe, micro=1):
         return seconds_per_token(work, recipe, WIDE, micro, 1) * micro
 
-    p, m, a = work.parameters, work.matrices, work.adapters
+    p, m, a = work.parameters, work.matrices, 16 * work.passed
     sgd = Recipe(precision="bf16", optimizer="sgd")
     assert moved(sgd) == pytest.approx(2 * 2 * p + 6 * p + 6 * p)
     assert moved(replace(sgd, checkpointing=1)) == pytest.approx(moved(sgd) + 2 * p)
@@ -183,7 +183,7 @@ def test_operations_of_adapters_by_hand(work):
     attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
     frozen = 2 * (work.matrices + work.head)
     found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
-    assert found == 2 * frozen + 3 * (attention + 2 * work.adapters)
+    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.passed)
 
 
 def test_rates_by_precision_and_card(work):

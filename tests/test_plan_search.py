@@ -104,7 +104,7 @@ def pretended(work):
     def answer(config, *, batch_size, seq_len, recipe, target, ranks=1):
         tokens = batch_size // recipe.accumulation * seq_len
         held = resident_bytes(work, recipe, ranks)
-        layers = 3.0 * tokens * work.adapters / 16
+        layers = 3.0 * tokens * work.passed
         kept = (1 - run_again(work, recipe)) * layers + 2 * tokens * work.head / work.vocabulary
         layer = layers / work.layers
         loss = (1 if recipe.chunked_loss else 8) * tokens * work.vocabulary

@@ -115,9 +115,9 @@ class Gradients(TrainerCallback):
         self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run(text: str, folder, **space) -> dict:
-    """What the code leaves behind, with one step of its trainer watched: nothing else of it is changed."""
-    more = f", max_steps=1, max_grad_norm=0, live=False, progress=False, callbacks=callbacks, output_dir={str(folder)!r}"
+def run(text: str, folder, steps: int = 1, **space) -> dict:
+    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it is changed."""
+    more = f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, callbacks=callbacks, output_dir={str(folder)!r}"
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     exec(compile(text, "plan", "exec"), space)
     return space

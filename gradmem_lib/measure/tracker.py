@@ -81,12 +81,8 @@ class MemoryTracker:
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
         listens = self.budget is not None or draws  # who does not pays nothing for it
-        self._meter = Meter(
-            model,
-            checked_optimizers(optimizer),
-            self._recording,
-            after_sample=self._after_sample if listens else None,
-        )
+        told = self._after_sample if listens else None
+        self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # once the block is done
         self._undo = ExitStack()
@@ -236,9 +232,7 @@ def checked_optimizers(optimizer) -> list[Optimizer]:
             f"MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and was given "
             f"{type(optimizer).__name__}. For states kept by hand, use tracker.watch(tensors, 'optimizer')"
         )
-    inner = [
-        getattr(o, "optim", None) for o in several
-    ]  # ZeRO's optimizer has one that steps this rank's part
+    inner = [getattr(o, "optim", None) for o in several]  # ZeRO's has one that steps this rank's part
     return [*several, *(o for o in inner if isinstance(o, Optimizer))]
 
 

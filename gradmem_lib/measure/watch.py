@@ -11,11 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim import optimizer as steps
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import compat, names
@@ -103,8 +100,8 @@ class Meter:
             for optimizer in self.optimizers:
                 self._tag_states(optimizer)
             self.sample(self.recording.total, "what exists before the first step")
-            undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            undo.callback(steps.register_optimizer_step_pre_hook(self._before_step).remove)
+            undo.callback(steps.register_optimizer_step_post_hook(self._after_step).remove)
             undo.enter_context(patch.object(nn.Module, "__call__", self._told_of_calls(nn.Module.__call__)))
             resize = self._told_of_sizes(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))

@@ -3,20 +3,22 @@
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from .. import compat
 from ..names import SELECTIVE
 from ..prediction import allocator
-from ..prediction.configs import skeleton
-from ..prediction.predict import Prediction
+from ..prediction.configs import skeleton, title_of
+from ..prediction.predict import Prediction, source_of
+from ..prediction.question import Source
+from ..techniques.checkpointing import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
 from ..techniques.selective import PARTS
-from ..training.losses import chunked_loss_refusal, predicts_next_token
+from ..training.adapters import has_adapters
+from ..training.losses import check_chunked_loss, chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
 from ..units import MiB
 from .cards import Card, seconds_between, seconds_over_bus
@@ -30,17 +32,18 @@ NCCL = 544 * MiB  # beside PyTorch's allocator, on each of two A100s (NVIDIA/ncc
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``experts``: those of
-    experts that a token goes through; ``scores``: heads x head size, summed over layers, of which attention makes its products;
-    ``attended``: entries of ``matrices`` that are in attention; ``patches``: of an image, with the class token, ``None`` for text;
-    ``root``: parameters outside of the layers."""
+    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``passed``: what layers
+    with adapters, or all that may get some, take and return; ``experts``: entries of those that a token goes through; ``scores``:
+    heads x head size, summed over layers, of which attention makes its products; ``attended``: entries of ``matrices`` in attention;
+    ``patches``: of an image, with the class token, ``None`` for text; ``root``: parameters outside of the layers. Where the model
+    brings adapters, ``own`` entries are trained, ``parameters`` are all others, and ``widths`` the mean bytes of these and those."""
 
-    config: Any
+    source: Source
     parameters: int
     sizes: tuple[tuple[int, ...], ...]
     matrices: int
     head: int
-    adapters: int
+    passed: int
     layers: int
     scores: int
     causal: bool
@@ -51,6 +54,20 @@ class Work:
     experts: float
     attended: int
     root: int
+    own: int | None = None
+    widths: tuple[float, float] = (0, 0)
+
+    def adapts(self, recipe: Recipe) -> bool:
+        return self.own is not None or recipe.lora_rank is not None
+
+    def trained(self, recipe: Recipe) -> int:
+        """How many numbers are trained."""
+        own = self.parameters if self.own is None else self.own
+        return self.passed * recipe.lora_rank if recipe.lora_rank else own
+
+    def bytes_each(self, recipe: Recipe) -> tuple[float, float]:
+        """Of a weight that LoRA freezes, and of one that is trained."""
+        return self.widths if recipe.weight_dtype is None else 2 * (recipe.weight_dtype.itemsize,)
 
 
 def count(config) -> Work:
@@ -72,12 +89,12 @@ def count(config) -> Work:
         blocks = [block for several, _ in find_layers(model).values() for block in several]
         layers, root = len(blocks), root - sum(p.numel() for block in blocks for p in block.parameters())
     return Work(
-        config=config,
+        source=Source(model, title_of(config, config), given=False),
         parameters=parameters,
         sizes=tuple(tuple(p.shape) for p in model.parameters()),
         matrices=sum(i * o for i, o in linear),
         head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
-        adapters=sum(LORA_RANK * (i + o) for i, o in linear),
+        passed=sum(map(sum, linear)),
         layers=layers,
         scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
@@ -91,6 +108,33 @@ def count(config) -> Work:
     )
 
 
+def with_adapters(work: Work, given, method: str | None = None) -> Work:
+    """``work`` where ``given`` is a model with LoRA in it already, which is then what is trained; else as it is. ``ValueError`` for
+    what plan cannot train so: PEFT's other adapters, a base in 4 bits, another ``method``."""
+    if not isinstance(given, nn.Module) or not has_adapters(given):
+        return work
+    kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {"LORA"}
+    wrong = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
+    wrong += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
+    if wrong:
+        raise ValueError(
+            "of a model that has adapters, plan knows method='lora': to train LoRA's, on weights in floating point. This one has "
+            f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model before it got them"
+        )
+    refuse_checkpointed([given])
+    parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
+    frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
+    widths = [sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)]
+    layers = linear_layers(given).items()
+    bases = [linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))]
+    counted = {"parameters": frozen, "own": own, "widths": tuple(widths), "chunked": False}
+    counted["passed"] = sum(map(sum, bases))
+    with suppress(ValueError):  # which is raised for an adapter on the output layer
+        check_chunked_loss(given)
+        counted["chunked"] = work.chunked
+    return replace(work, source=replace(source_of(given), given=False), **counted)
+
+
 def _patches(model: nn.Module) -> int | None:
     """Tokens that an image becomes, with the class token; ``None`` for text."""
     taken, config = getattr(model, "main_input_name", "input_ids"), model.config
@@ -102,9 +146,8 @@ def _patches(model: nn.Module) -> int | None:
             f"plan estimates times for rows of tokens, or images cut into patches of one size, and {type(model).__name__} takes "
             f"{taken}: predict the recipes that you think of, with predict(model, batch_size=..., recipe=Recipe(...))"
         )
-    (height, width), (tall, wide) = (
-        size if isinstance(size, (list, tuple)) else (size, size) for size in sizes
-    )
+    pairs = [size if isinstance(size, (list, tuple)) else (size, size) for size in sizes]
+    (height, width), (tall, wide) = pairs
     return (height // tall) * (width // wide) + 1
 
 
@@ -121,30 +164,28 @@ def _experts(model: nn.Module) -> float:
 def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
     """Bytes that no cut of the batch makes smaller: weights, gradients (all alive at the end of a backward, unless the
     optimizer steps in it), optimizer states. On one of several ``cards``, what ``recipe.sharding`` leaves it, at least."""
-    width = recipe.weight_dtype.itemsize
-    weights = width * work.parameters
-    trained, sizes = work.parameters, work.sizes
-    if recipe.lora_rank:
-        trained, sizes = work.adapters // LORA_RANK * recipe.lora_rank, ()
-        weights += width * trained
-        if recipe.quantized_base:
-            weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
+    kept, width = work.bytes_each(recipe)
+    weights, trained, sizes = kept * work.parameters, work.trained(recipe), work.sizes
+    if work.adapts(recipe):
+        weights, sizes = weights + width * trained, ()
+    if recipe.quantized_base:
+        weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
     states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
     if recipe.optimizer.startswith("adafactor"):
         own = 4 if recipe.optimizer == "adafactor" else width
         states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
     cut = cards if recipe.fully_sharded else 1
     if recipe.sharding == "zero2":  # gathered until backward, in the dtype that computes
-        weights = weights * _gathered(recipe) // width * cards
-    gradients = 0 if recipe.in_backward else width * trained // cut
+        weights = weights * _gathered(work, recipe) // kept * cards
+    gradients = 0 if recipe.in_backward else round(width * trained) // cut
     states = round(states) // (cards if recipe.sharding == "zero1" else cut)
-    held = {"parameters": weights // cut, "gradients": gradients, "optimizer": states}
+    held = {"parameters": round(weights) // cut, "gradients": gradients, "optimizer": states}
     return dict.fromkeys(held, 0) if recipe.offload == "parameters" else held
 
 
-def _gathered(recipe: Recipe) -> int:
+def _gathered(work: Work, recipe: Recipe) -> float:
     """Bytes of a weight in what computes with it."""
-    return 2 if recipe.precision == "float32-master" else recipe.weight_dtype.itemsize
+    return 2 if recipe.precision == "float32-master" else work.bytes_each(recipe)[0]
 
 
 def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
@@ -155,8 +196,8 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     gathers all weights before each forward and (fsdp) each layer's before its backward.
     """
     alone = replace(recipe, sharding=None, offload=None, in_backward=False)
-    held, width = resident_bytes(work, alone), alone.weight_dtype.itemsize
-    weights, gradients = held["parameters"], held["gradients"] / width * recipe.weight_dtype.itemsize
+    held, (width, each) = resident_bytes(work, alone), work.bytes_each(alone)
+    weights, gradients = held["parameters"], held["gradients"] / each * work.bytes_each(recipe)[1]
     sent = {"ddp": 2 * gradients, "zero1": 3 * gradients, "zero2": weights + gradients}
     sent["fsdp"] = 2 * weights - width * work.root + gradients
     return (1 - 1 / cards) * (recipe.accumulation if recipe.fully_sharded else 1) * sent[recipe.sharding]
@@ -177,24 +218,22 @@ def seconds_per_token(
     layers = 2 * (work.matrices + work.experts) + attention
     forward = layers + 2 * work.head
     again = run_again(work, recipe)
-    if recipe.lora_rank:
-        forward += 2 * work.adapters
-        backward = forward + attention + 2 * work.adapters
-    else:
-        backward = 2 * forward
+    trained, backward = work.trained(recipe), 2 * forward
+    if work.adapts(recipe):
+        forward += 2 * trained
+        backward = forward + attention + 2 * trained
     half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
     rate = OPERATIONS_KEPT * (card.half if half else card.single)
     scores = {"attention": 1, "mlp": 0}.get(recipe.checkpointing, again)
     operations = (forward + backward + again * (layers - attention) + scores * attention) / rate
 
-    width = recipe.weight_dtype.itemsize
+    width = work.bytes_each(recipe)[1]
     passes = 2 + again
-    read = _gathered(recipe) * work.parameters
+    read = _gathered(work, recipe) * work.parameters
     if recipe.autocast_dtype:
         read += (2 + 2) * (work.matrices + work.head)
     if recipe.quantized_base:
         read += (0.5 + 2) * work.matrices
-    trained = work.adapters if recipe.lora_rank else work.parameters
     micro = passes * read + 3 * width * trained
     # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
     # tensor read or write it 17 times, those of torch's Adafactor 14 times.
@@ -229,7 +268,7 @@ def run_again(work: Work, recipe: Recipe) -> float:
 def kept_by_a_token(work: Work, recipe: Recipe) -> float:
     """Bytes that backward needs of each token at least, by the sizes alone: half of what linear layers take and return, and the
     logits; where layers are checkpointed, half of one layer's."""
-    layers = work.adapters / LORA_RANK / 2
+    layers = work.passed / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
     if recipe.offload == "activations":
         return 0.0

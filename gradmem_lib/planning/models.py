@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import compat
 from ..prediction.configs import find_config, title_of
 
 
@@ -47,20 +48,16 @@ def _plain(name: str) -> str:
 def find_model(given) -> tuple[Any, str]:
     """(config, title) of a model, a config, a well-known name, a folder or a hub id; else a ``ValueError``."""
     if isinstance(given, nn.Module):
-        config = getattr(given, "config", None)
+        inside = compat.inside_peft(given)
+        config = getattr(inside, "config", None)
         if config is None:
             raise ValueError(
                 f"{type(given).__name__} has no config: plan is for transformers models. For other modules, predict each recipe "
                 "with predict(model, batch=..., recipe=Recipe(...))"
             )
-        if hasattr(given, "peft_config"):
-            raise ValueError(
-                "this model has PEFT's adapters already, and plan compares ways that choose their own: give the model without "
-                "them, or predict(model, recipe=Recipe(precision=None), ...) for the one that is there"
-            )
         config = copy.deepcopy(config)
-        config.architectures = [type(given).__name__]
-        return config, type(given).__name__
+        config.architectures = [type(inside).__name__]
+        return config, type(inside).__name__
     named = isinstance(given, str) and not os.path.exists(given)
     known = known_model(given) if named else None
     if known is not None:

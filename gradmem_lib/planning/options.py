@@ -20,7 +20,7 @@ class Option:
 
     ``parts`` are what a card holds beside the live bytes of the prediction (empty for target "cpu"); ``needs``, the sum, and
     ``spare``, what the card has left (negative: what it lacks), are in bytes. ``seconds`` is the estimated time of one token. Of
-    several ``cards``, the micro-batch and all bytes are each one's, and the time is that of all.
+    several ``cards``, the micro-batch and all bytes are each one's, and the time is that of all. ``own``: the model brings its adapters.
     """
 
     recipe: Recipe
@@ -30,6 +30,7 @@ class Option:
     prediction: Prediction
     parts: dict[str, int]
     cards: int = 1
+    own: bool = False
 
     @property
     def needs(self) -> int:
@@ -45,7 +46,7 @@ class Option:
 
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
-        return f"{describe(self.recipe)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}{cards}"
+        return f"{describe(self.recipe, self.own)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}{cards}"
 
     def why_not(self) -> str:
         """What stands in the way, in bytes."""
@@ -66,18 +67,19 @@ class RuledOut:
     recipe: Recipe
     needs: int
     why: str
+    own: bool = False
 
     def __str__(self) -> str:
-        return describe(self.recipe)
+        return describe(self.recipe, self.own)
 
 
-def method_of(recipe: Recipe) -> str:
-    return "qlora" if recipe.quantized_base else "lora" if recipe.lora_rank else "full"
+def method_of(recipe: Recipe, own: bool = False) -> str:
+    return "qlora" if recipe.quantized_base else "lora" if own or recipe.lora_rank else "full"
 
 
-def describe(recipe: Recipe) -> str:
+def describe(recipe: Recipe, own: bool = False) -> str:
     """A recipe in a line, its options spelled as ``Recipe`` does."""
-    words = [method_of(recipe), recipe.precision, recipe.optimizer]
+    words = [method_of(recipe, own), recipe.precision or "precision=None", recipe.optimizer]
     words += ["in_backward"] if recipe.in_backward else []
     words += [f"sharding={recipe.sharding}"] if recipe.sharding else []
     words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []

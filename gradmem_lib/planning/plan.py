@@ -3,7 +3,7 @@
 from ..names import choose
 from ..units import format_bytes, whole
 from .cards import CARDS, Card, find_card
-from .cost import count
+from .cost import count, with_adapters
 from .models import find_model
 from .options import METHODS
 from .report import Plan
@@ -16,7 +16,7 @@ def plan(
     card: Card | str | int,
     seq_len: int | None = None,
     global_batch: int,
-    method: str = "full",
+    method: str | None = None,
     target: str = "cuda",
     cards: int = 1,
 ) -> Plan:
@@ -27,7 +27,8 @@ def plan(
         card: a name such as ``"RTX 4090"`` (see ``CARDS``), or its memory: ``"24 GiB"``, or bytes.
         seq_len: tokens in a row; not needed for images.
         global_batch: rows of one optimizer step, on all cards together; the plan cuts them into micro-batches.
-        method: ``"full"``, ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
+        method: ``"full"`` (the default), ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
+            A model that has LoRA in it, by PEFT or ``add_lora``, trains what it has: ``"lora"``, the only way and the default.
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
         cards: how many such cards of one machine train together: each key of ``SHARDING`` is tried.
 
@@ -38,17 +39,19 @@ def plan(
     ``float32-master`` is not tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW
     in bf16. On several, no loss is in chunks, and AdamW alone steps in backward.
 
-    Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take.
+    Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take, and ``RuntimeError`` for a
+    model with LoRA in it that is checkpointed or compiled already.
     """
-    choose("method", method, (*METHODS, "any"))
+    choose("method", method or METHODS[0], (*METHODS, "any"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
     if global_batch % whole("cards", cards, 2, "cards"):
         raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")
     found = find_card(card)
     config, title = find_model(model_or_config)
-    work = count(config)
+    work = with_adapters(count(config), model_or_config, method)
     seq_len = None if work.patches else whole("seq_len", seq_len, 2048, "tokens in a row")
     search = Search(work, found, seq_len, global_batch, target, cards)
+    method = "lora" if search.own else method or "full"
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)
     if fits := search.fits():
@@ -76,7 +79,7 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
                 advice.append(line + more)
                 return
 
-    for method in METHODS[METHODS.index(methods[-1]) + 1 :]:
+    for method in () if search.own else METHODS[METHODS.index(methods[-1]) + 1 :]:
         asked = search.lightest([method])[0]
         if search.may_fit(asked) and (option := search.option(asked)).fits:
             advice.append(f"method={method!r} would fit: {option} needs {format_bytes(option.needs)}.")

@@ -32,6 +32,7 @@ class Search:
 
     def __init__(self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1):
         self.work, self.card, self.target, self.cards = work, card, target, cards
+        self.own = work.own is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
         self.tokens = work.patches or seq_len  # in a row; of an image, its patches
         self.chunked = work.chunked and cards == 1  # which goes around what averages gradients
@@ -46,22 +47,19 @@ class Search:
         if recipe not in self._known:
             asked = {"ranks": self.cards} if self.cards > 1 else {}
             prediction = predict(
-                self.work.config, batch_size=self.rows, seq_len=self.seq_len, recipe=recipe, target=self.target, **asked
+                self.work.source, batch_size=self.rows, seq_len=self.seq_len, recipe=recipe, target=self.target, **asked
             )  # fmt: skip
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
             seconds = self.seconds(recipe, prediction.moved / (self.rows * self.tokens))
-            found = self.rows // recipe.accumulation, seconds, self.card.nbytes, prediction, parts, self.cards
-            self._known[recipe] = Option(recipe, *found)
+            rows, more = self.rows // recipe.accumulation, (self.cards, self.own)
+            self._known[recipe] = Option(recipe, rows, seconds, self.card.nbytes, prediction, parts, *more)
         return self._known[recipe]
 
     def fits(self) -> list[Option]:
         """What was predicted and fits, in order, each recipe with its largest micro-batch."""
-        found = {}
-        for option in sorted(self._known.values(), key=lambda o: o.micro_batch):
-            if option.fits:
-                found[replace(option.recipe, accumulation=1)] = option
-        return ordered(list(found.values()))
+        by_size = sorted(self._known.values(), key=lambda o: o.micro_batch)
+        return ordered(list({replace(o.recipe, accumulation=1): o for o in by_size if o.fits}.values()))
 
     def refused(self) -> list[Option]:
         """What was predicted and does not fit, by what it needs."""
@@ -77,10 +75,10 @@ class Search:
         mixed = "autocast-bf16" if self.card.bf16 else "autocast-fp16"
         precisions = [mixed, "bf16"] if self.target == "cuda" else ["float32", mixed, "bf16"]
         if method != "full":
-            for precision in ["bf16"] if method == "qlora" else precisions:
-                yield replace(
-                    base, precision=precision, lora_rank=cost.LORA_RANK, quantized_base=method == "qlora"
-                )
+            rank = None if self.own else cost.LORA_RANK
+            as_it_is = [None] if self.work.widths[0] != self.work.widths[1] else []
+            for precision in ["bf16"] if method == "qlora" else as_it_is + precisions:
+                yield replace(base, precision=precision, lora_rank=rank, quantized_base=method == "qlora")
             return
         for in_backward in (False, True):
             for precision in precisions:
@@ -92,10 +90,11 @@ class Search:
     def ways(self, family: Recipe) -> list[Recipe]:
         """The family's recipes, its loss as it is, from the fastest to the slowest, which needs least of those in pieces."""
         pieces = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        adapts = self.work.adapts(family)
         ways = [
-            {"sharding": sharding, "precision": _precision(family, sharding), "accumulation": n, **less}
-            for sharding in (SHARDING if self.cards > 1 else (None,))
-            if sharding not in ("zero1", "zero2") or not family.lora_rank  # of which little is cut
+            {"sharding": how, "precision": _precision(family, not adapts and how), "accumulation": n, **less}
+            for how in (SHARDING if self.cards > 1 else (None,))
+            if how not in ("zero1", "zero2") or not adapts  # of which little is cut
             for less in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
@@ -118,14 +117,14 @@ class Search:
             held = sum(self.residents(leanest).values())
             if held > self.card.nbytes:
                 shown = leanest if self.cards > 1 else family
-                self.ruled_out.append(RuledOut(shown, held, self._too_many(leanest)))
+                self.ruled_out.append(RuledOut(shown, held, self._too_many(leanest), self.own))
                 continue
             try:
                 best = self._fastest(family, best) or best
                 if self.chunked:
                     best = self._fastest(replace(family, chunked_loss=True), best) or best
             except CannotTrace as error:
-                self.ruled_out.append(RuledOut(family, held, str(error)))
+                self.ruled_out.append(RuledOut(family, held, str(error), self.own))
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
         """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
@@ -259,9 +258,9 @@ def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:
     return found
 
 
-def _precision(family: Recipe, sharding: str | None) -> str:
+def _precision(family: Recipe, sharding: str | bool | None) -> str | None:
     """Mixed precision by autocast, or where weights are gathered, by gathering them in bf16, which sends and holds half of it."""
     if family.precision not in ("autocast-bf16", "float32-master"):
         return family.precision
-    cut = sharding in ("zero2", "fsdp") and family.optimizer == OPTIMIZERS[0] and not family.lora_rank
+    cut = sharding in ("zero2", "fsdp") and family.optimizer == OPTIMIZERS[0]
     return "float32-master" if cut else "autocast-bf16"

@@ -30,9 +30,8 @@ def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | Non
     with _Copying(bases):
         if keep is not None:
             kept = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]
-            memo[id(layers)] = (
-                type(layers)(kept) if isinstance(layers, nn.ModuleList) else type(layers)(*kept)
-            )
+            entries = [kept] if isinstance(layers, nn.ModuleList) else kept
+            memo[id(layers)] = type(layers)(*entries)
         made = copy.deepcopy(model, memo)
     for checkpoints in checkpoints_of(model):
         checkpoints.put_on_copy(dict(zip(model.modules(), made.modules(), strict=True)))

@@ -64,9 +64,8 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
             if isinstance(value, (int, float, str, bool, type(None), torch.dtype))
             and not (type(value) is int and value == index and "id" in key)
         )
-        tensors = tuple(
-            (key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own_tensors(module)
-        )
+        own = own_tensors(module)
+        tensors = tuple((key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own)
         parts.append((name, type(module), settings, tensors, hook_counts(module)))
     return tuple(parts)
 

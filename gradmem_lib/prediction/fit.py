@@ -10,9 +10,8 @@ from ..techniques import checkpointing
 from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes, parse_bytes
-from .configs import find_config, skeleton
 from .extrapolation import PHASE, TOTAL
-from .predict import predict
+from .predict import predict, source_of
 
 
 def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **asked) -> Recipe:
@@ -28,10 +27,8 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
         raise ValueError(
             "fit chooses the checkpoints: give a recipe without checkpointing and every_n_layers"
         )
-    model = (
-        model_or_config if isinstance(model_or_config, nn.Module) else skeleton(find_config(model_or_config))
-    )
-    n = sum(len(layers) for layers, _ in find_layers(model).values())
+    source = source_of(model_or_config)
+    n = sum(len(layers) for layers, _ in find_layers(source.skeleton).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
     peaks: dict[int, int] = {}
     fixed = 0  # bytes that no checkpoint takes away
@@ -39,7 +36,7 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
     def fits(k: int) -> bool:
         nonlocal fixed
         if k not in peaks:
-            found = predict(model_or_config, recipe=recipes[k], **asked)
+            found = predict(source, recipe=recipes[k], **asked)
             peaks[k], rows = found.peak.total, found.timeline.rows
             in_step = rows[rows[:, PHASE] == OPTIMIZER_STEP, TOTAL]
             fixed = int(max(fixed, rows[:, 3:6].sum(axis=1).max(), in_step.max(initial=0)))

@@ -138,13 +138,13 @@ def predict(
     if target is None:
         target = "cuda" if torch.cuda.is_available() else "cpu"
     choose("target", target, TARGETS)
-    if recipe.precision is None and not isinstance(model_or_config, nn.Module):
+    if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
             "Recipe(precision='bf16'), or give the module (under torch.device('meta') it costs no memory)"
         )
     _check_ranks(recipe, ranks, rank)
-    source = _source(model_or_config)
+    source = source_of(model_or_config)
     batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
     question = Question(source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank)
     return _prediction(question, *_rows(question, full))
@@ -192,7 +192,9 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
     return batch_size, seq_len
 
 
-def _source(given) -> Source:
+def source_of(given) -> Source:
+    if isinstance(given, Source):
+        return given
     if isinstance(given, nn.Module):
         if any(compat.is_compiled(module) for module in given.modules()):
             raise CannotTrace(
@@ -274,9 +276,8 @@ def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
 
 
 def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[int, ...]) -> Prediction:
-    phases = {
-        name: int(rows[rows[:, PHASE] == code, TOTAL].max(initial=0)) for code, name in enumerate(PHASES)
-    }
+    totals = [rows[rows[:, PHASE] == code, TOTAL] for code in range(len(PHASES))]
+    phases = {name: int(total.max(initial=0)) for name, total in zip(PHASES, totals, strict=True)}
     which = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,

@@ -81,9 +81,8 @@ class CudaRecorder(CpuRecorder):
     def __enter__(self) -> Self:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
         for optimizer in self.optimizers:
-            if not getattr(optimizer, "fused", False) and not any(
-                g.get("fused") for g in optimizer.param_groups
-            ):
+            fused = [getattr(optimizer, "fused", False), *(g.get("fused") for g in optimizer.param_groups)]
+            if not any(fused):
                 counters = [state.get("step") for state in optimizer.state.values()]
                 self._on_host |= {storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)}
         return super().__enter__()
@@ -124,9 +123,8 @@ class OffloadedRecorder(CudaRecorder):
             return out
 
         super().__enter__()
-        self.meter.inside.enter_context(
-            patch.object(Tensor, "to", copied)
-        )  # what FSDP sends between memories, which are one here
+        # What FSDP sends between memories, which are one here.
+        self.meter.inside.enter_context(patch.object(Tensor, "to", copied))
         return self
 
     def size(self, storage) -> int:

@@ -142,11 +142,8 @@ class _Segments:
         """Layer ``i`` was called: run its segment, or hand its output on if it has run."""
         waiting, self.waiting = self.waiting, None
         if not self._training():
-            if (
-                waiting is not None
-                and waiting[0] == i
-                and _split(args, kwargs)[0] is self._hidden(waiting[2])
-            ):
+            begun = waiting is not None and waiting[0] == i
+            if begun and _split(args, kwargs)[0] is self._hidden(waiting[2]):
                 raise RuntimeError(
                     f"gradients or training mode were switched off in a segment that has run: begin a new one at layer {i}"
                 )

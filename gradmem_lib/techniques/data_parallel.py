@@ -63,9 +63,8 @@ class Replicated(Processes):
 
     def check_gradients(self) -> None:
         if not compat.ddp_is_done(self.model):
-            without = [
-                n for n, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None
-            ]
+            trained = [(n, p) for n, p in self.model.module.named_parameters() if p.requires_grad]
+            without = [n for n, p in trained if p.grad is None]
             raise ValueError(
                 f"backward has not reached every trained parameter ({', '.join(without[:3]) or 'of this micro-batch'}), and "
                 "DistributedDataParallel still waits for it, others' gradients not averaged: freeze what is not used "

@@ -125,12 +125,8 @@ class GradScaler:
 
     def step(self, optimizer: Optimizer) -> None:
         """Divide the gradients, in place; then step, unless one of them is not finite."""
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        largest = [
-            torch.linalg.vector_norm(g.div_(self.factor), float("inf")) for g in gradients if g.numel()
-        ]
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        largest = [torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()]
         self.finite = all(norm.isfinite().item() for norm in largest)
         if self.finite:
             optimizer.step()

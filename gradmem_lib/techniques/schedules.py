@@ -287,9 +287,7 @@ def _numbers(name: str, value: Sizes, n: int) -> list:
         raise ValueError(
             f"{name} has {len(numbers)} numbers for {n} layers: give one number, or one for each layer"
         )
-    if not all(
-        isinstance(v, Real) and not isinstance(v, bool) and 0 <= v < math.inf and v == math.floor(v)
-        for v in numbers
-    ):
+    real = all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers)
+    if not real or not all(0 <= v < math.inf and v == math.floor(v) for v in numbers):
         raise ValueError(f"{name} must be a whole number of bytes, or a list of them, and was {value!r}")
     return [math.floor(v) for v in numbers]

@@ -84,11 +84,8 @@ class Part(Again):
         if left_out and not self.warned:
             self.warned.append(CACHE_LEFT_OUT)  # once for all parts of a model
             warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
-        how = (
-            {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
-            if self.keeps_products
-            else {}
-        )
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+        how = kept if self.keeps_products else {}
         return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **how)
 
 

@@ -17,6 +17,11 @@ def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether LoRA is in ``model`` already, ours or by PEFT."""
+    return hasattr(model, "peft_config") or bool(adapters_of(model))
+
+
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
     """Write LoRA's additions in PEFT's format: ``adapter_model.safetensors`` and ``adapter_config.json``.
 

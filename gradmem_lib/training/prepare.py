@@ -15,12 +15,13 @@ from ..compat import is_persistent, own_tensors
 from ..names import SELECTIVE
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
-from ..techniques.lora import LoRALinear, add_lora
+from ..techniques.lora import add_lora
 from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from ..techniques.selective import checkpoint_parts
 from ..techniques.sharding import cut_states, shard
+from .adapters import has_adapters
 from .losses import check_chunked_loss
 from .recipe import Recipe
 
@@ -78,8 +79,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base.
     ``ValueError`` where nothing would be trained, and for LoRA on a model that has it, ours or PEFT's."""
     compat.inside_peft(model)  # refuses trained prompts
-    there = hasattr(model, "peft_config") or any(isinstance(module, LoRALinear) for module in model.modules())
-    if recipe.lora_rank is not None and there:
+    if recipe.lora_rank is not None and has_adapters(model):
         raise ValueError("this model has LoRA already: load it anew, or merge_adapters(model) first")
     model.train()
     config = getattr(model, "config", None)
@@ -164,10 +164,8 @@ def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float, me
         master = recipe.precision == "float32-master" and not recipe.fully_sharded
         kind = MasterAdamW if master else torch.optim.AdamW
         return kind(parameters, lr=lr, foreach=name == "adamw-foreach", fused=name == "adamw-fused")
-    if name == "adamw-8bit":
-        return AdamW8bit(parameters, lr=lr)
-    if name == "adamw-stochastic":
-        return StochasticAdamW(parameters, lr=lr)
+    if name in ("adamw-8bit", "adamw-stochastic"):
+        return (AdamW8bit if name == "adamw-8bit" else StochasticAdamW)(parameters, lr=lr)
     if name == "adafactor-torch":
         return torch.optim.Adafactor(parameters, lr=lr, eps=ADAFACTOR_EPS, foreach=False)
     if name == "adafactor":

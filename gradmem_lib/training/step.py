@@ -16,13 +16,8 @@ from .losses import chunked_loss, label_count
 from .recipe import Recipe
 
 
-class _FixedScale:
-    """What float16 gradients are multiplied by, to keep small ones above 0. ``GradScaler`` looks for the best number."""
-
-    factor = 2.0**12
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.factor
+class _FixedScale(GradScaler):
+    """Keeps small float16 gradients above 0 by one factor, where ``GradScaler`` looks for the best, and skips no step."""
 
     def step(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -44,7 +39,7 @@ def step(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     mark: Callable[[str], None] = lambda part: None,
     micro_batches: int | None = None,
-    scaler: GradScaler | _FixedScale | torch.amp.GradScaler | None = None,
+    scaler: GradScaler | torch.amp.GradScaler | None = None,
     offload: offload_activations | None = None,
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
@@ -81,7 +76,7 @@ def step(
         return value, count
 
     if scaler is None and recipe.precision == "autocast-fp16":
-        scaler = _FixedScale()
+        scaler = _FixedScale(2.0**12)
     with closing(moves):
         done = accumulate_gradients(
             zip(parts[:micro_batches], counts, strict=True), loss_and_count,

@@ -160,9 +160,8 @@ class RecipeTrainer(Trainer):
             groups = []
             for decays in (True, False):
                 part = [p for name, p in trained if (name in decayed) == decays]
-                groups += (
-                    [{"params": part, "weight_decay": decays * args.weight_decay, **own}] if part else []
-                )
+                if part:
+                    groups.append({"params": part, "weight_decay": decays * args.weight_decay, **own})
             self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
         return self.optimizer
 

@@ -61,7 +61,7 @@ def plan_dict(plan: Plan) -> dict:
 def _option_dict(option: Option) -> dict:
     peak = option.prediction.peak
     return {
-        "method": method_of(option.recipe),
+        "method": method_of(option.recipe, option.own),
         "recipe": asdict(option.recipe),
         "micro_batch": option.micro_batch,
         "needs": option.needs,
