@@ -279,8 +279,8 @@ for name, nbytes in leaves.items():
 # ●●○ · 5 minutes · trains: hooks that see each tensor that autograd saves
 #
 # Write `pack` and `unpack` of `Disk`, which autograd calls as above. Write each tensor to a file of its own in
-# `folder`. The weights stay, since they are in memory anyway. The gradients must stay the same. The budget for a step
-# is **1.6 MB**, where it takes 3.6 MB now.
+# `folder`. The weights stay, since they are in memory anyway. The gradients must stay the same. A step takes 3.6 MB
+# now. Its budget is **1.6 MB**.
 #
 # <details><summary>Hint 1: the weights</summary>
 #
@@ -373,8 +373,8 @@ def break_even(nbytes, operations, bandwidth, speed):
 break_even = check("8.4", break_even)
 
 # %% [markdown]
-# Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We count on half of the operations a second in a
-# card's data sheet, and on a bus's full rate. **Below 1, moving is faster.** The first four columns move all that the
+# Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We assume half of the speed in a card's data sheet,
+# and the bus's full rate. **Below 1, moving is faster.** The first four columns move all that the
 # layer keeps. The last one moves only its input, the boundary, over the card's own bus.
 
 # %%
@@ -528,7 +528,8 @@ claims.show("C47")
 # ## 4 · Long sequences
 #
 # What grows with the number of tokens, and what with its square? The table is for one row of a 7B in bf16: all that one
-# layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32.
+# layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32. Two claims
+# follow.
 
 # %%
 print("tokens         eager          fused     boundaries         logits   (GiB)")
@@ -537,6 +538,7 @@ for n in (2048, 8192, 32768, 131072):
     fused = sum(accounting.block_activations(seven, 1, n).values())
     parts = eager, fused, 32 * 2 * n * seven.hidden, 4 * n * seven.vocab
     print(f"{n:>7,}", *(f"{nbytes / 2**30:>14,.2f}" for nbytes in parts))
+claims.show("C38", "C52")
 
 # %% [markdown]
 # The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and

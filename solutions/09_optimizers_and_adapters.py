@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *60 minutes, and 7 more for optional exercises. You need: lessons 02 and 05, and the dtypes of lesson 07.*
+# *60 minutes, and 13 more for optional exercises. You need: lessons 02 and 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
 # weights. What does each choice save, and what does it do to the update? After this lesson you can
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from gradmem_lib import AdamW8bit, MemoryTracker, Recipe, Waterfall, check, known_model
 from gradmem_lib import predict, predict_first, prepare
-from gradmem_lib.course import claims, models, runs, smollm2_peak, texts
+from gradmem_lib.course import adam_update, claims, models, runs, smollm2_peak, texts
 
 # %% [markdown]
 # ## 1 · Two bills
@@ -83,9 +83,9 @@ guess_a = predict_first(
 #
 # ●●○ · 4 minutes · trains: blockwise quantization: what is stored, and what is read back
 #
-# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks (the last may be shorter, and one
-# may be all zeros). Return `indices` (n,), as uint8: the position in `code` of the value *nearest* to number /
-# absmax; `absmax`, one a block; and `back` (n,), the numbers read back from these two.
+# Write `quantize(x, code, block)` for n float32 numbers `x`. Cut `x` into blocks, and return `indices` (n,), as uint8:
+# the position in `code` of the value *nearest* to number / absmax; `absmax`, one a block; and `back` (n,), the numbers
+# read back from these two.
 #
 # <details><summary>Hint 1: blocks</summary>
 #
@@ -104,6 +104,7 @@ guess_a = predict_first(
 
 # %%
 def quantize(x, code, block):
+    """The last block may be shorter. In a block of zeros, each index is that of the value nearest to 0."""
     ### BEGIN SOLUTION
     rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
     absmax = rows.abs().amax(dim=1)
@@ -120,8 +121,8 @@ quantize = check("9.1", quantize)
 guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", AdamW8bit), 3))
 
 # %% [markdown]
-# The difference is two codes, which all tensors share. Like the library bitsandbytes' kernel, `AdamW8bit` is one
-# operator, so the tracker sees no temporaries.
+# The measured number is larger by two codes, which all tensors share. `AdamW8bit` is one operator, like the kernel
+# of the library bitsandbytes, so the tracker sees no temporaries.
 #
 # Try two codes on a real second moment v, squared gradients of one of SmolLM2's matrices. One has equal distances.
 # The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
@@ -146,9 +147,9 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (The errors are relative medians.) Equal distances round many v to 0. There AdamW divides m by `eps` alone, and that
-# weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances within
-# each power of ten. In a test of 20 steps, both optimizers missed float32 AdamW's end point by 1.1 % of the way.
+# (The errors are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
+# and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
+# within each power of ten. After 20 steps in a test, either optimizer was off float32 AdamW by 1.1 % of the way.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -211,7 +212,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
     print(f"{name:<9} singular values from {values[0]:.1g} to {values[-1]:.1g}")
 
 # %% [markdown]
-# The update's singular values are far closer together than the gradient's.
+# The update's singular values are far closer together.
 #
 # ## 4 · One table
 #
@@ -339,14 +340,13 @@ clip_in_backward = check("9.4", clip_in_backward)
 # the update has another direction.
 #
 # **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. The columns of a matrix P
-# are a gradient G's r largest singular directions, renewed every few hundred steps. AdamW runs on the small matrix
-# PᵀG, of r rows, and P maps its update back. How much of a real gradient, of 576 rows, does P keep?
+# are a gradient G's r largest singular directions, renewed every few hundred steps. Adam runs on the small matrix
+# PᵀG, of r rows, and P maps its update back (exercise 9.9). How much of a real gradient, of 576 rows, does P keep?
 
 # %% tags=["nbval-ignore-output"]
 U = torch.linalg.svd(gradient, full_matrices=False).U
 for rank in (4, 16, 64):
-    P = U[:, :rank]
-    kept = (P.T @ gradient).norm() / gradient.norm()
+    kept = (U[:, :rank].T @ gradient).norm() / gradient.norm()
     print(f"rank {rank}: {kept:.0%} of the gradient")
 
 # %% [markdown]
@@ -425,8 +425,8 @@ chart
 # LoRA removes 37 GiB of gradients and states, and hardly any activations: backward still passes through every layer,
 # to reach the adapters below. With every weight trained, checkpoints do not move the peak, which is at the end of
 # backward. With LoRA they take 41 % off. **Adapters make checkpointing matter more.** (These adapters are in bf16.
-# Hugging Face's adapter library PEFT keeps them in float32 unless told otherwise. Then each layer keeps a float32
-# copy of its input, and activations are 17.38 GiB.)
+# PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each layer keeps a float32 copy of
+# its input, and activations are 17.38 GiB.)
 #
 # The factor α / r keeps the addition's size when you change r. *Where* adapters are is a choice too: on queries and
 # values alone, activations are 9.17 GiB, since fewer layers keep their input.
@@ -440,9 +440,13 @@ claims.show("C44")
 # %% [markdown]
 # transformers 5.23 calls it for you when you switch checkpoints on.
 #
+# <details><summary>And DoRA?</summary>
+#
 # **DoRA** ([Liu et al. 2024](https://arxiv.org/abs/2402.09353)) also trains one number for each output: the length of
 # its row of W + BA (`use_dora=True` in PEFT). For these lengths it writes W + BA out in every forward. So it needs
 # more temporaries and time.
+#
+# </details>
 #
 # **Merging** adds (α / r) B A to W, and the adapter is gone. But in bf16 the sum is rounded (lesson 07):
 
@@ -613,7 +617,7 @@ class ChunkedLoss(torch.autograd.Function):
 ChunkedLoss = check("9.7", ChunkedLoss)
 
 # %% [markdown]
-# Forward leaves no logits but two gradients. Backward only multiplies them by a number. PyTorch 2.13 has
+# After forward, no logits are left, only two gradients. Backward multiplies them by a number. PyTorch 2.13 has
 # `F.linear_cross_entropy` ("theirs"). Does it do the same?
 
 # %%
@@ -640,7 +644,7 @@ for name, loss_of in ways.items():
 #
 # ## 9 · Under 300 MiB
 #
-# Now combine everything, on models like SmolLM2 with any number of layers.
+# Now combine everything, on models like SmolLM2 of any depth.
 
 # %% [markdown]
 # ### Exercise 9.8 · SmolLM2's task under 300 MiB
@@ -692,12 +696,12 @@ chart
 #
 # ## 10 · What you can now do
 #
-# - **An optimizer has two bills**, states and temporaries. Compare optimizers at their best rates.
+# - **An optimizer has two bills**, states and temporaries.
 # - **8 bits need blocks, and a code finer towards 0**.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks, or takes a second pass.
 # - **Adapters save states and gradients, not activations.** So checkpoints matter more.
 # - **4 bits are how a weight is kept.** Ask what is written out, and what is kept for backward.
-# - **A loss in chunks** makes its gradients on the way forward. It must know the model's caps and scales.
+# - **A loss in chunks** makes its gradients on the way forward.
 #
 # ## More practice
 
@@ -745,7 +749,7 @@ adafactor_second_moment = check("9.2", adafactor_second_moment)
 #
 # Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers
 # has its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax
-# values. A last block or group may be incomplete.
+# values.
 #
 # <details><summary>Hint: round up</summary>
 #
@@ -756,6 +760,7 @@ adafactor_second_moment = check("9.2", adafactor_second_moment)
 
 # %%
 def nf4_bytes(numbers, block, group):
+    """A last block or group may be incomplete."""
     ### BEGIN SOLUTION
     blocks = -(-numbers // block)
     return -(-numbers // 2) + blocks + 4 * -(-blocks // group) + 4
@@ -763,3 +768,49 @@ def nf4_bytes(numbers, block, group):
 
 
 nf4_bytes = check("9.6", nf4_bytes)
+
+# %% [markdown]
+# ### Exercise 9.9 · GaLore: moments of a small gradient
+#
+# ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
+#
+# Write `galore_step`, one step on a matrix `p` in place. P is for the *shorter* side: (rows, rank) if `p` is wide, with
+# PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, and each `every`-th call
+# after it renews P. Subtract lr · scale · the update, mapped back. The only tensors in `state` are P and two moments.
+#
+# <details><summary>Hint 1: the directions</summary>
+#
+# `U, _, Vh = torch.linalg.svd(G, full_matrices=False)`. The columns of U and the rows of Vh are sorted, largest first.
+#
+# <details><summary>Hint 2: too many bytes</summary>
+#
+# `U[:, :rank]` is a view, and a view keeps the whole U. `.clone()` it.
+#
+# <details><summary>Hint 3: back</summary>
+#
+# Wide: `P @ update`. Tall: `update @ P.T`. All of it under `torch.no_grad()`.
+#
+# </details></details></details>
+
+
+# %%
+@torch.no_grad()
+def galore_step(p, state, rank, every, lr, scale):
+    """p: (rows, columns), with a gradient G. state: p's own dict, empty at first.
+
+    adam_update(small, state) returns Adam's update for a small gradient, and keeps both moments in state.
+    """
+    ### BEGIN SOLUTION
+    G, wide = p.grad, p.shape[0] <= p.shape[1]
+    call = state["call"] = state.get("call", -1) + 1
+    if call % every == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
+    P = state["P"]
+    small = P.T @ G if wide else G @ P
+    update = adam_update(small, state)
+    p -= lr * scale * (P @ update if wide else update @ P.T)
+    ### END SOLUTION
+
+
+galore_step = check("9.9", galore_step)

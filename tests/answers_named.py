@@ -1,10 +1,194 @@
-"""Answers to exercises 8.2 and 9.3 that heard too little; see answers_numbers.py."""
+"""Answers to exercise 9.9 as people write them, and such to 8.2 and 9.3 as heard too little; see answers_numbers.py."""
+
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 RIGHT, WRONG = {}, {}
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def adam(g, state, beta1=0.9, beta2=0.999, eps=1e-8):
+    """As the lesson's cell has it."""
+    state["t"] = t = state.get("t", 0) + 1
+    m = state.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
+    v = state.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
+    return m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+
+
+@torch.no_grad()
+def _plain(p, state, rank, every, lr, scale, *, cut=torch.clone, due=lambda n, every: n % every == 0,
+           wide=lambda G: G.shape[0] <= G.shape[1], factor=lambda lr, scale: lr * scale, last=False, adam=adam):  # fmt: skip
+    G, n = p.grad, state.get("n", 0)
+    if due(n, every) or n == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        U, V = (U[:, -rank:], Vh[-rank:].T) if last else (U[:, :rank], Vh[:rank].T)
+        state["P"] = cut(U if wide(G) else V)
+    state["n"] = n + 1
+    P = state["P"]
+    if wide(G):
+        p.add_(P @ adam(P.T @ G, state), alpha=-factor(lr, scale))
+    else:
+        p.add_(adam(G @ P, state) @ P.T, alpha=-factor(lr, scale))
+
+
+@torch.no_grad()
+def _by_eigh(p, state, rank, every, lr, scale):
+    """The directions as eigenvectors of the smaller product, and moments in a dict of their own."""
+    G = p.grad
+    wide = G.size(0) <= G.size(1)
+    state.setdefault("calls", 0)
+    if state["calls"] % every == 0:
+        square = G @ G.T if wide else G.T @ G
+        state["directions"] = torch.linalg.eigh(square).eigenvectors[:, -rank:].clone()
+    state["calls"] += 1
+    P, moments = state["directions"], state.setdefault("adam", {})
+    small = torch.einsum("ir,ij->rj", P, G) if wide else torch.einsum("ij,jr->ir", G, P)
+    update = adam(small, moments)
+    p -= lr * scale * (P @ update if wide else update @ P.mT)
+
+
+def _by_transposing(p, state, rank, every, lr, scale):
+    with torch.no_grad():
+        G = p.grad if p.shape[0] <= p.shape[1] else p.grad.T
+        if state.get("t", 0) % every == 0:
+            state["P"] = torch.linalg.svd(G)[0][:, :rank].contiguous()
+        back = state["P"] @ adam(state["P"].T @ G, state)
+        p.data -= lr * scale * (back if p.shape[0] <= p.shape[1] else back.T)
+
+
+@torch.no_grad()
+def _own_moments(p, state, rank, every, lr, scale):
+    """Without the given adam, out of place, P kept as (rank, short side)."""
+    G = p.grad
+    if "t" not in state:
+        state["t"], state["m"], state["v"] = 0, 0.0, 0.0
+    if state["t"] % every == 0:
+        U, _, V = torch.svd(G)
+        state["Pt"] = (U if G.shape[0] <= G.shape[1] else V)[:, :rank].T.clone()
+    state["t"] += 1
+    Pt = state["Pt"]
+    g = Pt @ G if G.shape[0] <= G.shape[1] else G @ Pt.T
+    state["m"] = 0.9 * state["m"] + 0.1 * g
+    state["v"] = 0.999 * state["v"] + 0.001 * g**2
+    u = (state["m"] / (1 - 0.9 ** state["t"])) / ((state["v"] / (1 - 0.999 ** state["t"])) ** 0.5 + 1e-8)
+    p.sub_(lr * scale * (Pt.T @ u if G.shape[0] <= G.shape[1] else u @ Pt))
+
+
+RIGHT["9.9"] = {
+    "plain": _plain,
+    "eigenvectors": _by_eigh,
+    "transposed, where it is tall": _by_transposing,
+    "moments of its own": _own_moments,
+}
+
+
+@torch.no_grad()
+def _not_back(p, state, rank, every, lr, scale):
+    P = state.setdefault("P", torch.linalg.svd(p.grad)[0][:, :rank].clone())
+    p.sub_(lr * scale * adam(P.T @ p.grad, state))
+
+
+@torch.no_grad()
+def _full(p, state, rank, every, lr, scale, *, first=False):
+    G, n = p.grad, state.get("n", 0)
+    wide = G.shape[0] <= G.shape[1]
+    if n % every == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
+    state["n"] = n + 1
+    P = state["P"]
+
+    def only(matrix):
+        return P @ (P.T @ matrix) if wide else matrix @ P @ P.T
+
+    p.sub_(lr * scale * (adam(only(G), state) if first else only(adam(G, state))))
+
+
+def _vh_for_v(p, state, rank, every, lr, scale):
+    with torch.no_grad():
+        U, _, Vh = torch.linalg.svd(p.grad, full_matrices=False)
+        wide = p.shape[0] <= p.shape[1]
+        if state.setdefault("n", 0) % every == 0:
+            state["P"] = (U if wide else Vh)[:, :rank].clone()
+        state["n"] += 1
+        P = state["P"]
+        p.sub_(lr * scale * (P @ adam(P.T @ p.grad, state) if wide else adam(p.grad @ P, state) @ P.T))
+
+
+@torch.no_grad()
+def _forgets(p, state, rank, every, lr, scale):
+    if state.get("n", 0) % every == 0:
+        for name in ("m", "v", "t"):
+            state.pop(name, None)
+    _plain(p, state, rank, every, lr, scale)
+
+
+_ELSEWHERE: dict = {}
+
+
+def _outside(p, state, rank, every, lr, scale):
+    state["known"] = True
+    _plain(p, _ELSEWHERE.setdefault(id(p), {}), rank, every, lr, scale)
+
+
+@torch.no_grad()
+def _keeps_the_gradient(p, state, *settings):
+    _plain(p, state, *settings)
+    state["small"] = state["P"].T @ p.grad if p.shape[0] <= p.shape[1] else p.grad @ state["P"]
+
+
+@torch.no_grad()
+def _scales_the_gradient(p, state, rank, every, lr, scale):
+    """Adam's update does not depend on the gradient's size."""
+    kept, p.grad = p.grad, scale * p.grad
+    _plain(p, state, rank, every, lr, 1.0)
+    p.grad = kept
+
+
+def _new_tensor(p, state, *settings):
+    q = torch.nn.Parameter(p.detach().clone())
+    q.grad = p.grad
+    _plain(q, state, *settings)
+    p = q
+
+
+@torch.no_grad()
+def _without_adam(p, state, *settings):
+    _plain(p, state, *settings, adam=lambda g, state: g)
+
+
+def _frees(p, state, *settings):
+    _plain(p, state, *settings)
+    p.grad = None
+
+
+WRONG["9.9"] = {
+    "the other side": (partial(_plain, wide=lambda G: G.shape[0] > G.shape[1]), "wrong side|shorter side"),
+    "always left": (partial(_plain, wide=lambda G: True), "tall"),
+    "always right": (partial(_plain, wide=lambda G: False), "wide"),
+    "not mapped back": (_not_back, "map(ped)? .*back"),
+    "no scale": (partial(_plain, factor=lambda lr, scale: lr), "scale"),
+    "scales the gradient": (_scales_the_gradient, "scale"),
+    "divided by scale": (partial(_plain, factor=lambda lr, scale: lr / scale), "scale"),
+    "no lr": (partial(_plain, factor=lambda lr, scale: scale), "lr has no effect"),
+    "uphill": (partial(_plain, factor=lambda lr, scale: -lr * scale), "uphill|sign"),
+    "a new P each step": (partial(_plain, due=lambda n, every: True), "each step"),
+    "one P": (partial(_plain, due=lambda n, every: False), "never renewed"),
+    "a step too late": (partial(_plain, due=lambda n, every: n > 1 and n % every == 1), "too late"),
+    "full moments of the gradient": (_full, "as large as the whole matrix"),
+    "full moments of what is kept": (partial(_full, first=True), "as large as the whole matrix"),
+    "Vh for V": (_vh_for_v, "Vh"),
+    "a view": (partial(_plain, cut=lambda view: view), "view"),
+    "smallest": (partial(_plain, last=True), "smallest"),
+    "moments begin again": (_forgets, "begin again"),
+    "a dict of its own": (_outside, "state"),
+    "keeps the small gradient": (_keeps_the_gradient, "more is kept"),
+    "a new tensor": (_new_tensor, "in place"),
+    "no adam": (_without_adam, "adam"),
+    "frees the gradient": (_frees, "p.grad"),
+}
 
 
 def _count(step, formula):

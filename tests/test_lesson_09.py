@@ -13,6 +13,7 @@ from gradmem_lib.course.exercises import (
     lesson_09,
     lesson_09_adapters,
     lesson_09_capstone,
+    lesson_09_galore,
     lesson_09_lion,
     lesson_09_loss,
 )
@@ -91,3 +92,40 @@ def test_the_recipes_that_exercise_9_8_takes_for_right_are_right():
     assert lesson_09_capstone.what_is_in_the_way(layers, every_weight) == ""
     assert lesson_09_capstone.what_is_in_the_way(*adapters) == ""
     assert lesson_09_capstone.smollm2_peak(layers + 1, every_weight).total > lesson_09_capstone.CARD_300
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (7, 7)])
+def test_exercise_9_9_is_torchs_adam_between_two_projections(shape):
+    """On the small matrix itself, with directions that come from the squared gradient."""
+    rank, lr, scale = 2, 0.1, 0.25
+    mine = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    wide, theirs, state = shape[0] <= shape[1], mine.detach().clone(), {}
+    small = nn.Parameter(torch.zeros((rank, shape[1]) if wide else (shape[0], rank)).double())
+    optimizer, P = torch.optim.Adam([small], lr=lr * scale), None
+    for number in range(3):
+        chance = torch.Generator().manual_seed(10 + number)
+        mine.grad = torch.randn(shape, generator=chance, dtype=torch.float64)
+        lesson_09_galore.galore_step(mine, state, rank, 200, lr, scale)
+        if P is None:
+            square = mine.grad @ mine.grad.T if wide else mine.grad.T @ mine.grad
+            P = torch.linalg.eigh(square).eigenvectors[:, -rank:]
+        small.grad, before = P.T @ mine.grad if wide else mine.grad @ P, small.detach().clone()
+        optimizer.step()
+        way = small.detach() - before
+        theirs += P @ way if wide else way @ P.T
+        assert torch.allclose(mine, theirs, rtol=1e-9)
+    kept = [held.untyped_storage().nbytes() for held in state.values() if isinstance(held, torch.Tensor)]
+    assert sum(kept) == 8 * rank * (min(shape) + 2 * max(shape))
+
+
+def test_a_right_answer_to_9_9_may_have_any_signs_and_a_wrong_one_may_not():
+    """The old moments meet each new direction with either sign; which one a decomposition gives is its own affair."""
+    galore, seen = lesson_09_galore, []
+    for signs in ((1, 1), (1, -1), (-1, -1)):
+        name = next(iter(galore.CASES))
+        seen.append(galore._moves(galore._signed(signs), name))
+    assert torch.equal(seen[0][1], seen[1][1]) and not torch.allclose(seen[0][2], seen[1][2])
+    canonical = [galore._whatever_the_signs(name, moves)[2] for moves in seen]
+    assert torch.equal(canonical[0], canonical[1]) and torch.equal(canonical[0], canonical[2])
+    again = galore._moves(galore._galore(forget=True), name)
+    assert galore._whatever_the_signs(name, again) is again

@@ -14,6 +14,7 @@ _HOMES = {
     "exercises.lesson_01": "train_budget",
     "exercises.lesson_06_models": "classifier_setting t5_setting",
     "exercises.lesson_09_capstone": "smollm2_peak",
+    "exercises.lesson_09_galore": "adam_update",
     "exercises.settings": "CARD batch_setting chain_budget chain_setting text_batch train_setting",
     "exercises.trainer": "quiet_arguments trainer_factors",
     "claims.lesson_07": "trainer_dtypes",
