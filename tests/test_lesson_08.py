@@ -24,9 +24,9 @@ def test_what_runs_again_is_what_the_library_counts():
         layer, x = lesson_08.Attention(), torch.randn(2, 5, 12)
     plain, checkpointed = lesson_08._steps(layer, x, x)
     again = count_operations(checkpointed) - count_operations(plain)
-    # Three projections (the fourth saves nothing that backward waits for), and two products of 3 heads of 4.
+    # Three projections (the fourth saves nothing that backward waits for), and two products of 3 heads of 6.
     assert (
-        lesson_08.repeated(plain, checkpointed) == again == 2 * (2 * 5 * 3 * 12 * 12 + 2 * 2 * 3 * 5 * 5 * 4)
+        lesson_08.repeated(plain, checkpointed) == again == 2 * (2 * 5 * 3 * 12 * 18 + 2 * 2 * 3 * 5 * 5 * 6)
     )
 
 
