@@ -572,8 +572,8 @@ print(found.best)
 print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
-# `every_n_layers=2` checkpoints one layer in two. The others keep their activations and need not run twice. No faster
-# plan fits.
+# With `first-4`, the first four layers run again in backward, one by one. The other 28 keep their activations. The next
+# faster plan runs one layer less again, and is too large for the card.
 #
 # Before you see the next verdicts, add up weights, gradients and states in your head. That decides most of them.
 

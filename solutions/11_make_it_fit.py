@@ -58,7 +58,7 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `accumulation=n` | activations, logits | gradients stay until the last micro-batch |
 # | `optimizer="adamw-8bit"`, `"adafactor-torch"` | states | exactness |
 # | `in_backward=True` | gradients: none waits | no accumulation |
-# | `checkpointing="per-layer"`, or `every_n_layers=2` instead | activations | a second forward, or half of one |
+# | `checkpointing="per-layer"`, or `"first-8"`; or `every_n_layers=2` instead | activations | a second forward, that of 8 layers, or half |
 # | `checkpointing="attention"`, `"mlp"`, `"elementwise"` | some activations | that part of each layer again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
 # | `chunked_loss=True` | logits (temporaries) | one card only |
