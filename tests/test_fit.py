@@ -145,7 +145,9 @@ def loss_and_gradients(model, batch) -> list[torch.Tensor]:
 def test_gradients_are_the_same_to_the_bit(family):
     shape = FAMILIES[family]()
     model = model_class(shape)(shape).train()
-    model.config.use_cache = False
+    for part in model.modules():  # a decoder has a config of its own, and a cache changes the order of sums
+        if hasattr(part, "config"):
+            part.config.use_cache = False
     batch = example_batch(model, 2, 16)
     expected = loss_and_gradients(model, batch)
     for every in ("first-0", "first-1", "first-4", "first-5"):

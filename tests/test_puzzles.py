@@ -61,6 +61,8 @@ QLORA = BF16 | {"lora_rank": 16, "quantized_base": True}
 HOST = {"offload": "activations", "chunked_loss": True}
 BY_HAND = [
     ("11.5", QLORA | HOST | {"accumulation": 4}),
+    ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
+    ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
     ("11.8", QLORA | HOST),
     (
         "11.11",
@@ -85,8 +87,6 @@ UNTRIED = [
     ),
     # All rows at once: larger pieces of what moves are tried with the whole loss alone.
     ("11.5", QLORA | HOST),
-    ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
-    ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
 ]
 
 
