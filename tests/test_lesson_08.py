@@ -69,7 +69,7 @@ def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
     model, ids = lesson_08_moving.disk_setting()
     mlp, x = lesson_08_moving.tiled_setting()
     for what, run, net in (
-        ("where it takes {} now", lambda: model(ids).square().mean().backward(), model),
+        ("A step takes {} now", lambda: model(ids).square().mean().backward(), model),
         ("where the plain MLP takes {}", lambda: mlp(x).square().sum().backward(), mlp),
     ):
         assert what.format(f"{peak(run, net) / 1e6:.1f} MB") in text
