@@ -166,7 +166,9 @@ class Puzzle:
         if recipe.optimizer == "sgd":
             return "plain SGD is out of the game, with momentum too: choose an optimizer that adapts to each weight."
         if recipe.precision is None:
-            return "precision=None is for a module that has its own dtypes, and here is none: name a precision."
+            return (
+                "precision=None is for a module that has its own dtypes, and here is none: name a precision."
+            )
         if recipe.lora_rank and (recipe.lora_rank < RANK or recipe.lora_targets):
             return f"adapters are to have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
         if against := [CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)]:
