@@ -277,6 +277,7 @@ bar("+ all in bf16", recipe)
 #
 # The longest part of the bar is AdamW's states. **8-bit AdamW** keeps the same two moments in one byte a number: one of
 # 256 values, times a scale that a block of neighbours shares. These states are half as large as in bf16, and rounded.
+# Lesson 09 builds them.
 #
 # **Adafactor** keeps sums of rows and of columns instead of the second moment, and no first moment: almost no states.
 # Which of the two has the lower peak?
@@ -340,7 +341,7 @@ bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
 #
 # The longest part now is the frozen weights. In **4 bits** (QLoRA) each is one of 16 values, times a scale that its
 # block of 64 weights shares. To multiply, a layer's weights are written out in bf16 and freed again. Lesson 06
-# needs this for a 7B.
+# needs this for a 7B, and lesson 09 builds it.
 
 # %% [markdown]
 # ### Exercise 5.6 · adapters with something to train
