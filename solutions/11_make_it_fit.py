@@ -51,14 +51,14 @@ chunks = {"chunked_loss": True}
 adafactor = {"optimizer": "adafactor-torch"}
 
 # %% [markdown]
-# Your toolbox (`help("gradmem_lib.Recipe")` has all of it):
+# Your toolbox (more: `help("gradmem_lib.Recipe")`):
 #
 # | option | makes smaller | what it costs |
 # |---|---|---|
 # | `accumulation=n` | activations, logits | gradients stay until the last micro-batch |
 # | `optimizer="adamw-8bit"`, `"adafactor-torch"` | states | exactness |
 # | `in_backward=True` | gradients: none waits | no accumulation |
-# | `checkpointing="per-layer"`, or `"first-8"`; or `every_n_layers=2` instead | activations | a second forward, that of 8 layers, or half |
+# | `checkpointing="per-layer"`, `"first-8"`, or `every_n_layers=2` instead | activations | a second forward, in whole or part |
 # | `checkpointing="attention"`, `"mlp"`, `"elementwise"` | some activations | that part of each layer again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
 # | `chunked_loss=True` | logits (temporaries) | one card only |

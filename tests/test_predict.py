@@ -213,7 +213,7 @@ def test_what_cannot_be_traced_is_named(model, operation):
         ({"seq_len": None}, "number of tokens"),
         ({"batch_size": 0}, "at least 1"),
         ({"batch_size": 3, "recipe": Recipe(accumulation=2)}, "multiple of 2"),
-        ({"target": "mps"}, "'cpu' or 'cuda'"),
+        ({"target": "mps"}, "choose one of 'cpu', 'cuda'"),
         ({"recipe": Recipe(lora_rank=2, lora_targets="query")}, "'q_proj'"),
     ],
 )
