@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers
 from predicted import config
 from torch import nn
 
+from gradmem_lib.names import CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.techniques.losses import chunked_cross_entropy
@@ -38,7 +40,8 @@ from gradmem_lib.training.step import step
         ({"lora_rank": 2.5}, "whole number"),
         ({"lora_targets": ["q_proj"]}, "lora_rank"),
         ({"momentum": 0.9}, "sgd"),
-        ({"momentum": 1.5, "optimizer": "sgd"}, "below 1"),
+        ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
+        ({"momentum": -0.1, "optimizer": "sgd"}, "from 0"),
         ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
         ({"precision": "float32-master", "optimizer": "adamw-8bit"}, "adamw"),
         ({"chunked_loss": 1024}, "True or False"),
@@ -47,6 +50,90 @@ from gradmem_lib.training.step import step
 def test_impossible_recipes(settings, says):
     with pytest.raises(ValueError, match=says):
         Recipe(**settings)
+
+
+VALUES = {
+    "precision": (*PRECISIONS, None), "optimizer": OPTIMIZERS, "momentum": (0.0, 0.5), "in_backward": (False, True),
+    "checkpointing": (None, *CHECKPOINTING, *SELECTIVE, "first-1", 2, (1, 1)), "every_n_layers": (None, 1, 2),
+    "offload": (None, *OFFLOAD), "sharding": (None, *SHARDING), "accumulation": (1, 2), "lora_rank": (None, 2),
+    "lora_targets": ((), ("q_proj",)), "quantized_base": (False, True), "chunked_loss": (False, True),
+}  # fmt: skip
+EXACT, SHARDS = {None, "float32", "bf16", "autocast-bf16", "autocast-fp16"}, {"zero2", "fsdp"}
+WHOLE = {"precision": EXACT, "sharding": {None, "ddp", "zero1"}}  # optimizers that want whole weights
+# What a choice leaves to the others.
+PARTNERS = {
+    ("momentum", 0.5): {"optimizer": {"sgd"}},
+    ("in_backward", True): {
+        "accumulation": {1}, "sharding": {None, *SHARDS}, "precision": {*EXACT, "float32-master"} - {"autocast-fp16"},
+    },
+    ("optimizer", "adamw-8bit"): WHOLE,
+    ("optimizer", "adafactor"): WHOLE,
+    ("optimizer", "adafactor-torch"): WHOLE,
+    ("optimizer", "adamw-stochastic"): {"precision": {"bf16", None}, "sharding": {None, "zero1"}},
+    ("optimizer", "sgd"): {"precision": EXACT},
+    ("lora_targets", ("q_proj",)): {"lora_rank": {2}},
+    ("quantized_base", True): {"lora_rank": {2}, "precision": {None, "float32", "bf16", "float32-master"}},
+    ("every_n_layers", 1): {"checkpointing": {None}},
+    ("every_n_layers", 2): {"checkpointing": {None}},
+    ("checkpointing", "best"): {"offload": {None, "boundaries", "parameters"}, "sharding": {None, "ddp", "zero1"}},
+    ("chunked_loss", True): {"sharding": {None}},
+    ("offload", "parameters"): {"sharding": {"fsdp"}},
+}  # fmt: skip
+BASES = [
+    {},
+    {"lora_rank": 2, "precision": "bf16"},
+    {"checkpointing": "per-layer", "precision": None},
+    {"sharding": "fsdp", "precision": "float32-master"},
+    {"sharding": "zero1", "optimizer": "adamw-stochastic", "precision": "bf16"},
+    {"optimizer": "sgd", "in_backward": True},
+]
+
+
+def test_what_goes_with_what():
+    """Every two choices on top of each base: refused where the table says so, and nowhere else."""
+    choices = [(field, value) for field, values in VALUES.items() for value in values]
+    plain = {field: next(iter(values)) for field, values in VALUES.items()}
+    for base in BASES:
+        for pair in combinations(choices, 2):
+            fields = plain | base | dict(pair)
+            partners = [PARTNERS.get(choice, {}) for choice in fields.items()]
+            fine = all(fields[field] in allowed for others in partners for field, allowed in others.items())
+            inputs = fields["every_n_layers"] or fields["checkpointing"] not in (None, *SELECTIVE)
+            fine = fine and (inputs or fields["offload"] != "boundaries")
+            cut = fields["sharding"] in SHARDS and fields["precision"] == "float32-master"
+            fine = fine and not (cut and fields["lora_rank"])
+            try:
+                Recipe(**fields)
+            except ValueError:
+                assert not fine, fields
+            else:
+                assert fine, fields
+
+
+def test_rows_of_a_micro_batch():
+    recipe = Recipe(accumulation=4, lora_rank=2, lora_targets="q_proj")
+    assert recipe.micro_batch(12) == 3
+    assert recipe.lora_targets == ("q_proj",)
+    with pytest.raises(ValueError, match="a batch of 6 cannot be cut into 4 equal"):
+        recipe.micro_batch(6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharding", "weights", "computed"),
+    [
+        ("float32", None, torch.float32, None),
+        ("bf16", "fsdp", torch.bfloat16, None),
+        (None, None, None, None),
+        ("float32-master", None, torch.bfloat16, None),
+        ("float32-master", "zero1", torch.bfloat16, None),
+        ("float32-master", "zero2", torch.float32, None),
+        ("autocast-bf16", None, torch.float32, torch.bfloat16),
+        ("autocast-fp16", "ddp", torch.float32, torch.float16),
+    ],
+)
+def test_dtypes_of_a_precision(precision, sharding, weights, computed):
+    recipe = Recipe(precision=precision, sharding=sharding)
+    assert (recipe.weight_dtype, recipe.autocast_dtype) == (weights, computed)
 
 
 def losses(recipe: Recipe, steps: int = 12, lr: float = 3e-3) -> list[float]:
