@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SENT_TO_RANKS = ("test_predict_ranks", "test_ranks", "test_sharding")
+SENT_TO_RANKS = ("test_predict_ranks", "test_ranks", "test_sharding", "test_tracker_ranks")
 
 
 def pytest_configure() -> None:

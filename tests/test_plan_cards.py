@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nightly import ALL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -238,14 +238,13 @@ def launched(script: str, folder, monkeypatch) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    "sharding, starts",
-    [("ddp", "torchrun"), ("fsdp", "torchrun"), ("ddp", "accelerate"), ("fsdp", "accelerate")],
-)
+STARTED = [("fsdp", "accelerate"), ("ddp", "run_ranks")]  # each program
+if ALL:  # and each command that starts it: ten seconds more for each
+    STARTED += [("ddp", "accelerate"), ("ddp", "torchrun"), ("fsdp", "torchrun")]
+
+
+@pytest.mark.parametrize("sharding, starts", STARTED)
 def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, starts, tmp_path, monkeypatch):
-    every_time = {"ddp": "torchrun", "fsdp": "accelerate"}  # each program, and each command that starts it
-    if every_time[sharding] != starts and not os.environ.get("GRADMEM_ALL"):
-        pytest.skip("fifteen seconds more: make nightly")
     config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -256,7 +255,8 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, st
     text = text.replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
     start = SCRIPT.format(folder=str(tmp_path))
     script = start + text.removesuffix("destroy_process_group()\n") + SAVE
-    torchrun(script, 2) if starts == "torchrun" else launched(script, tmp_path, monkeypatch)
+    starters = {"torchrun": torchrun, "run_ranks": lambda script: run_ranks(exec, script, {})}
+    starters.get(starts, lambda script: launched(script, tmp_path, monkeypatch))(script)
     space: dict = {}
     with torch.random.fork_rng():
         exec(start, space)

@@ -1,11 +1,11 @@
 """predict(ranks=...): one rank's memory without processes, against trackers on real ranks."""
 
-import os
 import sys
 from itertools import product
 
 import pytest
 import torch.distributed as dist
+from nightly import ALL, each
 from predicted import config
 from ranked import ROWS, TOKENS, config_of, figures, measured_here, predicted_for
 from transformers import LlamaConfig
@@ -26,17 +26,16 @@ VARIANTS = (
 WHOLE_GRID = [
     (family, {"sharding": how} | more) for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
 ]
-# A tenth, in steps in which every family, every way and every variant comes.
-GRID = WHOLE_GRID if os.environ.get("GRADMEM_ALL") else WHOLE_GRID[::11]
+GRID = each(17, WHOLE_GRID)  # in steps in which every family, every way and every variant comes
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_predicted_rank_is_the_tracked_one(ranks):
-    cases = GRID if ranks == 2 or os.environ.get("GRADMEM_ALL") else GRID[::4]
+    cases = each(4 if ranks == 4 else 1, GRID)
     cases = [*cases, ("llama", {"sharding": "fsdp", "offload": "parameters"})]
     measured = run_ranks(measured_here, cases, ranks=ranks, seconds=600)
     for i, (family, fields) in enumerate(cases):
-        for rank in range(ranks) if os.environ.get("GRADMEM_ALL") else (i % ranks,):
+        for rank in range(ranks) if ALL else (i % ranks,):
             assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (family, fields, rank)
 
 
@@ -71,7 +70,7 @@ def test_short_traces_make_the_whole_one(how):
     assert "rank 2 of 3" in quick.title
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))
 def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(how, monkeypatch):
     asked = {
         "batch_size": 5,
@@ -104,7 +103,7 @@ def test_gathered_parameters_are_parameters():
     assert shards < whole.peak.by_category["parameters"] < 3 * shards
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", each(2, [False, True]))
 def test_offloaded_shards_are_not_on_the_card(full):
     cfg, recipe = config("gqa", 8), Recipe(sharding="fsdp", offload="parameters")
     asked = {"batch_size": 2, "seq_len": 8, "target": "cuda", "ranks": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,12 +31,12 @@ def reduced(start: int):
     print("the sum is", total[0].item())
     if dist.get_rank():
         warnings.warn("from rank 1", stacklevel=1)
-    return total, torch.get_num_threads(), os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return total, gc.isenabled(), torch.get_num_threads(), os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def test_each_rank_returns_and_the_first_prints(capfd):
     found = run_ranks(reduced, 5)
-    assert [told for _, *told in found] == [[1, "0", "2"], [1, "1", "2"]]
+    assert [told for _, *told in found] == [[True, 1, "0", "2"], [True, 1, "1", "2"]]
     assert all(torch.equal(total, torch.full((3,), 11.0)) for total, *_ in found)
     assert capfd.readouterr() == ("the sum is 11.0\n", "")
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from nightly import each
 from oracle import allocator_peak
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +25,9 @@ WAYS = {
     "mixed": {"sharding": "fsdp", "precision": "float32-master"},
     "4 bits": {"sharding": "fsdp", "precision": "bf16", "lora_rank": 8, "quantized_base": True},
 }
+WAYS = dict(each(2, WAYS.items(), start=1))
 MEANT_FOR = ("zero2", "fsdp", "with checkpoints", "offloaded", "4 bits")  # FSDPMemTracker takes no DDP
+MEANT_FOR = [way for way in WAYS if way in MEANT_FOR]
 
 
 class Settled(compat.Unguarded, compat.TorchDispatchMode):

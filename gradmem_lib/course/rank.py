@@ -33,6 +33,7 @@ def _sweep(folder: str, kernel: int) -> None:
 
 if FOLDER in os.environ:
     os.setsid()  # a signal to the kernel's group is the kernel's to answer
+    gc.disable()  # until a rank works: of what is imported nothing is garbage, and looking for it takes half a second
     atexit.register(_sweep, os.environ.pop(FOLDER), os.getppid())
 
 
@@ -74,6 +75,7 @@ def _run(task: bytes, send: Callable) -> bytes:
     import torch.distributed as dist
 
     gc.freeze()  # what the fork server has imported is no garbage, and takes a second to pass through
+    gc.enable()
     torch.set_num_threads(1)
     function, args, watched = cloudpickle.loads(task)
     if watched:
