@@ -27,7 +27,7 @@
 # 4. **explain**: why the number is what it is;
 # 5. **exercise**: you write the code that computes it, and your code is checked at once.
 #
-# Run the cells from top to bottom, each with Shift+Enter. The first one tests whether everything works here.
+# Run the cells from top to bottom, each with Shift+Enter. The next cell tests whether everything works here.
 
 # %% tags=["nbval-ignore-output"]
 from gradmem_lib import doctor
@@ -67,9 +67,10 @@ n = sum(p.numel() for p in model.parameters())
 print(f"{n:,} parameters, each a {model.dtype}")
 
 # %% [markdown]
-# A number in float32 takes 4 bytes. Before anything runs, type your guess into the box, as `25000000` or `25e6` or
-# `24 MiB`, and press Enter. Your guess is kept on this machine. (A KiB is 1024 bytes, a MiB is 1024 KiB, and a
-# GiB is 1024 MiB. MB and GB are powers of ten: 10⁶ and 10⁹ bytes.)
+# A number in float32 takes 4 bytes. How many bytes do all parameters take? The next cell shows a box: type your guess
+# into it and press Enter. `3000000`, `3e6` and `3 MB` are three ways to type the same number. Your guess is kept on
+# this machine. (A KiB is 1024 bytes, a MiB is 1024 KiB, and a GiB is 1024 MiB. MB and GB are powers of ten: 10⁶ and
+# 10⁹ bytes.)
 
 # %%
 guess = predict_first("0.a", "How many bytes do the parameters of this model take?")
@@ -129,7 +130,8 @@ step.show()
 print(step.peak)
 
 # %% [markdown]
-# The peak is in backward. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell
+# The peak is at the beginning of backward: everything that forward saved is still alive, and there is no gradient yet,
+# so the line names none. These bytes are exact: they are counted tensor by tensor, not estimated. If you run the cell
 # again, they are the same.
 #
 # ## 3 · An exercise, and the three things it can say
@@ -158,7 +160,7 @@ def wrong(shape, bytes_per_element):
 _ = check("0.1", wrong)
 
 # %% [markdown]
-# The third line says that you have passed. Your own answer will print it.
+# The third thing that `check` can say is that you have passed. Your own answer will print that line.
 #
 # ### Exercise 0.1 · the bytes of one tensor
 #
@@ -204,7 +206,7 @@ print(
 #
 # A `budget` turns your machine into a card of that size. The first allocation that goes past it raises
 # `BudgetExceeded`, as CUDA would raise its `OutOfMemoryError`. But `BudgetExceeded` says who holds what. The next cell
-# takes a card of 192 MiB. It trains on two sequences, which fit, and then on sixteen:
+# sets a budget of 192 MiB. It trains on two sequences, which fit, and then on sixteen:
 
 # %%
 card = "192 MiB"
@@ -219,9 +221,10 @@ with MemoryTracker(model, optimizer, budget=card, title="2 sequences, then 16") 
     after = tracker.current.total
 
 # %% [markdown]
-# Read the error from the top. It begins with how many bytes are too many. Then come the operation that asked for
-# memory, with its module and phase, and what the memory already holds. At the end stands what could help: later lessons
-# explain those words. `BudgetExceeded` is an ordinary Python exception, so the kernel lives on, and so does the model:
+# Read the error from the top. It begins with how many bytes are too many: the tensor that was refused already counts as
+# live. Then come the operation that asked for memory, with its module and phase, and what the memory holds. The last
+# lines say what could help and what could not: later lessons explain those words. `BudgetExceeded` is an ordinary
+# Python exception, so the kernel keeps running and the model is still there:
 
 # %%
 print(f"{before:,} bytes live before the failure, {after:,} bytes after it")
@@ -255,9 +258,9 @@ except BudgetExceeded as error:
 #
 # ## 5 · Where things are kept
 #
-# Your answers and guesses are kept in one small file on this machine. The first cell's list says where. That file
-# also has the wrong answer of section 3, as your first try. Here are two lines for any notebook cell. The first shows
-# your progress. The second begins again, and keeps the old file beside the new one:
+# Your answers and guesses are kept in one small file on this machine. The list of `doctor()`, at the top, says where.
+# That file also has the wrong answer of section 3, as your first try. Here are two lines for any notebook cell. The
+# first shows your progress. The second begins again, and keeps the old file beside the new one:
 #
 # ```
 # %run -m gradmem_lib progress
@@ -266,7 +269,7 @@ except BudgetExceeded as error:
 #
 # In a terminal where the course's environment is active, the same command is `python -m gradmem_lib progress`.
 #
-# You can set two things from outside, before JupyterLab starts, or with `%env` in a first cell:
+# You can set two things from outside, before JupyterLab starts, or with `%env` in the notebook's first cell:
 #
 # | variable | what it does |
 # |---|---|
