@@ -87,7 +87,7 @@ def lost(gradients, dtype, scale):
 lost = check("7.1", lost)
 
 # %% [markdown]
-# Try it on one in twenty of SmolLM2's own gradients. (The course's tests set `GRADMEM_SIZE=ci`, for shorter rows and
+# Try it on one number in twenty of SmolLM2's gradients. (The course's tests set `GRADMEM_SIZE=ci`, for shorter rows and
 # one update of one layer.)
 
 # %%
@@ -141,13 +141,13 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
     print(f"{name[:28]:<30}{given:>9} -> {made:<10}{times:>3} times")
 
 # %% [markdown]
-# - **In bf16** are the matrix products (`mm`) and attention, which the list names, and what keeps its input's dtype,
+# - **bf16**: the matrix products (`mm`) and attention, which are on autocast's list, and what keeps its input's dtype,
 #   such as `silu`.
-# - **In float32** are the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
+# - **float32**: the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
 # - `to_copy` is the price: a bf16 copy of each of the eight matrices, and of float32 inputs.
 #
-# This is the CPU's list. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list also
-# names `softmax` and `layer_norm` for float32.
+# This is autocast on the CPU. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list
+# also names `softmax` and `layer_norm` for float32.
 #
 # ## 3 · bf16 loses updates
 #
@@ -173,7 +173,7 @@ for rate in (1e-4, 1e-6, 1e-5):
 guess_b.reveal(measured=round(share, 1))
 
 # %% [markdown]
-# AdamW's first step is about one learning rate for every weight. Only weights near 0 moved, where gaps are small.
+# AdamW's first step is about one learning rate for every weight. Only weights near 0 moved: gaps are small there.
 # Sums suffer too. Add 1.0 a thousand times:
 
 # %%
@@ -184,8 +184,8 @@ for _ in range(1000):
 print("a thousand times 1.0 in bf16:", total.item())
 
 # %% [markdown]
-# From 256 to 512 a gap is 2, so 256 + 1, halfway, is rounded back to 256. Accumulating micro-batches is such a sum, since
-# gradients of bf16 weights are bf16. You now repair the sum, then the update in two ways.
+# From 256 to 512 a gap is 2. So 256 + 1 is a tie, and goes to the even neighbour, 256. Accumulating micro-batches is
+# such a sum, since gradients of bf16 weights are bf16. You now repair the sum, then the update in two ways.
 #
 # ### Exercise 7.2 · float32 sums of bf16 gradients
 #
@@ -259,8 +259,8 @@ def master_step(weights, masters, lr):
 master_step = check("7.4", master_step)
 
 # %% [markdown]
-# A master costs 4 bytes a parameter. The second repair costs none: round *up or down by chance*, so that the mean is
-# right. If an update is a tenth of a gap, it moves one weight in ten by a whole gap.
+# A master costs 4 bytes a parameter. The second repair costs none: round *up or down by chance* (*stochastic
+# rounding*), so that the mean is right. If an update is a tenth of a gap, it moves one weight in ten by a whole gap.
 #
 # ### Exercise 7.3 · rounding by chance
 #
@@ -354,7 +354,7 @@ def scaled_step(optimizer, scale, good, patience):
 scaled_step = check("7.5", scaled_step)
 
 # %% [markdown]
-# PyTorch and the course have a `GradScaler`. Watch PyTorch's begin with too large a scale:
+# PyTorch's `GradScaler` does the same. Watch it begin with too large a scale:
 
 # %%
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
@@ -373,8 +373,8 @@ for number in range(1, 5):
     )
 
 # %% [markdown]
-# A skipped first step is normal. (PyTorch's `patience` is 2,000.) A learning-rate schedule that counts it has moved
-# without an update.
+# A skipped first step is normal. (PyTorch calls `patience` `growth_interval`: 2,000 steps.) A learning-rate
+# schedule must not count that step.
 #
 # ## 5 · Six recipes on SmolLM2
 #
@@ -415,7 +415,7 @@ for name, recipe in recipes.items():
 
 # %% [markdown]
 # Read the bytes first. Autocast and the master copy hold 16 bytes a parameter, as float32 does (the master is one of
-# the states). In the master's step the embedding's float32 gradient comes on top. Rounding by chance costs no more than
+# the states). The master's peak also has the embedding's gradient in float32. Rounding by chance costs no more than
 # all bf16.
 #
 # Then the losses. Autocast follows float32 closely. Of the three with bf16 weights, rounding by chance comes nearest
@@ -482,7 +482,7 @@ def features(model, x):
 features = check("7.6", features)
 
 # %% [markdown]
-# The cache has a trap. What if a weight changes inside the block, as in a loop within *one* `with`?
+# The cache has a trap. What if a weight changes inside, as in a loop within *one* `with`?
 
 # %%
 layer, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
@@ -509,13 +509,13 @@ for loaded in (torch.float32, torch.bfloat16):
         print("    " + ", ".join(f"{part} {name}" for part, name in dtypes.items()))
 
 # %% [markdown]
-# - `bf16=True` changes the matrix products alone. Through `accelerate` (`Accelerator(mixed_precision="bf16")`) it
-#   wraps the model's forward in autocast.
+# - `bf16=True` changes only the dtype of matrix products. Through `accelerate` (`Accelerator(mixed_precision="bf16")`)
+#   it wraps the model's forward in autocast.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* in an evaluation outside of training, and leaves them bf16. Save first.
 # - A model's weights, gradients and states have the dtype in which it is **loaded**.
 #
-# Two claims of our sources:
+# Two claims of the documents:
 
 # %%
 claims.show("C11", "C02")
