@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import FrozenInstanceError
 from itertools import combinations
 
 import pytest
@@ -29,6 +30,8 @@ from gradmem_lib.training.step import step
         ({"precision": 16}, "choose one of"),
         ({"optimizer": "adam"}, "choose one of"),
         ({"attention": "flash"}, "choose one of"),
+        ({"sharding": "zero3"}, "choose one of"),
+        ({"offload": "weights"}, "choose one of"),
         ({"checkpointing": "all"}, "list of segment lengths"),
         ({"checkpointing": 0}, "at least 1"),
         ({"every_n_layers": 0}, "at least 1"),
@@ -116,6 +119,16 @@ def test_rows_of_a_micro_batch():
     assert recipe.lora_targets == ("q_proj",)
     with pytest.raises(ValueError, match="a batch of 6 cannot be cut into 4 equal"):
         recipe.micro_batch(6)
+    with pytest.raises(ValueError, match="batch_size=0: give a whole number"):
+        recipe.micro_batch(0)
+
+
+def test_a_recipe_is_a_key():
+    """Equal ones are the same key, also where the schedule was given as a list, and none changes afterwards."""
+    recipe = Recipe(checkpointing=[2, 1])
+    assert {recipe: 1}[Recipe(checkpointing=(2, 1))] == 1
+    with pytest.raises(FrozenInstanceError):
+        recipe.precision = "bf16"
 
 
 @pytest.mark.parametrize(
