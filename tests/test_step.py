@@ -150,6 +150,69 @@ def test_float16_gradients_are_unscaled_before_the_step():
         assert (old - new.detach() - p.grad).norm() <= 0.02 * p.grad.norm()
 
 
+def test_gradients_too_small_for_float16_arrive():
+    """2**-26 is nothing in float16, and 2**12 times as much is a number: what is unused has no gradient to unscale."""
+    model, recipe = nn.Linear(1, 1, bias=False), Recipe(precision="autocast-fp16", optimizer="sgd")
+    model.unused = nn.Parameter(torch.ones(1))
+    made, before = prepare(model, recipe, lr=2.0**26), model.weight.item()
+    step(model, made.optimizer, torch.ones(1, 1), recipe, loss=lambda m, x: m(x).float().mean() * 2.0**-26)
+    assert model.weight.item() == pytest.approx(before - 1, abs=1e-6) and model.unused.item() == 1
+
+
+def test_marks_come_before_the_parts_of_a_step_and_stop_where_it_is_told():
+    recipe, said = Recipe(accumulation=2, optimizer="sgd"), []
+    made = prepare(nn.Linear(1, 1), recipe, lr=0.0)
+    more = {"loss": lambda m, x: said.append(len(x)) or m(x).mean(), "mark": said.append}
+    step(made.model, made.optimizer, torch.ones(4, 1), recipe, **more)
+    piece = ["forward", 2, "backward"]
+    assert said == [*piece, *piece, "step"]
+    said.clear()
+    step(made.model, made.optimizer, torch.ones(4, 1), recipe, micro_batches=1, **more)
+    assert said == [*piece, "step"]
+
+
+class Difference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x, y=2.0):
+        return ((self.weight * x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "weight"),
+    [
+        ((torch.ones(2), torch.ones(2)), 3 - 0.1 * 2 * 2),
+        (torch.ones(2), 3 - 0.1 * 2 * 1),
+        ({"x": torch.ones(2), "y": torch.zeros(2)}, 3 - 0.1 * 2 * 3),
+    ],
+)
+def test_batches_of_every_kind(batch, weight, accumulation):
+    recipe = Recipe(optimizer="sgd", accumulation=accumulation, attention=None)
+    made = prepare(Difference(), recipe, lr=0.1)
+    step(made.model, made.optimizer, batch, recipe)
+    assert made.model.weight.item() == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
+    made, calls = prepare(llama(), recipe := Recipe(chunked_loss=chunked)), []
+    made.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    step(made.model, made.optimizer, ragged(), recipe)
+    assert len(calls) == (not chunked)
+
+
+def test_what_is_no_loss_is_named():
+    model, recipe = nn.Linear(2, 2), Recipe(attention=None)
+    for rows, shape in ((1, r"\(1, 2\)"), (3, r"\(3, 2\)")):
+        with pytest.raises(ValueError, match=f"Linear returned a tensor of shape {shape} where a scalar"):
+            step(model, [], torch.ones(rows, 2), recipe)
+    with pytest.raises(ValueError, match="returned NoneType where"):
+        step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
+
+
 def test_a_micro_batch_without_labels_does_not_make_the_loss_a_not_a_number():
     batch, recipe = ragged(), Recipe(accumulation=4, optimizer="sgd")
     batch["labels"][2] = -100
@@ -162,6 +225,10 @@ def test_rows_that_are_compared_with_each_other_are_not_cut():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="contrastive loss compares each row"):
         step(model, [], {"pixel_values": torch.ones(4, 2), "return_loss": True}, Recipe(accumulation=2))
+    whole = step(
+        model, [], {"pixel_values": torch.ones(4, 2), "return_loss": True}, Recipe(), loss=lambda m, b: m(b["pixel_values"]).mean()
+    )  # fmt: skip
+    assert whole.isfinite()
 
 
 class Older(LlamaForCausalLM):
