@@ -197,13 +197,13 @@ def _count(step, formula):
     return counter.get_total_flops()
 
 
-def _repeated(of, *, first=True):
-    """``of(rows, heads, queries, size, keys)``: the formula; ``first``: whether the plain step's counter has it."""
+def _repeated(of, *, first=True, second=True):
+    """``of(rows, heads, queries, size, keys)``: the formula, which the plain step's counter has, and the other step's."""
 
     def formula(query, key, value, *args, out_val=None, **kwargs):
         return of(*query, key[2])
 
-    return lambda plain, again: _count(again, formula) - _count(plain, first and formula)
+    return lambda plain, again: _count(again, second and formula) - _count(plain, first and formula)
 
 
 def _exact(rows, heads, queries, size, keys):
@@ -234,6 +234,7 @@ WRONG["8.2"] = {
     "a quarter": (_repeated(lambda b, h, q, d, k: b * h * q * d * k), "a quarter"),
     "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "has to make 3,600, and makes 3,750"),
     "one counter with it": (_repeated(_exact, first=False), "one of the two counters"),
+    "the other counter with it": (_repeated(_exact, second=False), r"handed to plain\(\)'s counter alone"),
 }  # fmt: skip
 
 

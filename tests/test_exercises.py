@@ -69,7 +69,8 @@ def test_the_audit_finds_what_is_wrong_with_an_exercise(once, monkeypatch):
     if once:
         observe_mistakes_once(monkeypatch)
     assert audit(AREA) == []
-    assert "only 1 known" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
+    assert "1 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
+    assert "8 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:4] * 2))[0]
     same = Mistake("sum again", lambda w, h: h + w, "this is the same mistake.")
     assert "'sum again' is not named as itself" in audit(replace(AREA, mistakes=(*AREA.mistakes, same)))[0]
     right = Mistake("right", lambda w, h: h * w, "this is right, in fact.")
@@ -97,7 +98,7 @@ def test_a_stub_is_one_even_where_it_happens_to_be_right():
             return None
 
     assert audit(replace(AREA, observe=observe, mistakes=())) == [
-        "only 0 known mistakes: at least four are needed"
+        "0 known mistakes: four to six are asked for"
     ]
 
 

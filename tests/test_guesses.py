@@ -1,11 +1,14 @@
 """A guess is read kindly, kept, and shown beside the formula and the measured value; the input works in a real kernel."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from gradmem_lib.course import progress
 from gradmem_lib.course.guesses import Guess, _widget, how_far, predict_first
+from gradmem_lib.course.summary import summary
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +156,9 @@ def test_the_reveal_without_a_guess_says_so_and_records_nothing(capsys, file):
         (210, 100, "2.1 times too high"),
         (100, 400, "4.0 times too low"),
         (5_000_000, 10, "500,000 times too high"),
+        (10**20, 3, "more than 1e+15 times too high"),
+        (1e308, 1e-300, "more than 1e+15 times too high"),
+        (1e-300, 3, "more than 1e+15 times too low"),
         (0, 10, "too low"),
         (10, 0, "too high"),
         (-5, 5, "too low"),
@@ -160,6 +166,16 @@ def test_the_reveal_without_a_guess_says_so_and_records_nothing(capsys, file):
 )
 def test_how_far_off_is_said_in_words(guess, measured, words):
     assert how_far(guess, measured) == words
+
+
+@pytest.mark.parametrize("guess", ["1e308", "-1e308", "10**30", 10.0**18])
+def test_a_guess_out_of_all_proportion_is_one_short_line_everywhere(capsys, guess):
+    asked = Guess("1.b", "How many layers?", unit="layers")
+    asked.guess(guess)
+    asked.reveal(formula=5, measured=3)
+    print(summary())
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.search(r"^recorded|guess +-?\d", line)]
+    assert len(lines) == 3 and all("e+" in line and len(line) < 80 for line in lines)
 
 
 def test_without_a_kernel_one_line_says_how_to_guess(capsys):

@@ -107,8 +107,8 @@ def audit(exercise: Exercise) -> list[str]:
         problems.append("the id must look like 1.3, the difficulty be 1 to 3 and the minutes at least 1")
     if not exercise.title or not exercise.trains:
         problems.append("the title and what the exercise trains must be said")
-    if len(exercise.mistakes) < 4:
-        problems.append(f"only {len(exercise.mistakes)} known mistakes: at least four are needed")
+    if not 4 <= len(exercise.mistakes) <= 6:
+        problems.append(f"{len(exercise.mistakes)} known mistakes: four to six are asked for")
     expected = of_reference(exercise)
     verdict = judge(exercise, exercise.reference, expected)
     if verdict.outcome != PASSED:

@@ -13,6 +13,8 @@ from typing import Any
 from ..units import format_bytes, parse_bytes
 from . import progress
 
+_LONGEST = 10**15  # from here on, digits tell less than a power of ten does
+
 
 def predict_first(id: str, question: str, *, unit: str = "bytes") -> Guess:
     """Ask for a guess and return at once. In a notebook this shows a small input; elsewhere, how to guess in code.
@@ -84,7 +86,8 @@ def how_far(guess: float, measured: float) -> str:
         return f"within {math.ceil(round(off * 100, 6))} %"
     if ratio < 2:
         return f"{off:.0%} {side}".replace("%", " %")
-    return f"{ratio:,.1f} times {side}" if ratio < 100 else f"{ratio:,.0f} times {side}"
+    times = f"{ratio:,.{1 if ratio < 100 else 0}f}" if ratio < _LONGEST else f"more than {_LONGEST:.0e}"
+    return f"{times} times {side}"
 
 
 def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
@@ -108,7 +111,7 @@ def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
 
 
 def _exact(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) and abs(value) < _LONGEST else f"{value:,.6g}"
 
 
 def _number(value: Any, unit: str) -> int | float:

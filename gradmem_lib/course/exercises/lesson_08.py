@@ -240,6 +240,7 @@ _SHARES = (
     (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
     (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),
     (lambda b, h, s, d, t: d / t, "takes the size of a head for the number of keys: a shape is (rows, heads, tokens, size), so key[2] has it."),
+    (lambda b, h, s, d, t: -1, "is handed to plain()'s counter alone: checkpointed()'s needs it as well."),
     (lambda b, h, s, d, t: 2, "counts twice what it should, or one of the two counters goes without it: both need it."),
 )  # fmt: skip
 
