@@ -174,7 +174,9 @@ def test_a_guess_out_of_all_proportion_is_one_short_line_everywhere(capsys, gues
     asked.guess(guess)
     asked.reveal(formula=5, measured=3)
     print(summary())
-    lines = [line for line in capsys.readouterr().out.splitlines() if re.search(r"^recorded|guess +-?\d", line)]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if re.search(r"^recorded|guess +-?\d", line)
+    ]
     assert len(lines) == 3 and all("e+" in line and len(line) < 80 for line in lines)
 
 
