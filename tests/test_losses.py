@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.training.losses import chunked_loss, chunked_loss_refusal
+from gradmem_lib.training.losses import chunked_loss, chunked_loss_refusal, label_count
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 
@@ -76,6 +78,51 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
     ids = torch.randint(3, VOCABULARY, (2, 10))
     with pytest.raises(ValueError, match="no flags"):
         chunked_loss(model, batch_of(ids) | {"output_router_logits": True})
+
+
+class LlamaForCausalLM(torch.nn.Module):
+    """It is by its name that a model is known to shift labels."""
+
+
+class GPT2LMHeadModel(torch.nn.Module):
+    pass
+
+
+class BertForTokenClassification(torch.nn.Module):
+    pass
+
+
+class LlavaForConditionalGeneration(torch.nn.Module):
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+
+class T5ForConditionalGeneration(torch.nn.Module):
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        (LlamaForCausalLM, 3),
+        (GPT2LMHeadModel, 3),
+        (LlavaForConditionalGeneration, 3),
+        (T5ForConditionalGeneration, 5),
+        (BertForTokenClassification, 5),
+    ],
+)
+def test_labels_that_count(kind, counted):
+    """Of two rows of 4, the first column predicts nothing where the model shifts, and -100 counts nowhere."""
+    model = kind()
+    labels = torch.tensor([[7, -100, 2, 0], [1, -100, -100, 9]])
+    assert label_count(model, {"labels": labels}).item() == counted
+    assert (
+        label_count(model, {"labels": torch.tensor([3, -100, 0])}).item() == 2
+    )  # of each row one: never shifted
+    wrapped = torch.nn.Module()
+    wrapped.module = model  # as DistributedDataParallel has it
+    assert label_count(wrapped, {"labels": labels}).item() == counted
+    assert label_count(model, {"labels": [1, 2]}) is None and label_count(model, {}) is None
+    assert label_count(model, (labels,)) is None
 
 
 def test_nobody_who_watches_sees_the_tiny_copy():
