@@ -78,6 +78,21 @@ def test_the_three_adamws_are_told_apart_by_what_a_step_allocates():
     assert most("adamw-foreach") >= 40_000  # of all at once
 
 
+@pytest.mark.parametrize(
+    ("name", "foreach", "fused"),
+    [
+        ("adamw", False, False),
+        ("adamw-foreach", True, False),
+        ("adamw-fused", False, True),
+        ("adafactor-torch", False, None),
+        ("sgd", False, None),
+    ],
+)
+def test_the_variant_is_never_left_to_torch(name, foreach, fused):
+    made = make_optimizer([nn.Parameter(torch.ones(1))], Recipe(optimizer=name), RATE)
+    assert (made.defaults["foreach"], made.defaults.get("fused")) == (foreach, fused)
+
+
 def test_states_take_the_bytes_that_they_are_said_to_take():
     """1,000 numbers in bf16 are too few for 8 bits, 10,000 have 40 blocks of 256."""
     few, many = 1_000, 10_000
@@ -251,3 +266,31 @@ def test_every_second_layer_is_checkpointed_by_the_older_name_too():
     older = Older(llama().config)
     prepare(older, Recipe(every_n_layers=2))
     assert [layer.gradient_checkpointing for layer in older.model.layers] == [True, False]
+
+
+class OnlyPerLayer(nn.Module):
+    """Checkpoints as transformers had them before a layer in so many could be chosen."""
+
+    asked = None
+
+    def activation_checkpointing_enable(self, kwargs):
+        self.asked = kwargs
+
+    def activation_checkpointing_disable(self):
+        self.asked = None
+
+
+def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
+    model = OnlyPerLayer()
+    model.weight = nn.Parameter(torch.ones(1))
+    made = prepare(model, Recipe(checkpointing="per-layer"))
+    assert model.asked == {"use_reentrant": False}
+    made.undo.close()
+    assert model.asked is None
+
+
+def test_one_layer_in_so_many_is_for_transformers_models():
+    with pytest.raises(
+        ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
+    ):
+        prepare(nn.Linear(2, 2), Recipe(every_n_layers=2))
