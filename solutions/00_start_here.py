@@ -167,7 +167,8 @@ _ = check("0.1", wrong)
 # ●○○ · 2 minutes · trains: turning a shape and a dtype into bytes
 #
 # Write `tensor_bytes(shape, bytes_per_element)`: the bytes of a tensor of that shape. `tensor_bytes((2, 3), 4)` is 24.
-# Replace the line `raise NotImplementedError`, run the cell, and read what it says. The hints open one by one.
+# Replace the line `raise NotImplementedError`, run the cell, and read what it says. The hints open one by one. (An
+# exercise keeps its number for good, so the numbers of a lesson may be out of order.)
 #
 # <details><summary>Hint 1: from shape to elements</summary>
 #

@@ -23,8 +23,6 @@
 # - list what autograd keeps from a Transformer block, tensor by tensor, and predict it to the byte;
 # - tell four precision recipes apart by what they really cost;
 # - let go of what a training loop holds for nothing.
-#
-# Every number here is counted on your machine, with or without a GPU.
 
 # %%
 import torch
@@ -65,7 +63,7 @@ guess_a = predict_first(
 )
 
 # %% [markdown]
-# Here is the step that the whole course is about:
+# The whole course is about this step:
 
 
 # %%
@@ -98,7 +96,7 @@ print("most bytes of each:", residents)
 guess_a.reveal(formula=16 * n, measured=sum(residents.values()))
 
 # %% [markdown]
-# These are sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula
+# That sum is sixteen bytes a parameter: 4 for the weight, 4 for its gradient, 8 for Adam's two moments. The formula
 # misses a few bytes, because AdamW also keeps a *step counter*, one float32 number for each parameter tensor.
 #
 # ### Exercise 1.1 · the bytes that stay
@@ -150,8 +148,8 @@ resident_bytes = check("1.1", resident_bytes)
 print(resident_bytes(model) == residents)
 
 # %% [markdown]
-# The two agree to the byte. The course tests what five documents claim. Two claims are about these bytes: click to
-# open them. (`LEDGER.md` lists all claims, with all figures found.)
+# The two agree to the byte. The course tests what five documents about fine-tuning memory claim. Two claims are about
+# these bytes: click to open them. (`LEDGER.md` has all claims.)
 
 # %%
 claims.show("C02", "C03")
@@ -190,18 +188,19 @@ print("most bytes in each phase:", tracker.peak_by_phase)
 print("the output layer's weight:", format_bytes(smol.lm_head.weight.nbytes))
 
 # %% [markdown]
-# (`idle` is what lies between the phases.) Did you expect the peak where the activations are highest? With so few
-# tokens they are the small part, and backward and the optimizer's step are almost level. Three moments compete:
+# Did you expect the peak where the activations are highest? With so few tokens the activations are a small part, and
+# backward and the optimizer's step are almost level. (`idle` is the time between phases.) Three moments compete:
 #
 # 1. **the loss**: when backward begins, all activations are alive, and the loss works on a score for every word of the
 #    vocabulary;
 # 2. **the end of backward**: activations are gone, gradients are complete, and the last operation makes the embedding's
 #    gradient, as large as the embedding;
-# 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs room for its largest tensor.
+# 3. **the optimizer's step**: all gradients are there, and Adam's arithmetic needs two temporaries as large as the
+#    largest parameter.
 #
-# A band of temporaries, 108 MiB high like the output layer's weight, runs through all of backward: the gradient of the
-# output layer. In SmolLM2 this layer *is* the embedding table (tied), so its gradient waits for the embedding's. At
-# the end their sum is a third tensor of that size.
+# A band of temporaries, 108 MiB high, runs through all of backward: the gradient of the output layer's weight. In
+# SmolLM2 this weight *is* the embedding table (tied), whose second gradient comes at the end of backward. Then three
+# tensors of 108 MiB are alive: both gradients and their sum.
 #
 # Which moment wins depends on the number of tokens. For the tiny Llama, the next cell prints the peak's phase and
 # bytes, and the most bytes of gradients and activations:
@@ -255,9 +254,8 @@ print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 # ## 4 · What autograd really saves
 #
 # A claim: *a network of five modules (Linear, ReLU, Linear, ReLU, Linear) stores five intermediate tensors for
-# backward.* Whenever autograd saves a tensor, it can call a function of yours, a *hook* (and a second hook to give
-# backward the tensor). A *storage* is the block of memory behind one or more tensors. The cells below list what is
-# saved.
+# backward.* When autograd saves a tensor, it can call a function of yours: a *hook*. A second hook hands the tensor back
+# in backward. A *storage* is the block of memory behind one or more tensors. The cells below list what is saved.
 
 # %%
 guess_c = predict_first(
@@ -356,10 +354,11 @@ saved_bytes = check("1.2", saved_bytes)
 # | gate, up | their common input | T·h |
 # | gate × up | gate, silu(gate), up, the product | 4 T·f |
 #
-# rms is the root mean square of a token's numbers. The **log-sum-exp** is the logarithm of the softmax's denominator.
-# Each head has its own softmax for each token, hence T·heads. The attention's result is also the input of its output
-# layer, and the product is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is your
-# prediction. The cell after it measures a model with two blocks, less a model with one.
+# rms is the root mean square of a token's numbers. A norm's result, the common input, is the normalised input times a
+# weight: another tensor. The **log-sum-exp** is the logarithm of the softmax's denominator. Each head has its own
+# softmax for each token, hence T·heads. The attention's result is also the input of its output layer, and the product
+# is also the input of `down`: each counts once. The sum of the column, times 4 bytes, is your prediction. The cell
+# after your guess subtracts a model of one block from a model of two.
 
 # %%
 guess_d = predict_first("1.d", "How many bytes does this block save for backward?")
@@ -378,7 +377,8 @@ guess_d.reveal(formula=sum(items.values()), measured=one_block(128))
 
 # %% [markdown]
 # The sum is right to the byte. The attention scores, a square of sequence × sequence, are *not* in the table. Fused
-# attention computes them again in backward, tile by tile. *Eager* attention, one operation after the other, keeps it:
+# attention computes them again in backward, tile by tile. *Eager* attention, one operation after the other, keeps their
+# softmax:
 
 # %%
 for seq_len in (64, 128, 256, 512):
@@ -449,8 +449,7 @@ print(f"your table {sum(gpt2_block(2, 128, 256, 8).values()):,} bytes")
 print(f"the block  {saved_bytes(block, x):,} bytes")
 
 # %% [markdown]
-# Your table is right to the byte. (GPT-2's default GELU takes several operations, and saves five tensors of the MLP's
-# width, not two.)
+# The two agree. (GPT-2's default GELU is several operations, and keeps more.)
 #
 # ## 6 · Precision recipes
 #
@@ -491,13 +490,13 @@ for recipe, held in runs.items():
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
-# Pure bf16 halves the residents, and takes only a little off the activations: most of what is left is logits, and the
-# loss works on them in float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the
-# blocks save shrinks, but autocast keeps bf16 copies of all weights through forward and backward. With a small batch
-# the copies add more than the blocks lose.
+# Pure bf16 halves the residents, and takes only a little off the activations, because the loss works on the logits in
+# float32. Autocast halves *nothing* of the residents, while its activations *grow*. What the blocks save shrinks, but
+# autocast keeps bf16 copies of all weights through forward and backward. With a small batch the copies add more than the
+# blocks lose.
 #
-# Now take a 7B model. The best-known table of the documents says 14 + 14 + 56 GB plus activations, "in FP16". Which
-# recipe is that?
+# For a 7B model, the best-known table of the documents says 14 + 14 + 56 GB plus activations, "in FP16". Which recipe
+# is that?
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
@@ -510,13 +509,13 @@ for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
 claims.show("C01", "C33", "C32", "C36")
 
 # %% [markdown]
-# None of the four: the document's table has 16-bit weights and gradients, and float32 moments. (The master copy counts
-# as optimizer.)
+# The document's table is none of the four: it has 16-bit weights and gradients, float32 moments, and no master copy.
+# (The cell above counts the master copy as optimizer.)
 #
 # ## 7 · Three steps under a budget
 #
-# A `budget` turns your machine into a card of that size: the first allocation that goes past it raises
-# `BudgetExceeded`, and says who holds what. The usual training loop below holds something that it does not need.
+# As in lesson 00, a `budget` turns your machine into a small card. The usual training loop below holds something that it
+# does not need, so do not begin with the remedies of its error.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -593,7 +592,7 @@ train = check("1.6", train)
 # - **The logits** are the largest layer of a small model: 12 bytes for every token and every word.
 # - **Let go**: the model's output object is the most common thing that a loop holds for nothing.
 #
-# In lesson 02 you write Adam yourself and see where its bytes come from.
+# In lesson 02 you write Adam yourself.
 #
 # ## More practice
 #

@@ -137,8 +137,8 @@ for size, segment in idle[:-4:-1]:
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
 #
-# The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget that
-# is as tight. (It takes 2.3 GiB of your memory.)
+# The error does not say *which* tensors. The tracker does. Here is half of that batch on your machine, with a budget of
+# 2.3 GiB, which is too small again. (The cell takes that much of your memory.)
 
 
 # %%
@@ -159,9 +159,9 @@ except BudgetExceeded as exceeded:
     print(exceeded)
 
 # %% [markdown]
-# The first step passed, because AdamW had no states yet. The second step failed. The last lines come from `diagnose`, which
-# you can ask about any run. For each technique it takes away all bytes that the technique could ever save, and says what
-# would be left **at best**. If even that is too much, the technique cannot be enough.
+# AdamW's states are live, so this is the second step: the first one passed. The last lines come from `diagnose`, which you
+# can ask about any run. For each technique it takes away all bytes that the technique could ever save. If what is left
+# **at best** is still too much, the technique stands in the list of what could not help.
 #
 # The usual first answer is a smaller batch. Which part of the bytes does that change?
 
@@ -255,8 +255,9 @@ print(f"the prediction is {abs(predicted.peak.total - tracker.peak.total):,} byt
 # The prediction is right to the byte. Lesson 01's formula is a little off, and someone had to write it for this kind of
 # model. Here are the rules that are quoted most:
 #
-# - **16 bytes a parameter** (Rajbhandari et al. 2020): weights, gradients and Adam in mixed precision, and no tokens;
-# - **states + 34·s·b·h a layer** (Korthikanti et al. 2022): with the activations of a GPT layer in 16 bits, for sequence
+# - **16 bytes a parameter** (Rajbhandari et al. 2020) counts weights, gradients and Adam in mixed precision, and no
+#   activations;
+# - **states + 34·s·b·h a layer** (Korthikanti et al. 2022) adds the activations of a GPT layer in 16 bits, for sequence
 #   *s*, batch *b* and hidden size *h*.
 
 
@@ -280,7 +281,8 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
 # The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted for
-# models whose logits are a small part, and in SmolLM2 they are the largest. **A rule of thumb is right for the model it was made for.**
+# models whose logits are a small part, and in SmolLM2 the logits are the largest. **A rule of thumb is right for the
+# model it was made for.**
 #
 # ### Explore
 #
@@ -430,8 +432,8 @@ for every in (None, 1, 2, 6):
     print(f"every={every!s:<6}{whole:>12,}{cut:>14,}")
 
 # %% [markdown]
-# Either technique halves it. Beside micro-batches, checkpoints still take off more than a quarter, and one layer or two a
-# segment are almost equal: weights, gradients and states are most of what is left. Measure the row that you would take:
+# Either technique halves the peak. Beside micro-batches, checkpoints still take off more than a quarter, and one layer or
+# two a segment are almost equal: weights, gradients and states are most of what is left. Measure the row that you would take:
 
 # %%
 neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
@@ -556,8 +558,8 @@ claims.show("C12", "C54")
 
 # %% [markdown]
 # In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
-# GiB before the first token. What fits has few gradients (LoRA), or none that wait. The last line trains every weight: it
-# steps in backward with torch's Adafactor, on all 8 rows.
+# GiB before the first token. What fits trains few weights (LoRA), or frees each gradient at once. The last line trains
+# every weight: it steps in backward with torch's Adafactor, on all 8 rows.
 #
 # The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of
 # 64 weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
@@ -619,17 +621,17 @@ from gradmem_lib import show_decisions
 show_decisions(run, card="3.5 GiB")
 
 # %% [markdown]
-# (With a tracker's run, which knows each tensor's module, the bounds of checkpointing and of the loss in chunks
-# differ.) Read it in three steps:
+# Read the chart in three steps. (A tracker's run knows each tensor's module, so there the bounds of checkpointing and of
+# the loss in chunks differ.)
 #
-# 1. **In which phase is the peak?** Only its half of the columns counts.
+# 1. **In which phase is the peak?** Only that phase's half of the columns counts.
 # 2. **Which parts are large?** A row without a mark there does nothing.
 # 3. **Of the rows that are enough, which price will you pay?** Then predict it: "at best" is a bound (another
 #    moment may then be the highest), and two techniques that work on the same part do not add up.
 #
 # Do micro-batches or checkpoints come first? Micro-batches cost little time where a row keeps the card busy, and
-# checkpoints always cost a forward. With short rows it is the other way round, and with one row there is nothing left to
-# cut. Two claims give rules for it:
+# checkpoints always cost a forward. With short rows checkpoints cost less, and with one row there is nothing left to cut.
+# Two claims give rules for it:
 
 # %%
 claims.show("C57", "C58")
@@ -641,8 +643,8 @@ claims.show("C57", "C58")
 #
 # Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
 # `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
-# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. The chart marks the parts that each can take away:
-# count them whole. Of temporaries, count all for micro-batches in forward and backward, and none for checkpointing.
+# `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. In each half, the chart marks the parts that a
+# technique can take away: count them whole, temporaries too.
 #
 # <details><summary>Hint 1: enough</summary>
 #
