@@ -130,8 +130,8 @@ with MemoryTracker(layers, live=False) as tracker:
 
 # %% [markdown]
 # 16 inputs and one output are alive. The next picture shows two whole steps: first under your checkpoint, then with
-# everything kept. What are the teeth after the first ramp? (The tracker draws that ramp as temporaries, because
-# your Function makes its tensors while autograd is off. They are activations nevertheless.)
+# everything kept. After the first climb there are teeth: what are they? (Your Function makes its tensors while
+# autograd is off. So the tracker draws that climb as temporaries, though they are activations.)
 
 # %%
 del out
@@ -143,11 +143,12 @@ with MemoryTracker(layers, title="16 layers: your checkpoint, then all kept") as
 print("peak with all kept:", boundaries(tracker.peak), "boundaries")
 
 # %% [markdown]
-# Each tooth is a layer that runs again, is used, and is freed. Your peak is in the backward of the last layer:
+# Each tooth is a layer that runs again, is used, and is freed. Your peak, 16 + 5 + 9 = 30, is in the backward of the
+# last layer:
 #
 # - 16 boundaries wait, one for each layer;
 # - the last layer has run again, and has its 4 boundaries inside and its output, so 5 more;
-# - 9 are gradients on their way through that layer.
+# - 9 are gradients on their way through that layer: 4 on either side of a GELU, 1 for the shortcut.
 #
 # **Waiting boundaries, one layer in full, and gradients on their way**: the rest of this lesson follows from this sum.
 #
@@ -181,7 +182,7 @@ print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}
 # %% [markdown]
 # Your second run drops other values. Backward then computes the gradient of a network that never ran. It is off by a
 # tenth, and nothing warns you. PyTorch's checkpoint notes the state of the random number generator before the first
-# run (and whether autocast is on), and runs again from that state. Yours will do so in exercise 4.2.
+# run, and runs again from that state. Yours will do so in exercise 4.2.
 #
 # ## 3 · PyTorch's own
 #
@@ -193,7 +194,7 @@ print(f"relative error: yours {off:.1f}, PyTorch's {(theirs - right).norm():.1f}
 # | | `use_reentrant=True` | `use_reentrant=False` |
 # |---|---|---|
 # | the input must require a gradient | yes (a warning if not) | no |
-# | keyword arguments for `run`, `torch.autograd.grad` | no | yes |
+# | keyword arguments for `run`; works with `torch.autograd.grad` | no | yes |
 # | the second run | goes to the end | stops when the last missing tensor is there |
 # | notices a second run that differs | no | where shapes or dtypes differ |
 #
@@ -236,7 +237,7 @@ explore_schedule()
 # %% [markdown]
 # ## 5 · √n, where it is right
 #
-# One formula gives the peak of all these chains.
+# One formula gives all these peaks.
 #
 # ### Exercise 4.5 · the peak of a schedule
 #
@@ -298,14 +299,14 @@ for k in (1, 2, 4, 8, 16, 32, 64):
 guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
-# The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and its
-# gradient) your formula is right to the byte. Now you can judge a popular sentence. *More checkpoints, more memory*
-# holds only on the left arm, where segments are shorter than the best. *More checkpoints, less recomputation* is true
-# in operations, as section 8 shows, and not in calls: each layer runs once more for any k.
+# The bars draw a U with √64 at its bottom. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
+# its gradient) your formula is right to the byte. *More checkpoints, more memory* holds only on the left arm, where
+# segments are shorter than the best. *More checkpoints, less recomputation* is not true of calls: each layer runs
+# once more for any k. It is true of operations, as section 8 shows.
 #
-# The last row is one checkpoint around the whole model. After forward hardly anything is left, and it looks perfect.
-# Then backward asks for the last layer, and everything comes back at once. **At the peak, a checkpoint saves only
-# what is outside the segment that runs again.** So do not measure after forward. Seven claims about this:
+# The last row is one checkpoint around the whole model. After forward hardly anything is left. Then backward asks for
+# the last layer, and everything comes back at once. **At the peak, a checkpoint saves only what is outside the
+# segment that runs again.** So do not measure after forward. Seven claims about this:
 
 # %%
 claims.show("C26", "C27", "C19", "C21", "C28", "C40", "C50")
@@ -370,7 +371,7 @@ for name in ("SmolLM2-135M", "Llama-2-7B", "Llama-2-70B"):
 # checkpoint a layer**, which transformers uses by default, is (nearly) the optimum for Transformers, and √n needs two
 # to three times as much.
 #
-# Now measure SmolLM2's 30 blocks with real weights and text. They are frozen, and their input is trained.
+# Now measure SmolLM2's 30 blocks. They are frozen, and their input is trained.
 
 # %%
 smol, tokenizer = models.smollm2()
@@ -406,10 +407,10 @@ guess_c.reveal(
 )
 
 # %% [markdown]
-# A frozen matrix does not need its input, because it gets no gradient. So a is smaller than in the table above, and
-# pairs of layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is really
-# there: **measure a, do not look it up**, as `"best"` did. (Transformers' `every_n_layers=k` is something else: it
-# checkpoints one layer in k, and *keeps* the others.)
+# A frozen matrix gets no gradient, so its input is not kept. So a is smaller than in the table above, and pairs of
+# layers are a little better than single ones. √30 ≈ 5 is far off. The rule held, with the a that is there: **measure
+# a, do not look it up**, as `"best"` did. (Transformers' `every_n_layers=k` is something else: it checkpoints one
+# layer in k, and *keeps* the others.)
 #
 # ## 7 · Beyond √n: long segments first
 #
@@ -428,9 +429,9 @@ guess_c.reveal(
 explore_schedule(depth=16, ratio=5, schedule="best segments")
 
 # %% [markdown]
-# Here the last segment is *not* run again: its backward begins at once. `checkpoint_layers` keeps the last segment of a
-# list (not of `every=3`), so `[64]` is no checkpoint at all. The next cell measures four ways on 64 layers with a = 5 x,
-# and counts calls of layers beyond the 64 of a forward:
+# In this picture the last segment is *not* run again: its backward begins at once. `checkpoint_layers` does the same
+# if you give it a list of lengths (but not for `every=3`), so `[64]` is no checkpoint at all. The next cell measures
+# four ways on 64 layers with a = 5 x, and counts calls of layers beyond the 64 of a forward:
 
 # %%
 from gradmem_lib import best_segments, extra_forwards
@@ -447,19 +448,19 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
 # %% [markdown]
 # Nine boundaries in each line are gradients on their way. Segments of 4 are the best equal ones, and the unequal ones
 # need almost a fifth less. They are not quite free: 63 more calls instead of 60. The last segment is the only one
-# that does not run again, and theirs is the shortest.
+# that does not run again, and the last unequal one has a single layer.
 #
 # ### What comes after the layers
 #
-# After its last layer a model has logits and a loss, and all boundaries wait there. SmolLM2's logits are 85 times as
-# wide as a boundary (lesson 01). The next cell measures its whole step:
+# After its last layer a model has logits and a loss, and all boundaries wait there. SmolLM2's logits are far wider
+# than a boundary. The next cell measures its whole step:
 
 # %%
 print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.backward()))
 
 # %% [markdown]
-# Now segments of five win, the opposite of section 6, because fewer boundaries wait. `"best"` looks at the layers alone.
-# It never peaks higher than one checkpoint a layer, and here it is not the lowest.
+# Now segments of five win, the opposite of section 6, because fewer boundaries wait at the loss. `"best"` looks at
+# the layers alone. It never peaks higher than one checkpoint a layer, and here it is not the lowest.
 #
 # ### Exercise 4.7 · 64 layers, their logits and a card
 #
@@ -469,9 +470,9 @@ print("boundaries:", table(lambda: smol(inputs_embeds=embeds, labels=ids).loss.b
 # first 63 layers have a = 5 x. The last one is a head, whose logits are five times as wide as a boundary. The peak must
 # be at most the bytes of the card below, and each layer may run forward **twice** at most.
 #
-# The next cell shows two schedules that do not fit, and what head and loss need. Section 1 showed what is on its way
-# in a layer's backward: `best_segments` takes that as `temporaries`. `temporaries` and `internal` may be lists, one
-# number a layer.
+# The next cell shows two schedules that do not fit, and what head and loss need. In section 1, 9 boundaries were on
+# their way in a layer's backward: `best_segments` takes that number as `temporaries`. `temporaries` and `internal`
+# may be lists, one number a layer.
 
 # %%
 from gradmem_lib import BudgetExceeded
@@ -553,7 +554,7 @@ for every in (1, 4, 32):
 # it is *less*: PyTorch stops the second run as soon as the last missing tensor is there, and so spares the last product
 # of each segment.
 #
-# Work is not time. The last two claims below quote times of one machine. Measure on yours.
+# Work is not time: the last two claims quote times of one machine. Measure yours.
 
 # %%
 claims.show("C20", "C39", "C41", "C15")
@@ -581,9 +582,8 @@ guess_d.reveal(measured=round(100 * (1 - high[1] / high[0])))
 # %% [markdown]
 # Not at all, although the activations fell to about a quarter. While backward frees activations, gradients grow by 4
 # bytes a parameter. With few tokens the *end* of backward is the highest point, and no activation is left there to
-# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers,
-# one segment is a quarter. Frozen layers below the first trained one keep nothing. A claim of lesson 03
-# is about checkpoints too:
+# save. So ask where the peak is before you choose a technique. Shallow networks win little too: with 4 layers, one
+# segment is a quarter. A claim of lesson 03 is about checkpoints too:
 
 # %%
 claims.show("C30")
@@ -592,7 +592,8 @@ claims.show("C30")
 # ## 10 · What you can now do
 #
 # - **The peak is earlier boundaries and one whole segment**, or all boundaries and the logits.
-# - **k = √(n·x/a).** √n is right where a ≈ x. Transformers have a ≈ 20 x or more: one layer a segment, or two.
+# - **k = √(n·x/a).** √n is right where a ≈ x. Trained Transformers have a ≈ 20 x or more: one layer a segment, or
+#   two.
 # - **Long segments first**: √(2·a·x·n) instead of 2·√(a·x·n), for the same one extra forward.
 # - **Look where the peak is first.** Full fine-tuning on few tokens peaks on gradients and the optimizer's states.
 #
