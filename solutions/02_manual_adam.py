@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *56 minutes, and 5 more for optional exercises. You need: lesson 01, and the chain rule only by name.*
+# *56 minutes, and 5 more for optional exercises. You need: lesson 01.*
 #
 # Half of what lesson 01 counted as residents belongs to the optimizer. Now you write the optimizer, line by line, from
 # gradient descent to AdamW, and watch the bytes that its memory costs. After this lesson you can
@@ -39,9 +39,9 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## 1 · Downhill
 #
-# An optimizer is a loop over parameters, with a **rule** for one parameter inside. In this lesson the loop stays as it
-# is, and the rule changes. A rule gets the parameter, its gradient, a dict in which it may keep things until the next
-# step, and settings such as lr. The rule `sgd` is plain gradient descent:
+# An optimizer is a loop over parameters. Inside the loop, a **rule** updates one parameter. In this lesson the loop
+# stays as it is, and the rules differ. A rule gets the parameter, its gradient, a dict in which it may keep things
+# until the next step, and settings such as lr. The rule `sgd` is plain gradient descent:
 
 
 # %%
@@ -173,7 +173,7 @@ curves["momentum"] = train(momentum, lr=0.3, beta=0.9)
 show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 
 # %% [markdown]
-# The learning rate is the same, and the zigzag is gone. The path now swings in curves, as if it had weight. Along the
+# The learning rate is the same, and the zigzag is gone. The path now swings in curves, as if it had mass. Along the
 # valley it is no faster than before, because the average of small gradients is small.
 #
 # ## 3 · The second moment: a step size for every number
@@ -224,7 +224,7 @@ second_moment = check("2.2", second_moment)
 
 # %%
 guess_a = predict_first(
-    "2.a", "beta = 0.999: how many times too long is the first step?", unit="times"
+    "2.a", "beta = 0.999: the first step is how many times as long as lr?", unit="times"
 )
 
 # %%
@@ -237,8 +237,8 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 
 # %% [markdown]
 # The path runs **diagonally**: the steep direction and the flat one are equally fast now. But the first step is far
-# too long in both. The small Llama's first steps are too long, too, and its loss soon jumps above its start. The
-# reason is not a large gradient but a small v, which fills up slowly from zero.
+# too long in both. The small Llama's first steps are too long, too, and after a few of them its loss jumps above its
+# start. The reason is v, which fills up slowly from zero.
 #
 # ## 4 · Bias correction, and Adam
 #
@@ -251,7 +251,7 @@ guess_a.reveal(formula=1 / sqrt(1 - 0.999), measured=round(first[0].item() / 0.1
 # with β₁ for m, β₂ for v, and t = 1 in the first step. Momentum, second moment and bias correction together are Adam
 # (Kingma and Ba 2015).
 #
-# How long do the two averages remember? Click the next claim: its last line says it, for PyTorch's usual β₁ and β₂.
+# How many steps do the two averages remember, with PyTorch's usual β₁ and β₂? Click the next claim to read it.
 
 # %%
 claims.show("C04")
@@ -359,8 +359,7 @@ show_losses(curves, title="the small Llama, all five rules", smooth=5)
 #
 # ## 6 · Watch the bytes appear
 #
-# Now use your rule on a real model: two training steps of SmolLM2-135M in float32 with your AdamW. Its `state` holds
-# two tensors for every parameter.
+# Now use your rule on a real model: two training steps of SmolLM2-135M in float32 with your AdamW.
 
 # %%
 torch.set_num_threads(threads)
@@ -442,12 +441,12 @@ guess_c.reveal(measured=100 * max(runs[1]))
 
 # %% [markdown]
 # In bf16, v climbs to 0.5 and **stops**. From there on half a gap is 0.00195, more than 0.001. After step 2000
-# gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does: at the end a steady
-# gradient of 0.01 moves a weight by $0.01 / \sqrt{0.5} = 0.014$ lr in bf16, and in float32 by $0.01 / \sqrt{0.000389}
-# = 0.5$ lr.
+# gradients are a hundred times smaller. float32 forgets the large ones, and bf16 *never* does. With steady gradients
+# m is 0.01 as well. So a step in bf16 is $0.01 / \sqrt{0.5} = 0.014$ lr long. In float32 it is $0.01 /
+# \sqrt{0.000389} = 0.5$ lr.
 #
-# Why is v in bf16 *above* float32's in the first 500 steps, and at the end? Each step should first take something away:
-# `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
+# Why is v in bf16 *above* float32's in the first 500 steps, and why does it never fall? Each step should first take
+# something away: `v.mul_(0.999)`. The next cell counts the bf16 numbers that become smaller:
 
 # %%
 every = torch.arange(128, 256).to(bf16) / 128  # all bf16 numbers from 1 to 2
@@ -456,8 +455,9 @@ for beta2 in (0.999, 0.95):
     print(f"v * {beta2:<5} is smaller than v for {smaller} of the 128 numbers")
 
 # %% [markdown]
-# With 0.999 none does: `v.mul_(0.999)` gives back v. So v takes every addition, rounded to whole gaps, until the
-# additions stop counting. It never falls. The steps stay too short, training stalls, and no error is raised.
+# With 0.999, none becomes smaller: `v.mul_(0.999)` rounds back to v. So v takes every addition, rounded to whole
+# gaps, until the additions stop counting. It never falls. The steps stay too short, training stalls, and no error is
+# raised.
 #
 # PyTorch's `fused=True`, one kernel for the whole step and the default of Hugging Face's `Trainer`, stalls elsewhere.
 # It computes $v + 0.001\,(g^2 - v)$ in float32 and rounds once. The next cell shows where its v stops:
@@ -476,14 +476,14 @@ print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 # 0.00098. So its v stops at half of what v reached above, and never falls either. What to do:
 #
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
-# - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap, and v follows the gradients up and down, as
-#   the last column of the table shows;
+# - **a smaller β₂**, such as 0.95: then $1 - \beta_2$ is wider than a gap at 1, and v follows the gradients up and
+#   down. The last column of the table shows it (0.98, not 1, is rounding);
 # - **float32 weights** and computing under autocast: a weight of 1 in bf16 does not notice a step of 0.001 either.
 #
 # ## 8 · What the step itself needs
 #
 # States stay. Temporaries come and go within `step()`, and lesson 01 showed that the peak may be there. PyTorch has
-# three variants of AdamW for the same formula. The next cells measure them, and yours:
+# three variants of AdamW. On lesson 01's tiny Llama, the next cells measure these and yours:
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once, and is AdamW's default on CUDA;
@@ -491,7 +491,7 @@ print(f"v after 2000 steps: {seen[1999]}, after 4000: {seen[3999]}")
 
 # %%
 guess_d = predict_first(
-    "2.d", "The tiny Llama in float32: how many bytes of temporaries in a foreach step?"
+    "2.d", "Lesson 01's tiny Llama in float32: bytes of temporaries in a foreach step?"
 )
 
 
@@ -524,10 +524,11 @@ guess_d.reveal(formula=sum(sizes), measured=needed["foreach"])
 
 # %% [markdown]
 # `foreach` takes the root of *all* v's before it divides by any. That is **a temporary copy of the whole model.** In
-# return it makes fewer calls. On a card you get it unless you say `foreach=False` or `fused=True`.
+# return it makes fewer calls. On a card AdamW uses `foreach` unless you say `foreach=False` or `fused=True`.
 #
-# The plain loop needs two copies of the largest parameter, and the formulas of exercise 2.4 need five, written as in
-# the hints. You can do better than both, with **one**.
+# The plain loop needs two copies of the largest parameter, and exercise 2.4 needs five, written as in the hints. If
+# yours needs fewer, you gave fewer tensors a name: a tensor without a name is freed sooner. You can do better, with
+# **one**.
 #
 # ### Exercise 2.6 · AdamW with one temporary
 #
@@ -576,8 +577,8 @@ yours = on_top(ByHand, rule=frugal_adamw, **by_hand)
 print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 
 # %% [markdown]
-# `gradmem_lib.AdamW` has the lines that you wrote. It also checks its settings. Its `state_dict` has PyTorch's names,
-# so either optimizer can continue from the other's. Read it in `gradmem_lib/techniques/adam.py`.
+# `gradmem_lib.AdamW` has the lines that you wrote. Its `state_dict` has PyTorch's names, so each of the two
+# optimizers can load the other's. Read it in `gradmem_lib/techniques/adam.py`.
 #
 # ## 9 · What you can now do
 #
@@ -589,7 +590,7 @@ print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 # - **A step's temporaries**: none (`fused`), one copy of the largest parameter (yours), two (PyTorch's loop), a whole
 #   model (`foreach`).
 #
-# Lesson 03 is about batches that do not fit. It accumulates gradients, and shows how the loss goes wrong on the way.
+# Lesson 03 is about batches that do not fit.
 #
 # ## More practice
 #
