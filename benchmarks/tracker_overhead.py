@@ -6,9 +6,10 @@ Only ratios are kept. The variants take turns, so that whatever else the machine
 figure is the median over the rounds of the ratio within a round. The models run in a Jupyter kernel, because that is
 where the live view sends its frames.
 
-``small_layers`` is the worst case, 300 layers of 16 x 16 whose operations have almost nothing to do: what a step takes is what
-an operation costs to see. It has results of its own (``tracker_small_layers``), with the least that anything of the tracker's
-kind costs: a dispatch mode that does nothing, and one that only holds a weak reference to each storage.
+``small_layers`` is the worst case, 300 small layers whose operations have almost nothing to do: what a step takes is what an
+operation costs to see. They are measured 16 and 64 wide, with 4 and 32 rows. It has results of its own
+(``tracker_small_layers``), with the least that anything of the tracker's kind costs: a dispatch mode that does nothing, and one
+that only holds a weak reference to each storage.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 FOLDER = Path(__file__).resolve().parent
 SIZES = {"tiny_llama": (2, 128), "smollm2": (1, 128)}  # batch, tokens
 SMALL = "small_layers"
+SMALL_SIZES = ((16, 4), (64, 32))  # width, rows
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
@@ -84,7 +86,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     }
 
 
-def measure_small_layers(rounds: int) -> dict[str, float]:
+def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]:
     """Median ratios of this thread's CPU time, for a step inside the block; the block's beginning and end are not in it."""
     from gradmem_lib import MemoryTracker, compat
 
@@ -109,8 +111,8 @@ def measure_small_layers(rounds: int) -> dict[str, float]:
             return out
 
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(300)))
-    optimizer, batch = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(4, 16)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(300)))
+    optimizer, batch = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(rows, width)
 
     def run(context) -> float:
         gc.collect()
@@ -174,8 +176,10 @@ def main() -> None:
     if results:
         print("written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent))
     if SMALL in arguments.models:
-        ratios = measure_small_layers(3 * arguments.rounds)
-        show(SMALL, ratios)
+        ratios = {}
+        for width, rows in SMALL_SIZES:
+            ratios[f"{width} wide, {rows} rows"] = measure_small_layers(3 * arguments.rounds, width, rows)
+            show(f"{SMALL} {width}", ratios[f"{width} wide, {rows} rows"])
         print("written to", record("tracker_small_layers", {"ratios": ratios}).relative_to(FOLDER.parent))
 
 

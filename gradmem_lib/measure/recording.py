@@ -1,7 +1,6 @@
 """The storages that are alive, the bytes they take by category, and both at every moment of a run."""
 
 import weakref
-from array import array
 from collections import deque
 from typing import Any
 
@@ -14,8 +13,8 @@ from .storages import has_memory
 from .timeline import MemorySnapshot, largest_of_windows
 
 N = len(CATEGORIES)
-COLUMNS = 4 + N  # the sample's number, the operation's, phase, total, and bytes by category
-TOTAL, BY = 3, slice(4, 4 + N)
+NEW, COLUMNS = 4, 4 + N  # the sample's number, the operation's, phase, total; and bytes by category
+TOTAL, BY = 3, slice(NEW, COLUMNS)
 KEPT_LIVES = 8192
 
 
@@ -62,8 +61,9 @@ class Recording:
         self.count = 0  # samples so far
         self.run, self.lap = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
-        self._rows = array("q")
-        self._lives = array("q")  # of what is gone: its first sample, the first without it, bytes, category
+        self._settled = np.zeros((0, COLUMNS), dtype=np.int64)
+        # Samples since; and of what is gone, its first sample, the first without it, bytes, category. Flat, for the GC's sake.
+        self._rows, self._lives = list[int](), list[int]()
         self._stride = 1
 
     # Others may count otherwise (predictions do).
@@ -107,7 +107,7 @@ class Recording:
             return
         del self.live[entry.key]
         self.total -= entry.nbytes
-        self._lives.extend((entry.sample, self.count, entry.nbytes, entry.category))
+        self._lives += (entry.sample, self.count, entry.nbytes, entry.category)
         if len(self._lives) >= 4 * KEPT_LIVES:
             self._settle()
         for peak in (self.run, self.lap):
@@ -140,15 +140,14 @@ class Recording:
         nbytes = sum(entry.nbytes for entry in entries)
         for entry in entries:
             entry.sample = 0
-        for at in range(TOTAL, len(self._rows) if entries else 0, COLUMNS):
-            self._rows[at] += nbytes
+        self._settle()[:, TOTAL] += nbytes
         self.phase_peaks = [n and n + nbytes for n in self.phase_peaks]
         self.run.total += nbytes
         self.lap.total += nbytes
 
     def take_and_give(self, nbytes: int, func: object) -> None:
         """Sample ``nbytes`` that operation ``func`` had for a moment."""
-        self._lives.extend((self.count, self.count + 1, nbytes, TEMPORARIES))
+        self._lives += (self.count, self.count + 1, nbytes, TEMPORARIES)
         self.total += nbytes
         self.sample(func)
         self.total -= nbytes
@@ -163,30 +162,30 @@ class Recording:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
             self.phase_peaks[phase] = total
-        row = (self.count, self.op, phase, total, 0, 0, 0, 0, 0, 0)
         if self.count % self._stride == 0:
-            if self.keep is not None and len(self._rows) >= self.keep * COLUMNS:
+            if self.keep is not None and len(self._settled) + len(self._rows) // NEW >= self.keep:
                 self._thin_out()
-            self._rows.extend(row)
-        elif total >= self._rows[TOTAL - COLUMNS]:
-            self._rows[-COLUMNS:] = array("q", row)
+            self._rows += (self.count, self.op, phase, total)
+        elif total >= (self._rows[-1] if self._rows else self._settled[-1, TOTAL]):
+            self._rows[-NEW:] = (self.count, self.op, phase, total)
         self.count += 1
 
     def rows(self) -> np.ndarray:
         """int64 (samples, 9): operation, phase, total, and bytes by the category that they turned out to belong to."""
         alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
-        return _with(self._settle(), alive)[:, 1:]
+        return _with(self._settle().copy(), alive)[:, 1:]
 
     def _settle(self) -> np.ndarray:
         """The samples, with what has come and gone in their bytes by category."""
-        rows = _with(np.array(self._rows, dtype=np.int64).reshape(-1, COLUMNS), self._lives)
-        self._rows, self._lives = array("q", rows.tobytes()), array("q")
-        return rows
+        new = np.pad(np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, N)))
+        self._settled = _with(np.concatenate((self._settled, new)), self._lives)
+        self._rows, self._lives = [], []
+        return self._settled
 
     def _thin_out(self) -> None:
         """Keep every other sample, the larger of two."""
         rows = self._settle()
-        self._rows = array("q", rows[largest_of_windows(rows[:, TOTAL], 2)].tobytes())
+        self._settled = rows[largest_of_windows(rows[:, TOTAL], 2)]
         self._stride *= 2
 
     # Moments

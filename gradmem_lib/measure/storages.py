@@ -10,6 +10,7 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_META = torch.device("meta")
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -50,7 +51,7 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
     """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
     try:
         # A fake tensor's storage is on "meta", and is what it is taken for.
-        return storage.device.type == "meta" or storage.nbytes() == 0 or storage.data_ptr() != 0
+        return storage.nbytes() == 0 or storage.device == _META or storage.data_ptr() != 0
     except RuntimeError:
         return False
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache, wraps
@@ -13,7 +14,6 @@ from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as steps
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import compat, names
 from .recording import Recording
@@ -83,7 +83,7 @@ class Meter:
         self._stepping: list[Optimizer] = []
         self._replicated = self._gathers = False
         self._names: dict[int, str] = {}
-        self._hooked = WeakIdKeyDictionary()
+        self._hooked: dict[int, weakref.ref] = {}
         self.inside = ExitStack()
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class Meter:
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: take off what is gone, add what is new, and see where that leaves us."""
-        recording = self.recording
+        recording, asked = self.recording, 0
         with self.lock:
             recording.op += 1
             before = recording.total
@@ -133,20 +133,20 @@ class Meter:
             elif compat.graph_task() != -1:
                 recording.phase = names.BACKWARD
                 self._in_forward = False  # nor is what follows the backward pass
+                if self._replicated and _is_alias(func):
+                    before += self._find_bucket(out, func)
             else:
                 recording.phase = names.FORWARD if self._in_forward else names.IDLE
-            if self._replicated and recording.phase == names.BACKWARD and _is_alias(func):
-                before += self._find_bucket(out, func)
-            asked = 0
             for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
                 for storage in storages_of(tensor):
-                    asked += self._add(storage, func, args)
-            if func is compat.all_gather and self._gathers:  # FSDP's buffer, which no backward needs
+                    entry = recording.live.get(compat.storage_key(storage))
+                    if entry is None or entry.size != storage.nbytes():
+                        asked += self._add(storage, func, args)
+            if self._gathers and func is compat.all_gather:  # FSDP's buffer, which no backward needs
                 recording.tag(args[0].untyped_storage(), names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
                 self.sample(asked, func)
-            scratch = recording.scratch(func, args)
-            if scratch:
+            if scratch := recording.scratch(func, args):
                 recording.take_and_give(scratch, func)
 
     def sample(self, asked: int = 0, func: object = "") -> None:
@@ -207,15 +207,16 @@ class Meter:
         before = recording.total
         recording.drain()
         for name, parameter in self.model.named_parameters() if self.model is not None else ():
-            if parameter.device.type != recording.device.type:
+            if parameter.device != recording.device and parameter.device.type != recording.device.type:
                 raise RuntimeError(
                     f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
                     f"{parameter.device}. Move the model first, then start a new MemoryTracker"
                 )
             self._names[id(parameter)] = name
             self._tag_parameter(parameter)
-            if parameter.requires_grad and parameter.is_leaf and parameter not in self._hooked:
-                self._hooked[parameter] = True
+            known = self._hooked.get(id(parameter), lambda: None)() is parameter
+            if not known and parameter.requires_grad and parameter.is_leaf:
+                self._hooked[id(parameter)] = weakref.ref(parameter)
                 self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
             self.tag(buffer, names.OTHER, name)
@@ -226,16 +227,14 @@ class Meter:
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
         with self.lock:  # also called when its gradient has come
-            self.tag(parameter, names.PARAMETERS, self._name(parameter))
-            if parameter.grad is not None:
-                self.tag(parameter.grad, names.GRADIENTS, self._name(parameter))
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.get(id(parameter), "parameter")
+            name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
+            self.tag(parameter, names.PARAMETERS, name)
+            if grad is not None:
+                self.tag(grad, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            self.tag(tensors_in((state,)), names.OPTIMIZER, self._name(parameter))
+            self.tag(tensors_in((state,)), names.OPTIMIZER, self._names.get(id(parameter), "parameter"))
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
