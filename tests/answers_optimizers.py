@@ -366,4 +366,8 @@ WRONG["9.4"] = {
     "never": (partial(_clip, coefficient=lambda norm, most: 1.0), "max_norm|clip"),
     "uphill": (partial(_clip, rate=-1.0), "sign|uphill"),
     "no norm": (lambda *given: _clip(*given) and None, "norm|return"),
+    "in eval mode": (
+        lambda model, *given: [_clip(model, *given), model.eval()][0],
+        "leaves `model` with eval mode on",
+    ),
 }

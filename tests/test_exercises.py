@@ -1,5 +1,6 @@
 """Every exercise of the course is fit to be given."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from toy_exercise import AREA, exercise_of
 from gradmem_lib.course import judging
 from gradmem_lib.course.check import UnknownExercise, all_exercises, audit, check, get, lessons
 from gradmem_lib.course.exercise import Mistake
+from gradmem_lib.course.exercises.settings import quietly
 from gradmem_lib.course.judging import PASSED, WRONG
 
 EXERCISES = all_exercises()
@@ -187,3 +189,17 @@ def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():
     text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
     assert "less than one MiB lower.)" in " ".join(text.replace("#", " ").split())
     assert 0 < without - checkpointed < 2**20
+
+
+def test_a_trainers_garbage_collection_looks_at_its_own_run_alone():
+    seen = []
+
+    def observe(fails):
+        seen.append(gc.get_freeze_count())
+        if fails:
+            raise KeyboardInterrupt
+
+    quietly(observe)(False)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(observe)(True)
+    assert min(seen) > 100_000 and gc.get_freeze_count() == 0

@@ -171,6 +171,32 @@ def test_an_optimizers_settings_are_put_back():
     )
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_left_on_a_weight_is_found_unless_it_is_asked_for(register):
+    def forward(model):
+        return float(model(torch.ones(2)))
+
+    def hooked(model):
+        getattr(model.weight, register)(lambda *_: None)
+        return forward(model)
+
+    def taken_off(model):
+        getattr(model.weight, register)(lambda *_: None).remove()
+        return forward(model)
+
+    def in_eval(model):
+        model.eval()
+        return hooked(model)
+
+    asked = exercise_of(forward, lambda f: f(torch.nn.Linear(2, 1)))
+    assert "your code leaves `model` with a hook more or less" in judge(asked, hooked).line
+    assert judge(asked, taken_off).outcome == PASSED
+    hooks = replace(asked, changes=("model.hook",))
+    assert judge(hooks, hooked).outcome == PASSED
+    assert "your code leaves `model` with eval mode on" in judge(hooks, in_eval).line
+    assert judge(replace(asked, changes=("model",)), in_eval).outcome == PASSED
+
+
 def test_no_kind_of_result_stops_a_check():
     odd = [
         None, True, 0.5, "a", (1, 2), (2, 1), {"a": 1}, torch.tensor(1.0), torch.randn(3), (torch.randn(3), torch.randn(3)),

@@ -35,6 +35,11 @@ _GLOBAL_HOOKS = [
 ]
 
 
+def hooks_of_tensor(tensor: torch.Tensor) -> tuple[int, int]:
+    """Hooks on its gradient, before and after that lies in ``.grad``."""
+    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+
+
 def global_hooks() -> list[dict]:
     """The hooks that every module calls."""
     return [dict(hooks) for hooks in _GLOBAL_HOOKS]

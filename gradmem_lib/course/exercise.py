@@ -31,8 +31,9 @@ class Exercise:
     ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
     ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``; ``raises`` are pairs of a
     pattern for "Kind: text" of an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole
-    numbers must be equal. ``afterwards`` is called with a right answer, and returns what else is said of it. ``changes`` names the arguments that an answer is asked to change; all others must be left as they
-    were, a model's mode, hooks and config among them.
+    numbers must be equal. ``afterwards`` is called with a right answer, and returns what else is said of it. ``changes``
+    names the arguments that an answer is asked to change, or a switch of one ("model.mode", "model.hook"); all others must
+    be left as they were, a model's mode, hooks and config among them.
     """
 
     id: str

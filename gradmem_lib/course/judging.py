@@ -149,7 +149,7 @@ class _Watch:
         @functools.wraps(function)
         def watched(*args, **kwargs):
             arguments = traces.arguments_of(self.exercise.reference, args, kwargs, self.exercise.changes)
-            given, switches = traces.Given(arguments), traces.switches()
+            given, switches = traces.Given(arguments, self.exercise.changes), traces.switches()
             del arguments
             self.calls += 1
             result = function(*args, **kwargs)

@@ -20,7 +20,8 @@ class Given:
     their weights and gradients are what an answer is for.
     """
 
-    def __init__(self, arguments: dict[str, Any]):
+    def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
+        self.may_change = may_change
         self.before = {name: (value, _look(value)) for name, value in arguments.items()}
 
     def changes(self) -> Iterator[str]:
@@ -28,6 +29,12 @@ class Given:
         for name, (value, before) in self.before.items():
             after = _look(value)
             if isinstance(value, nn.Module):
+                free = {
+                    kind for kind in before if any(f"{name}.{w}" in self.may_change for w in kind.split())
+                }
+                before, after = (
+                    {k: was for k, was in each.items() if k not in free} for each in (before, after)
+                )
                 yield from (f"your code leaves `{name}` with {what}" for what in _switched(before, after))
             elif isinstance(value, torch.optim.Optimizer):
                 if changed := [
@@ -82,7 +89,10 @@ def _switches_of(model: nn.Module) -> dict[str, Any]:
     return {
         "another mode": [(m, m.training) for m in modules],
         "another requires_grad": [(p, p.requires_grad) for p in model.parameters()],
-        "a hook more or less": [(m, compat.hook_counts(m)) for m in modules],
+        "a hook more or less": [
+            *((m, compat.hook_counts(m)) for m in modules),
+            *((p, compat_course.hooks_of_tensor(p)) for p in model.parameters()),
+        ],
         "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
         "another config": config.to_dict() if hasattr(config, "to_dict") else None,
     }

@@ -184,7 +184,7 @@ EXERCISES = (
         reference=add_adapters,
         observe=_observe_lora,
         explain=_explain_lora,
-        changes=("model",),
+        changes=("model.requires_grad", "model.hook"),
         mistakes=(
             Mistake("beside the layers", _beside,
                     "the adapters hang on the model under names with dots, and no forward goes through them: setattr wants the parent, model.get_submodule(parent), and the last part of the name."),

@@ -149,7 +149,7 @@ EXERCISES = (
         reference=step_in_backward,
         observe=_observe,
         explain=_explain,
-        changes=("model",),
+        changes=("model.hook",),
         raises=(
             ("doesn't require gradient", "a hook was put on a frozen parameter, which gets no gradient: take those with requires_grad alone."),
         ),

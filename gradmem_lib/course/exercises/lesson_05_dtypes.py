@@ -129,7 +129,7 @@ EXERCISES = (
         reference=train_mixed,
         observe=_observe_states,
         explain=_explain_states,
-        changes=("model",),
+        changes=("model.mode", "model.config"),
         mistakes=(
             Mistake("bf16 over bf16", _mixed(),
                     "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),

@@ -280,7 +280,7 @@ EXERCISES = (
         observe=partial(_observe, setting=classifier_setting, card=CLASSIFIER_CARD),
         explain=_explain,
         tolerance=5e-4,
-        changes=("model", "optimizer"),
+        changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
             Mistake("as it was", partial(_loop, size=30),
                     "all 30 rows go through at once, and every layer keeps its activations: nothing is cut yet."),
@@ -303,7 +303,7 @@ EXERCISES = (
         observe=quietly(partial(_observe, setting=t5_setting, card=T5_CARD)),
         explain=_explain,
         tolerance=5e-4,
-        changes=("model", "optimizer"),
+        changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
             Mistake("as it was", partial(_loop, size=16),
                     "all 16 rows go through at once, and every layer keeps its activations: nothing is cut yet."),

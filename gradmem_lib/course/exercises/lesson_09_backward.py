@@ -167,7 +167,7 @@ EXERCISES = (
         reference=clip_in_backward,
         observe=_observe,
         explain=_explain,
-        changes=("model",),
+        changes=("model.hook",),
         tolerance=1e-4,
         raises=(
             ("modified by an inplace", "the second pass needs a forward of its own: call loss_of(model) again, since a graph cannot run twice once its weights have moved."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import wraps
 
 import torch
@@ -24,7 +25,11 @@ def gradients_of(module: nn.Module) -> torch.Tensor:
 
 
 def quietly(observe):
-    """``observe``, or ``explain``, without what transformers says on the way, which is not the learner's output."""
+    """``observe``, or ``explain``, without what transformers says on the way, which is not the learner's output.
+
+    ``Trainer`` has the garbage collector look at all that lives, at the end of each run, which in a kernel is most of its time:
+    it is shown what the run has made alone.
+    """
 
     @wraps(observe)
     def quiet(*seen):
@@ -32,9 +37,11 @@ def quietly(observe):
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()
+        gc.freeze()
         try:
             return observe(*seen)
         finally:
+            gc.unfreeze()
             logging.set_verbosity(level)
 
     return quiet
