@@ -223,7 +223,7 @@ EXERCISES = (
             Mistake("the layers alone", _trains(best_segments(DEPTH, KEEPS - 1, 1)),
                     "these lengths are the best for the layers alone: the head is counted as one of them, and all boundaries still wait when the logits and their loss need 25 more. Fewer segments, so longer ones."),
             Mistake("nothing on its way", _trains(best_segments(DEPTH, [*INSIDE, HEAD], 1)),
-                    "the head and its loss are counted, and the gradients on their way through a layer are not: 9 boundaries in the backward of each. The first segments are too long now."),
+                    "the head and its loss are counted. The gradients on their way through a layer, 9 boundaries in its backward, are not, or they are counted for the head too, whose 25 hold everything. The first segments are too long now."),
             Mistake("twice nested", _trains(best_segments(DEPTH, KEEPS - 1, 1, 2.0)),
                     "lists in the list: layers run forward three times, and one extra forward was allowed."),
         ),
