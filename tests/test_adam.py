@@ -61,6 +61,13 @@ def test_float64_equals_torch_after_100_steps(ours, theirs, weight_decay):
 
 
 @both
+def test_what_is_not_given_is_as_in_torch(ours, theirs):
+    mine, its = ours(parameters()), theirs(parameters())
+    assert {name: its.defaults[name] for name in mine.defaults} == mine.defaults
+    assert len(mine.defaults) == 5
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precision_is_as_close_to_the_plain_loop_as_foreach_is(ours, theirs, dtype):
     shapes = ((64, 33), (7,))

@@ -109,6 +109,11 @@ def test_other_dtypes_and_shapes_are_updated_as_usual():
     assert torch.equal(ours[0], theirs) and 0.89 < ours[1].item() < 0.91
 
 
+def test_our_scaler_begins_and_waits_as_torchs_does():
+    ours, theirs = GradScaler(), torch.amp.GradScaler("cpu")
+    assert ours.get_scale() == theirs.get_scale() and ours.growth_interval == theirs.get_growth_interval()
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 def test_our_scaler_does_what_torchs_does(interval):
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]

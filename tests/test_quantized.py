@@ -32,6 +32,40 @@ def test_nf4_keeps_weights_near_and_bytes_as_documented():
     assert nbytes == {"packed": n // 2, "magnitudes": n // 64, "scales": 4 * (n // 64 // 256), "offset": 4}
 
 
+@pytest.mark.parametrize(
+    "shape", [(37, 29), (151, 128), (1, 64)]
+)  # the second has more blocks than a scale is for
+def test_each_4_bits_are_the_nearest_value_times_its_blocks_magnitude(shape):
+    """By brute force, also where neither 64 nor 2 divides the size."""
+    torch.manual_seed(0)
+    base = nn.Linear(*reversed(shape), bias=False)
+    layer, values, code = quantized.Linear4bit(base), quantized.nf4_values(), code_table(True, None)
+    blocks = base.weight.detach().flatten().split(64)
+    largest = torch.stack([block.abs().max() for block in blocks])
+    kept = []
+    for some in (largest - largest.mean()).split(256):
+        scale = some.abs().max()
+        nearest_codes = (some[:, None] / scale.clamp(min=1e-38) - code).abs().argmin(1)
+        kept += (code[nearest_codes] * scale + largest.mean()).tolist()
+    nibbles = [(b[:, None] / k - values).abs().argmin(1) for b, k in zip(blocks, kept, strict=True)]
+    packed = torch.stack([layer.packed // 16, layer.packed % 16], dim=1).flatten()[: base.weight.numel()]
+    assert torch.equal(packed.long(), torch.cat(nibbles))
+    wanted = torch.cat([values[n] * k for n, k in zip(nibbles, kept, strict=True)]).view(shape)
+    torch.testing.assert_close(layer.dequantized(), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_8_bit_values_are_middles_of_equal_intervals_of_decades(signed):
+    """Seven decades up to 1; where signs take half of the values, each decade has half as many."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        intervals = 2**decade if signed else 2 ** (decade + 1)
+        middles = [0.1 + 0.9 * (i + 0.5) / intervals for i in range(intervals)]
+        found += [sign * 10.0 ** (decade - 6) * m for m in middles for sign in ((1, -1) if signed else (1,))]
+    assert len(found) == 256
+    torch.testing.assert_close(code_table(signed, None), torch.tensor(sorted(found)), rtol=1e-6, atol=0)
+
+
 def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
     torch.manual_seed(0)
     layer = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False))

@@ -141,6 +141,23 @@ def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
         assert abs(moved[0] - expected[0]) < 2e-3 and abs(moved[-1] - expected[-1]) < 2e-3
 
 
+def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
+    """A million numbers are updated at a time, and blocks do not look at each other: parts of their own end the same."""
+    n, numbers = 2**20, torch.Generator().manual_seed(0)
+    starts = torch.randn(n + SMALLEST_8BIT + 3, generator=numbers)
+    whole, *parts = [nn.Parameter(t.clone()) for t in (starts, starts[:n], starts[n:])]
+    optimizers = [AdamW8bit([p], lr=1e-2) for p in (whole, *parts)]
+    for _ in range(2):
+        whole.grad = torch.randn(len(starts), generator=numbers)
+        parts[0].grad, parts[1].grad = whole.grad[:n].clone(), whole.grad[n:].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(whole, torch.cat(parts)) and not torch.equal(whole, starts)
+    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (whole, *parts), strict=True)]
+    for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq"):
+        assert torch.equal(states[0][name], torch.cat([states[1][name], states[2][name]])), name
+
+
 def test_float32_masters_are_adamw_in_float32_rounded():
     start = torch.linspace(-1, 1, 300).bfloat16()
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())

@@ -54,6 +54,21 @@ def test_a_quantized_weight_counts_what_is_inside():
     assert tracker.peak.total == codes.nbytes + scale.nbytes + x.nbytes + 2 * 4 * 32 * 64
 
 
+@pytest.mark.parametrize(
+    ("layout", "lines", "kept", "size"),
+    [("csr", 6, 3, 1), ("csc", 4, 3, 1), ("bsr", 3, 2, 4), ("bsc", 2, 2, 4)],
+)
+def test_a_compressed_sparse_tensor_counts_its_three_parts(layout, lines, kept, size):
+    """Where the numbers (or blocks of 2 x 2) of each row or column begin, where they stand in it, and what they are."""
+    dense = torch.zeros(6, 4)
+    dense[0, 1] = dense[3, 0] = dense[3, 1] = 1.0
+    made = getattr(dense, f"to_sparse_{layout}")(*[(2, 2)] * (size > 1))
+    with MemoryTracker(live=False) as tracker:
+        copied = made.clone()
+        assert copied.layout == made.layout
+        assert tracker.current.total == 8 * (lines + 1) + 8 * kept + 4 * kept * size
+
+
 def sharded_here():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
