@@ -30,6 +30,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate.commands.config.config_args import load_config_from_file
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -56,7 +57,7 @@ def hello():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     number = torch.tensor(10.0**rank)
     dist.all_reduce(number)
-    print(f"one of {ranks}: the sum of all numbers is {number.item():.0f}")
+    print(f"one of {ranks}: the sum is {number.item():.0f}")
 
 
 _ = run_ranks(hello, ranks=4, everyone=True)
@@ -531,10 +532,10 @@ def train(folder, go_on):
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     if not go_on:
         update(net, optimizer, batch)
-    states = dict(zip(("model", "optim"), get_state_dict(net, optimizer), strict=True))
+    model, optim = get_state_dict(net, optimizer)
+    states = {"model": model, "optim": optim}
     (dcp.load if go_on else dcp.save)(states, checkpoint_id=folder)
-    both = {f"{part}_state_dict": state for part, state in states.items()}
-    set_state_dict(net, optimizer, **both)
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
     losses = torch.stack([update(net, optimizer, batch) for _ in range(2)])
     dist.all_reduce(losses)
     return [round(loss, 3) for loss in (losses / dist.get_world_size()).tolist()]
@@ -546,7 +547,7 @@ print("2 ranks:          ", run_ranks(train, folder.name, False)[0])
 print("4 ranks, resumed: ", run_ranks(train, folder.name, True, ranks=4)[0])
 
 # %% [markdown]
-# The four ranks continue as the two do: weights and optimizer states are the same. For one ordinary file,
+# The four ranks continue as the two do. For one ordinary file,
 # `get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers the weights
 # on rank 0. It is a collective: **call it on every rank**, and save on rank 0. Inside `if rank == 0:` it hangs.
 #
@@ -564,8 +565,9 @@ def trainer_weights():
     from transformers import Trainer
 
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    how = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_find_unused_parameters": False}
-    with quiet_arguments(max_steps=1, **how) as arguments:
+    with quiet_arguments(
+        max_steps=1, fsdp=True, fsdp_config={"version": 2}, ddp_find_unused_parameters=False
+    ) as arguments:
         trainer = Trainer(llama(), arguments, train_dataset=rows)
         trainer.train()
     net = trainer.model_wrapped
@@ -584,20 +586,33 @@ print(name)
 # (`make_trainer` refuses FSDP: take `prepare` and `step`.)
 #
 # On real cards the same script runs in one process for each card. Start them with
-# `torchrun --nproc-per-node=2 train.py`, or with `accelerate launch --config_file fsdp.yaml train.py` and this file:
-#
-# ```yaml
-# distributed_type: FSDP
-# num_processes: 2
-# mixed_precision: bf16
-# fsdp_config:
-#   fsdp_version: 2
-#   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-#   fsdp_reshard_after_forward: true
-#   fsdp_activation_checkpointing: true
-#   fsdp_cpu_ram_efficient_loading: true
-#   fsdp_state_dict_type: SHARDED_STATE_DICT
-# ```
+# `torchrun --nproc-per-node=2 train.py`, or with `accelerate launch --config_file fsdp.yaml train.py`. Its settings:
+
+# %%
+settings = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_activation_checkpointing: true
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+# %% [markdown]
+# Write the file, and let accelerate read it as `accelerate launch` does:
+
+# %%
+with open(f"{folder.name}/fsdp.yaml", "w") as file:
+    file.write(settings)
+read = load_config_from_file(file.name)
+print(read.num_processes, "processes,", read.distributed_type.value)
+
+# %% [markdown]
+# A misspelled key is an error, but not inside `fsdp_config`.
 #
 # `fsdp_cpu_ram_efficient_loading` is for the *host's* memory. Eight processes that each load a 70B model need 8 ×
 # 138 GB there. With this setting rank 0 alone reads the weights, and sends each rank its shards.
@@ -709,10 +724,11 @@ two_cards = check("10.7", two_cards)
 
 # %%
 def seventy(tokens, ranks=2, precision="bf16", **choice):
-    config = known_model("Llama-2-70B")[1]
     recipe = Recipe(precision, sharding="fsdp", checkpointing="per-layer", **choice)
-    ask = {"seq_len": tokens, "recipe": recipe, "ranks": ranks, "target": "cuda"}
-    return predict(config, batch_size=1, **ask).peak
+    config = known_model("Llama-2-70B")[1]
+    return predict(
+        config, batch_size=1, seq_len=tokens, recipe=recipe, ranks=ranks, target="cuda"
+    ).peak
 
 
 # %%
@@ -749,8 +765,8 @@ def carried_out(recipe):
 recipe = Recipe("bf16", sharding="fsdp", checkpointing="per-layer", **qlora)
 config = known_model("SmolLM2-135M")[1]
 config.num_hidden_layers = 2
-ask = {"seq_len": 32, "recipe": recipe, "ranks": 2, "target": "cpu"}
-print(f"predicted {predict(config, batch_size=2, **ask).peak.total:,} bytes")
+found = predict(config, batch_size=2, seq_len=32, recipe=recipe, ranks=2, target="cpu")
+print(f"predicted {found.peak.total:,} bytes")
 print("measured ", *(f"{nbytes:,} bytes" for nbytes in run_ranks(carried_out, recipe)))
 
 # %% [markdown]

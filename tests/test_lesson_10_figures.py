@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from gradmem_lib import known_model
 from gradmem_lib.course import models
 from gradmem_lib.planning.cards import BUS_KEPT, BUSES, CARDS
@@ -46,10 +48,15 @@ def test_accelerate_reads_the_settings(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    (settings,) = re.findall(r"# ```yaml\n(.*?)# ```", SOURCE, re.DOTALL)
+    (settings,) = re.findall(r'settings = """\\\n(.*?)"""', SOURCE, re.DOTALL)
     path = tmp_path / "fsdp.yaml"
-    path.write_text(settings.replace("# ", ""), encoding="utf-8")
+    path.write_text(settings, encoding="utf-8")
     read = load_config_from_file(str(path))
     assert (read.distributed_type.value, read.num_processes, read.mixed_precision) == ("FSDP", 2, "bf16")
     known = {f"fsdp_{name}" for name in FullyShardedDataParallelPlugin.__dataclass_fields__}
     assert set(read.fsdp_config) <= known | {"fsdp_version"}, set(read.fsdp_config) - known
+    path.write_text(settings.replace("fsdp_version", "fsdp_versoin"), encoding="utf-8")
+    assert "fsdp_versoin" in load_config_from_file(str(path)).fsdp_config
+    path.write_text(settings.replace("num_processes", "num_proceses"), encoding="utf-8")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(path))
