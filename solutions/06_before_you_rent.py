@@ -52,19 +52,19 @@ print(textwrap.fill(str(error), 100))
 
 # %% [markdown]
 # PyTorch takes memory from the driver in **segments**, and cuts them into **blocks** for tensors. A block that is freed
-# stays with PyTorch, for the next tensor. Now read the error word by word:
+# stays with PyTorch, for the next tensor. Before PyTorch gives up, it returns every segment that is wholly idle to the
+# driver, and asks again. Now read the error word by word:
 #
 # | the error says | what it is |
 # |---|---|
 # | *Tried to allocate* | the segment that the driver refused. It is one request, not all that is missing |
-# | *total capacity* | what the driver gives out, a little less than what is printed on the box |
+# | *total capacity* | what the driver gives out: on a real card a little less than what is printed on the box |
 # | *is free* | what the driver still has |
 # | *this process has … in use* | all segments, and the **context**: some hundred MiB that CUDA takes for each process. `nvidia-smi` shows this number |
 # | *allocated by PyTorch* | blocks with a live tensor in them |
 # | *reserved … but unallocated* | idle blocks, in segments where another block is in use |
 #
-# Before it gives up, PyTorch returns every segment that is wholly idle to the driver, and asks again. (Our context of 500
-# MiB is an estimate.)
+# (Our context of 500 MiB is an estimate.)
 
 # %%
 guess_a = predict_first(
@@ -130,7 +130,7 @@ for size, segment in idle[:-4:-1]:
     print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
 
 # %% [markdown]
-# A tensor needs one block, and no idle block is as large as the request, nor is what is free. This is **fragmentation**.
+# A tensor needs one block. No idle block is as large as the request, and what is free is smaller too. This is **fragmentation**.
 # With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here it could
 # serve the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
 #

@@ -93,6 +93,7 @@ WRONG["6.2"] = {
     "a sum": (partial(_rows, which=sum), "sum|one after"),
     "nothing": (lambda moments, rows, new: max(sum(m.values()) for m in moments.values()), "rows|new"),
     "upside down": (lambda moments, rows, new: _rows(moments, new, rows), "upside|new / rows"),
+    "the ids stay": (partial(_rows, grows=("activations", "temporaries")), "`other`"),
 }
 
 
@@ -181,6 +182,7 @@ WRONG["6.3"] = {
         "same weight|mean of means|times",
     ),
     "sum of means": (partial(_pieces, share=lambda n, all: 1), "adds up the means|too large"),
+    "means for sums": (partial(_pieces, share=lambda n, all: 1 / all), "as if they were sums"),
     "steps each": (partial(_pieces, steps=True), "4 updates"),
     "never zeroed": (partial(_pieces, zero=False), "zero_grad"),
     "one backward": (partial(_pieces, once=True), "one backward|graph"),
@@ -339,4 +341,12 @@ WRONG["6.6"] = {
     "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
     "gradients in 8 bits": (partial(_next, eight=("gradients",)), "gradients"),
     "always": (lambda phase, parts, rows, card: "checkpointing", "whatever"),
+    "the step's own": (
+        lambda phase, parts, rows, card: (
+            _next("backward", parts, 1, card)
+            if phase == "optimizer_step"
+            else _next(phase, parts, rows, card)
+        ),
+        "optimizer's step",
+    ),
 }

@@ -43,7 +43,13 @@ def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
 
 def test_half_precision_is_seen_by_how_near_it_is():
     mean = exercise_of(lambda x: x.mean(), lambda f: {n: f(torch.arange(n) / 7.0) for n in (5, 50)})
-    assert "two digits agree" in judge(mean, lambda x: x.bfloat16().mean()).line
+    assert "half precision" in judge(mean, lambda x: x.bfloat16().mean()).line
+
+
+def test_whole_numbers_that_are_nearly_right_are_not_said_to_be_rounded():
+    nbytes = exercise_of(lambda n: 1000.0 * n + 4, lambda f: {n: f(n) for n in (5, 50)})
+    line = judge(nbytes, lambda n: 1000 * n).line
+    assert "a small part is missing" in line and "precision" not in line
 
 
 def test_a_table_copied_from_messages_is_no_answer():

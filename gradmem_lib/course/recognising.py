@@ -94,6 +94,10 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
     if says := _other_kind(mine[first], theirs[first]):
         return says
     if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
+        if all(isinstance(n, Real) and float(n).is_integer() for n in map(plain, theirs.values())):
+            return (
+                "nearly right: two digits agree, so a small part is missing, or counted that should not be."
+            )
         return "nearly right: two digits agree, as if something were computed in half precision (bf16 or float16)."
     pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
     numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]

@@ -298,7 +298,7 @@ EXERCISES = (
         explain=_explain_train,
         mistakes=(
             Mistake("keeps the output", _trains(keeps="output"),
-                    "the model's output is still alive in backward and in the next forward, and it holds the logits."),
+                    "the model's output is still alive in backward (and, unless deleted, in the next forward), and it holds the logits."),
             Mistake("collects logits", _trains(keeps="logits"),
                     "every batch's logits stay in a list: detached, they need no graph, and they need bytes all the same."),
             Mistake("zeroes in place", _trains(set_to_none=False),

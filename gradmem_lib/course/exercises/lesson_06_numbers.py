@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from ast import literal_eval
 from functools import partial
 
 from ...units import MiB
@@ -99,6 +100,10 @@ def _explain_rows(got, expected):
             lambda moments, rows, new: with_rows(moments, 1, 1),
             "`rows` and `new` have no effect on your answer.",
         ),
+        (
+            partial(_scales, grow=("activations", "temporaries")),
+            "`other` is not scaled: it holds the token ids, and those are the batch's too.",
+        ),
     ):
         if difference(got, _observe_rows(wrong)) is None:
             return says
@@ -116,9 +121,8 @@ def next_technique(phase, parts, rows, card) -> str:
 def _chosen(phase, parts, rows, card, *, wrong="") -> str:
     step = phase == "optimizer_step"
     passes = not step or wrong == "the phase"
-    states = (
-        parts["optimizer"] + step * parts["temporaries"] + (wrong == "8-bit gradients") * parts["gradients"]
-    )
+    own = step * parts["temporaries"] * (wrong != "the step's")
+    states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
     adapters = states + parts["gradients"]
     many = rows > 1 or wrong == "one row"
     takes = {
@@ -142,6 +146,8 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
 def _explain_next(got, expected):
     if len(said := {str(value) for value in got.values()}) == 1:
         return f"the answer is {said.pop()!r} whatever the breakdown: phase, parts, rows and card decide."
+    if got == {case: _chosen(*literal_eval(case), wrong="the step's") for case in expected}:
+        return "temporaries of the optimizer's step are left whole here: 8-bit states, LoRA and QLoRA take them too, as the chart marks."
     return None
 
 
@@ -208,6 +214,7 @@ EXERCISES = (
                 _case("forward", (12, 2, 4, 30, 1), 1, 20),
                 _case("optimizer_step", (12, 12, 12, 1, 1), 4, 24),
                 _case("backward", (13, 9, 6, 2, 1), 1, 16),
+                _case("optimizer_step", (10, 10, 8, 0, 12), 8, 22),
             ),
         ),
         explain=_explain_next,

@@ -59,6 +59,8 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     if _same(by_count):
         if math.isclose(by_count[0], k, rel_tol=1e-3):
             return f"this adds up the means of the micro-batches: with {k} of them the {what} is about {k} times too large."
+        if math.isclose(by_count[0], k / total, rel_tol=1e-3):
+            return "means are divided by the total here, as if they were sums: a mean is divided by its own count already, so multiply it by that count first."
         return (
             f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a token of a short one then "
             "counts more than one of a long one; divide sums by the total."
