@@ -227,8 +227,8 @@ claims.show("C07")
 # %%
 with MemoryTracker(model, optimizer, title="8 × 256 tokens: the logits rule") as tracker:
     step(model, optimizer, torch.randint(0, 8192, (8, 256)))
-for holder in tracker.largest_at_peak(4):
-    print(*holder)
+for nbytes, *holder in tracker.largest_at_peak(4):
+    print(f"{nbytes:>12,}", *holder)
 
 # %% [markdown]
 # ## 3 · The logits spike
@@ -244,7 +244,7 @@ for holder in tracker.largest_at_peak(4):
 # Here each has 8 × 256 × 8192 numbers of 4 bytes. How much are all three for SmolLM2 and 8 × 1024 tokens?
 
 # %%
-spike = 3 * 4 * 8 * 1024 * smol.config.vocab_size  # 3 tensors of 4-byte numbers
+spike = 3 * 4 * 8 * 1024 * smol.config.vocab_size
 print("SmolLM2 at 8 × 1024 tokens:", format_bytes(spike))
 
 # %% [markdown]
@@ -466,7 +466,7 @@ print(f"the block  {saved_bytes(block, x):,} bytes")
 # The next cells measure the first three on the tiny Llama.
 
 # %%
-guess_e = predict_first("1.e", "autocast-bf16: how many bytes a parameter stay?")
+guess_e = predict_first("1.e", "autocast-bf16: how many bytes stay for each parameter?")
 
 
 # %%
@@ -484,9 +484,10 @@ def kept(dtype, autocast=False):
 # %%
 runs = {"float32": kept(torch.float32), "bf16": kept(torch.bfloat16)}
 runs["autocast-bf16"] = kept(torch.float32, autocast=True)
-print("bytes of", *names, "activations")
+columns = [*names, "activations"]
+print(f"{'bytes of':<14}", *(f"{name:>12}" for name in columns))
 for recipe, held in runs.items():
-    print(f"{recipe:<14}", *(f"{held[name]:>12,}" for name in [*names, "activations"]))
+    print(f"{recipe:<14}", *(f"{held[name]:>12,}" for name in columns))
 guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // n)
 
 # %% [markdown]
@@ -500,10 +501,10 @@ guess_e.reveal(formula=4 + 4 + 8, measured=sum(held[name] for name in names) // 
 
 # %%
 seven = accounting.SHAPES["Llama-2-7B"]
-print(f"{seven.name} in GB:", *names)
-for recipe in ("float32", "bf16", "autocast-bf16", "float32-master"):
+print(f"{seven.name}, GB", *(f"{name:>12}" for name in names))
+for recipe in [*runs, "float32-master"]:
     states = accounting.resident_bytes(seven, precision=recipe)
-    print(f"{recipe:<14}", *(f"{nbytes / 1e9:>6.1f}" for nbytes in states.values()))
+    print(f"{recipe:<14}", *(f"{nbytes / 1e9:>12.1f}" for nbytes in states.values()))
 
 # %%
 claims.show("C01", "C33", "C32", "C36")
