@@ -178,6 +178,10 @@ def test_a_recipe_in_a_line_is_spelled_as_in_a_recipe():
     assert str(option(recipe, 4)) == (
         "full, bf16, adamw, in_backward, checkpointing=per-layer, chunked_loss, micro-batch 4 x 1"
     )
+    assert describe(replace(recipe, chunked_loss=False, sharding="fsdp", offload="boundaries")) == (
+        "full, bf16, adamw, in_backward, sharding=fsdp, checkpointing=per-layer, offload=boundaries"
+    )
+    assert describe(Recipe(precision=None), own=True) == "lora, precision=None, adamw"
     lora = Recipe(every_n_layers=2, accumulation=3, lora_rank=16)
     assert str(option(lora)) == "lora, float32, adamw, every_n_layers=2, micro-batch 1 x 3"
     assert describe(replace(lora, quantized_base=True)).startswith("qlora, float32")

@@ -311,3 +311,31 @@ def test_one_layer_in_so_many_is_for_transformers_models():
         ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
     ):
         prepare(nn.Linear(2, 2), Recipe(every_n_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, torch.float64),
+        ("bf16", torch.bfloat16),
+        ("autocast-bf16", torch.float32),
+        ("float32", torch.float32),
+    ],
+)
+def test_weights_are_cast_as_the_precision_says(precision, dtype):
+    """A module whose own dtype is none of them; whole numbers stay what they are."""
+    model = nn.BatchNorm1d(2).double()
+    prepare(model, Recipe(precision=precision, optimizer="sgd"))
+    assert {t.dtype for t in (*model.parameters(), model.running_mean)} == {dtype}
+    assert model.num_batches_tracked.dtype == torch.int64
+
+
+def test_stepping_in_backward_leaves_no_gradient():
+    recipe = Recipe(in_backward=True, optimizer="sgd")
+    made = prepare(nn.Linear(1, 1, bias=False), recipe, lr=0.5)
+    before = made.model.weight.item()
+    made.model(torch.ones(1, 1)).sum().backward()
+    assert made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad is None
+    made.undo.close()
+    made.model(torch.ones(1, 1)).sum().backward()
+    assert made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad.item() == 1
