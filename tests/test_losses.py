@@ -113,7 +113,7 @@ class T5ForConditionalGeneration(torch.nn.Module):
 def test_labels_that_count(kind, counted):
     """Of two rows of 4, the first column predicts nothing where the model shifts, and -100 counts nowhere."""
     model = kind()
-    labels = torch.tensor([[7, -100, 2, 0], [1, -100, -100, 9]])
+    labels = torch.tensor([[7, 5, 2, -100], [1, -100, -100, 9]])
     assert label_count(model, {"labels": labels}).item() == counted
     assert (
         label_count(model, {"labels": torch.tensor([3, -100, 0])}).item() == 2

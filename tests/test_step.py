@@ -236,6 +236,22 @@ def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
     assert len(calls) == (not chunked)
 
 
+def test_a_recipe_for_several_processes_wants_what_prepare_returned():
+    model = nn.Linear(2, 2)
+    for optimizer in ([], torch.optim.SGD(model.parameters())):
+        with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
+            step(model, optimizer, torch.ones(2, 2), Recipe(sharding="ddp"), loss=lambda m, x: m(x).mean())
+
+
+def test_parts_of_a_layer_run_again_until_it_is_undone():
+    made, calls = prepare(llama(), Recipe(checkpointing="mlp")), []
+    made.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    for expected in (2, 3):  # forward and again in backward; then forward alone
+        made.model(**ragged()).loss.backward()
+        assert len(calls) == expected
+        made.undo.close()
+
+
 def test_what_is_no_loss_is_named():
     model, recipe = nn.Linear(2, 2), Recipe(attention=None)
     for rows, shape in ((1, r"\(1, 2\)"), (3, r"\(3, 2\)")):
