@@ -11,11 +11,12 @@ import pytest
 
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES
-from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.options import Option, RuledOut, changes, describe, ordered
+from gradmem_lib.planning.plan import _advice, plan
 from gradmem_lib.planning.report import Plan
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.units import GiB, MiB
+from gradmem_lib.units import GiB, MiB, format_bytes
 
 CARD = Card("Tiny 2GB", 2 * GiB, 2e12, 1e12, 1e11, (8, 6))
 CONTEXT = {"CUDA context": 500 * MiB}
@@ -226,3 +227,74 @@ def test_what_stands_in_the_way_leaves_out_what_is_less_than_a_fiftieth(category
     by = {category: 20, most: 980}
     assert f"{category} 20.00 MiB" in option(**by, mib=1000).why_not()
     assert category not in option(**by | {most: 981}, mib=1001).why_not()
+
+
+class Sizes:
+    """In place of a search: a row's token takes 8 MiB of full fine-tuning, 4 of LoRA, 1 of QLoRA, dealt over the cards."""
+
+    own = False
+
+    def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1):
+        self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
+        self.target, self.cards = target, cards
+
+    def lightest(self, methods):
+        return [SimpleNamespace(method=methods[-1], in_backward=False)]
+
+    def option(self, recipe):
+        needs = {"full": 8, "lora": 4, "qlora": 1}[recipe.method] * self.seq_len * self.global_batch
+        return Told(recipe, needs * MiB // self.cards, self.card.nbytes)
+
+    def may_fit(self, recipe):
+        return self.option(recipe).fits
+
+    def refused(self):
+        return [self.option(SimpleNamespace(method="full", in_backward=True))]
+
+
+class Told(SimpleNamespace):
+    def __init__(self, recipe, needs, room):
+        super().__init__(recipe=recipe, needs=needs, fits=needs <= room)
+
+    def __str__(self):
+        return self.recipe.method
+
+
+def test_advice_by_hand(monkeypatch):
+    """1 GiB and a card of 300 MiB: the next method that fits, the most rows, the longest row, the smallest card and number."""
+    monkeypatch.setattr("gradmem_lib.planning.plan.Search", Sizes)
+    small = replace(CARD, nbytes=300 * MiB)
+    least = min(CARDS.values(), key=lambda card: card.nbytes)
+    in_backward = (
+        " An optimizer that steps in backward cannot accumulate: its batch goes through in one piece."
+    )
+    method = "method='qlora' would fit: qlora needs 128.00 MiB."
+    rows = "global_batch=4 would fit, by the same recipe: full needs 256.00 MiB." + in_backward
+    shorter = "seq_len=2 would fit, by the same recipe: full needs 256.00 MiB."
+    larger = f"{least.name} would do: {format_bytes(least.nbytes)}."
+    several = "cards=4 would fit: full needs 256.00 MiB."
+    search = Sizes(None, small, 8, 16)
+    assert _advice(search, ["full"]) == [method, rows, shorter, larger, several]
+    assert _advice(search, ["full", "lora"])[0] == method
+    assert _advice(search, ["full", "lora", "qlora"])[0] == rows
+    search.own = True
+    assert _advice(search, ["full"])[0] == rows
+    # Two cards: rows go by twos, 12 are dealt to 4 cards and not to 8; half of a row of one token is none.
+    assert _advice(Sizes(None, small, 8, 12, cards=2), ["full"])[1:] == [
+        "global_batch=6 would fit, by the same recipe: full needs 192.00 MiB." + in_backward,
+        "seq_len=4 would fit, by the same recipe: full needs 192.00 MiB.",
+        larger,
+        "cards=4 would fit: full needs 192.00 MiB.",
+    ]
+    assert [line.split("=")[0] for line in _advice(Sizes(None, small, 1, 128), ["full"])] == [
+        "method", "global_batch", larger, "cards",
+    ]  # fmt: skip
+    most = max(card.nbytes for card in CARDS.values())
+    lines = _advice(Sizes(None, small, 8, most // (64 * MiB) + 1), ["qlora", "full"])
+    needs = format_bytes(most // (64 * MiB) * 64 * MiB + 64 * MiB)
+    assert f"No card of the table has {needs}: this model needs several." in lines
+
+
+def test_rows_are_dealt_evenly():
+    with pytest.raises(ValueError, match="global_batch=5 is not dealt evenly to 2 cards"):
+        plan("a model", card="24 GiB", seq_len=8, global_batch=5, cards=2)
