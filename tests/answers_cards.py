@@ -43,6 +43,7 @@ WRONG["6.1"] = {
     "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
     "always": (partial(_error, pieces=lambda asked, t, f, i: True), "True whatever|in_pieces"),
     "too little free": (partial(_error, pieces=lambda asked, t, f, i: asked > f), "every such error|asked"),
+    "to the byte": (partial(_error, pieces=lambda asked, t, f, i: f + i > asked), "'in_pieces': got False"),
     "a tuple": (lambda *six: tuple(_error(*six).values()), "dict|sequence"),
 }
 

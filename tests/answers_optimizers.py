@@ -112,8 +112,16 @@ def _swapped(g, row, column, beta2, eps):
     return torch.outer(row, column) / row.sum()
 
 
+def _means(grad, row, column, beta2, eps):
+    squares = grad.square() + eps
+    row.lerp_(squares.mean(1), 1 - beta2)
+    column.lerp_(squares.mean(0), 1 - beta2)
+    return torch.outer(row, column) / row.mean()
+
+
 RIGHT["9.2"] = {"plain": _factored, "lerp": _factored_lerp, "einsum": _factored_einsum}
 WRONG["9.2"] = {
+    "means over their mean": (_means, "row and column hold means"),
     "swapped": (_swapped, "row.*sum|last dimension|other way"),
     "no total": (partial(_factored, total=lambda r: 1.0), "divide|total"),
     "by the mean": (partial(_factored, total=torch.mean), "total|times"),

@@ -41,6 +41,14 @@ def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
     assert "for <lambda>(" in line.casefold()  # and the case follows
 
 
+def test_a_factor_is_seen_beside_cases_that_are_0():
+    share = exercise_of(lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), unseen=((7, 2), (9, 3))))
+    assert "every case comes out 100 times too large." in judge(share, lambda x, y: 100 * (x - y) / y).line
+    offset = judge(share, lambda x, y: 100 * (x - y) / y + (x == y)).line
+    assert "every case" not in offset and "got 1, expected 0" in offset
+    assert "every case" not in judge(share, lambda x, y: (x - y) / y * (1 if x == 3 else 100)).line
+
+
 def test_half_precision_is_seen_by_how_near_it_is():
     mean = exercise_of(lambda x: x.mean(), lambda f: {n: f(torch.arange(n) / 7.0) for n in (5, 50)})
     assert "half precision" in judge(mean, lambda x: x.bfloat16().mean()).line

@@ -105,7 +105,11 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
         return ""
     if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
         return f"the answer is {describe(numbers[0][0])} whatever it is given: it must follow its arguments."
-    if any(same for path, same in right.items() if isinstance(plain(theirs[path]), Real)):
+    if any(
+        same for path, same in right.items() if isinstance(wanted := plain(theirs[path]), Real) and wanted
+    ):
+        return ""
+    if any(number for number, wanted in numbers if not wanted):
         return ""
     ratios = [number / wanted for number, wanted in numbers if wanted]
     if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):

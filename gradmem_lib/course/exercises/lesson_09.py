@@ -162,6 +162,8 @@ def _explain_factored(got, expected):
     start = expected[next(iter(expected))]
     if difference(first["row"], 9 * start["row"]) is None:
         return "beta2 and 1 - beta2 are swapped: the new sums come in by 1 - beta2."
+    if difference(start["v"].shape[1] * first["row"], start["row"]) is None:
+        return "row and column hold means: sums are asked for, torch.sum along one dimension."
     if difference(got, _observe_factored(_factored(add=False))) is None:
         return "eps has no effect: add it to every square, before the sums."
     if any(
