@@ -72,10 +72,10 @@ question = "Repeat all but products and attention: how many per cent fewer bytes
 guess_a = predict_first("8.a", question, unit="percent")
 
 # %% [markdown]
-# PyTorch's checkpoint takes a **policy** for this: a function that it asks about every operation. The answer is
-# `MUST_SAVE`, or `PREFER_RECOMPUTE`. `op` is an operation, such as `torch.ops.aten.mm.default`, a matrix product. Here
-# is a policy that keeps what is costly, and a `with` block in which every layer is checkpointed by a policy of its own,
-# from `make()`. Then measure a step:
+# PyTorch's checkpoint takes a **policy** for this: a function that it asks about every operation `op`, such as
+# `torch.ops.aten.mm.default`, a matrix product. The answer is `MUST_SAVE`, or `PREFER_RECOMPUTE`. The policy
+# `keep_products` keeps what is costly. Inside `with by_policy(make)`, each layer has a checkpoint with a new policy from
+# `make()`. Then measure a step:
 
 # %%
 KEEP, REPEAT = Policy.MUST_SAVE, Policy.PREFER_RECOMPUTE
@@ -239,7 +239,7 @@ show_frontier(points, title="SmolLM2's first nine layers, 64 tokens")
 # The line is a **frontier**: no other way keeps fewer bytes for as few operations. Your policy is on it, and beats the
 # MLP alone on both axes: take it for a seventh of the work. √n is not on it, as lesson 04 found. Attention alone is not
 # on it either, although it is often recommended. Fused attention never stores the scores, so there is little to save.
-# The advice is older than fused attention, as the claim shows for a 7B.
+# The advice is older than fused attention: for eager attention the claim holds.
 
 # %%
 claims.show("C45")
@@ -269,8 +269,8 @@ for name, nbytes in leaves.items():
     print(f"{nbytes:>12,} bytes of {name} would leave")
 
 # %% [markdown]
-# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so nothing is gained
-# by moving them. And more activations would leave than there are at the peak (26.3 MB, section 1), because a tensor
+# Most of it is weights, since a linear layer saves its weight too. They stay on the card anyway, so moving them gains
+# nothing. And more activations would leave than there are at the peak (26.3 MB, section 1), because a tensor
 # that two operations save leaves twice.
 
 # %% [markdown]
@@ -374,8 +374,8 @@ break_even = check("8.4", break_even)
 
 # %% [markdown]
 # Now ask it about one layer of Llama-2-7B in bf16, on 2,048 tokens. We assume half of the speed in a card's data sheet,
-# and the bus's full rate. **Below 1, moving is faster.** The first four columns move all that the
-# layer keeps. The last one moves only its input, the boundary, over the card's own bus.
+# and the bus's full rate. The first four columns move all that the layer keeps: **below 1, moving is faster.** The last
+# column moves only its input, the boundary, over the card's own bus, and computes the inside again.
 
 # %%
 from gradmem_lib import BUSES, find_card
@@ -404,7 +404,7 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
 # twentieth of the bytes. So do both: recompute the inside of each layer, and move the boundaries. Here that is
 # `Recipe(checkpointing="per-layer", offload="boundaries")`, and in transformers, from 5.17 on, the option `offload` of
 # its checkpoints. Both copy on the *stream* (a card's queue of work) that computes, so the card waits. On a second
-# stream, it could copy while it computes. A claim about moving everything:
+# stream, it could copy meanwhile. A claim about moving everything:
 
 # %%
 claims.show("C48")
@@ -494,8 +494,8 @@ def layers_to_recompute(peak, layers, budget):
 layers_to_recompute = check("8.5", layers_to_recompute)
 
 # %% [markdown]
-# `fit` searches like this with `predict`, for a recipe. Here it is LoRA on the nine layers, which needs 470 MiB and may
-# take 430:
+# For a recipe, `fit` searches like this with `predict`. The recipe here is LoRA on the nine layers, which needs 470 MiB
+# and may take 430:
 
 # %%
 import copy
@@ -529,7 +529,7 @@ claims.show("C47")
 #
 # What grows with the number of tokens, and what with its square? The table is for one row of a 7B in bf16: all that one
 # layer keeps, with eager and with fused attention, the boundaries of 32 layers, and the logits in float32. Two claims
-# follow.
+# follow, with larger batches.
 
 # %%
 print("tokens         eager          fused     boundaries         logits   (GiB)")
@@ -565,8 +565,8 @@ for name, value in changes.items():
 guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 
 # %% [markdown]
-# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and
-# at the loss the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in
+# 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and,
+# at the loss, the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in
 # the backward of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move
 # away, the run fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s.
 #
@@ -665,12 +665,12 @@ claims.show("C53")
 # no room for it. So evaluate with `use_cache=False`, and generate few rows at a time. (In training with checkpoints a cache
 # would keep what the checkpoints drop. Transformers and `checkpoint_layers` leave it out.)
 #
-#
 # ## 6 · Frozen layers
 #
-# Train only the last two layers of all 30. The layers before them get no gradient and keep nothing, so checkpoints have
-# nothing to do there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`:
-# the embedding's output then requires a gradient. Reentrant checkpoints need this (lesson 04). What does it cost here?
+# Train only the last two of all 30 layers. The others get no gradient and keep nothing, so checkpoints have nothing to do
+# there. But transformers' `activation_checkpointing_enable()` also calls `enable_input_require_grads()`:
+# the embedding's output then requires a gradient. Reentrant checkpoints need this (lesson 04). What does it cost here,
+# compared with no checkpoints?
 
 # %%
 question = "28 of 30 layers frozen, checkpoints on: how many times the work?"
@@ -693,8 +693,8 @@ guess_e.reveal(measured=round(more, 2))
 #
 # ## 7 · Recompute, move or shrink?
 #
-# Here is lesson 06's chart for section 4's run, with checkpoints already on. "At best" takes whole parts away, more
-# than section 4 could:
+# Here is lesson 06's chart for section 4's first run, with checkpoints. Its bounds, "at best", take whole parts away.
+# Section 4 could not:
 
 # %%
 from gradmem_lib import show_decisions
