@@ -69,9 +69,10 @@ states = cost("AdamW", adamw)
 # ## 2 · One byte a number
 #
 # A byte is one of 256 values. A **code** is a sorted table of 256 numbers from −1 (or 0) to 1. Divide a number by the
-# largest magnitude around it, its **absmax**, and store the index of the nearest number in the code. If a whole tensor
-# shared one absmax, a single large number would push all others towards 0. So each **block** of 256 neighbours has its
-# own absmax, in float32. This is *blockwise quantization* ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861)).
+# largest magnitude among its neighbours, the **absmax**, and store the index of the nearest number in the code. If a
+# whole tensor shared one absmax, a single large number would push all others towards 0. So each **block** of 256
+# neighbours has its own, in float32. This is *blockwise quantization*
+# ([Dettmers et al. 2022](https://arxiv.org/abs/2110.02861)).
 
 # %%
 guess_a = predict_first(
@@ -147,9 +148,9 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
     print(f"equal {name:<10} {(back == 0).float().mean():.0%} are 0, error {error:.1%}")
 
 # %% [markdown]
-# (The errors are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
+# (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
 # and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
-# within each power of ten. After 20 steps in a test, either optimizer was off float32 AdamW by 1.1 % of the way.
+# within each power of ten. After 20 steps in a test, both were 1.1 % of the way off float32 AdamW.
 #
 # ## 3 · Sums, signs and matrices
 #
@@ -339,9 +340,9 @@ clip_in_backward = check("9.4", clip_in_backward)
 # The price is a second forward and backward. If each parameter is clipped by its *own* norm, one pass is enough, but
 # the update has another direction.
 #
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. The columns of a matrix P
-# are a gradient G's r largest singular directions, renewed every few hundred steps. Adam runs on the small matrix
-# PᵀG, of r rows, and P maps its update back (exercise 9.9). How much of a real gradient, of 576 rows, does P keep?
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) makes states smaller. Take a gradient G's r
+# largest singular directions as the columns of a matrix P, and renew P every few hundred steps. Adam runs on the small
+# matrix PᵀG, of r rows, and P maps Adam's update back (exercise 9.9). How much of a gradient with 576 rows does P keep?
 
 # %% tags=["nbval-ignore-output"]
 U = torch.linalg.svd(gradient, full_matrices=False).U
@@ -547,9 +548,9 @@ formula = 106_168_320 * (2 - 0.5159) / (30 * 2 * (576 + 1536))
 guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
-# QLoRA saves 150 MiB at any length, and what is kept for nothing grows with the tokens. With kept matrices, QLoRA needs
-# more at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which doubles
-# many activations.
+# QLoRA saves 150 MiB at any length, and the inputs kept for nothing grow with the tokens. With kept matrices, QLoRA needs
+# more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts norms and embeddings to float32, which
+# doubles many activations.
 #
 # Even a good QLoRA is wrong where weights are a small part of the peak: it rounds the base, and takes time.
 #
@@ -638,7 +639,7 @@ for name, loss_of in ways.items():
 
 # %% [markdown]
 # Theirs saves nothing without options. With options, its chunks are inside one operator, where the tracker cannot see
-# them. Neither it nor the course's `chunked_loss` knows caps, so `Recipe(chunked_loss=True)` refuses such models. The
+# them. Neither theirs nor the course's `chunked_loss` knows caps, so `Recipe(chunked_loss=True)` refuses such models. The
 # library [Liger](https://arxiv.org/abs/2410.10989) writes a chunk's gradient over its logits, so one table is enough,
 # and it takes caps.
 #
