@@ -125,7 +125,7 @@ guess_a.reveal(formula=2 * (1 + 4 / 256), measured=round(cost("8-bit AdamW", Ada
 # The measured number is larger by two codes, which all tensors share. `AdamW8bit` is one operator, like the kernel
 # of the library bitsandbytes, so the tracker sees no temporaries.
 #
-# Try two codes on a real second moment v, squared gradients of one of SmolLM2's matrices. One has equal distances.
+# Try two codes on a real second moment v, squared gradients of a SmolLM2 matrix. One has equal distances.
 # The other has equal *ratios* over seven powers of ten, so it is finer towards 0.
 
 # %%
@@ -150,7 +150,7 @@ for name, code in {"distances": torch.linspace(0, 1, 256), "ratios": ratios}.ite
 # %% [markdown]
 # (These are medians of relative errors.) Equal distances round many v to 0. There AdamW divides m by `eps` alone,
 # and that weight leaps. So a code must be finer towards 0. `AdamW8bit` has bitsandbytes' code, with equal distances
-# within each power of ten. After 20 steps in a test, both were 1.1 % of the way off float32 AdamW.
+# within each power of ten. After 20 steps in a test, both optimizers were 1.1 % of the way off float32 AdamW.
 #
 # ## 3 · Sums, signs and matrices
 #
