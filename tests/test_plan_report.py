@@ -289,6 +289,8 @@ def test_advice_by_hand(monkeypatch):
     assert [line.split("=")[0] for line in _advice(Sizes(None, small, 1, 128), ["full"])] == [
         "method", "global_batch", larger, "cards",
     ]  # fmt: skip
+    one_row = "global_batch=1 would fit, by the same recipe: full needs 296.00 MiB."
+    assert one_row + in_backward in _advice(Sizes(None, small, 37, 16), ["full"])
     most = max(card.nbytes for card in CARDS.values())
     lines = _advice(Sizes(None, small, 8, most // (64 * MiB) + 1), ["qlora", "full"])
     needs = format_bytes(most // (64 * MiB) * 64 * MiB + 64 * MiB)
