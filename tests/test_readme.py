@@ -115,6 +115,13 @@ def test_the_results_are_the_recorded_ones():
         ", ".join(f"{row['state bytes a parameter']:.1f}" for row in three) + ";",
         f"{best}, from {fewer['held-out loss before']:.3f}",
     ]
+    alone, room = recorded("classroom")["rooms"]
+    first, last = room["seconds of the lesson"]["first"], room["seconds of the lesson"]["last"]
+    expected += [
+        f"{room['kernels']} learners' kernels at once",
+        f"{room['held together, most'] / 2**30:.1f} GiB together; each was through after {first:.0f} to {last:.0f} s",
+        f"one alone after {alone['seconds of the lesson']['median']:.0f} s",
+    ]
     assert len(to_naive) == 3 and all(tuned["holds"].values())
     section = " ".join(README.partition("## What was measured")[2].partition("\n## ")[0].split())
     for figure in expected:
