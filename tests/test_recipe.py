@@ -235,6 +235,17 @@ def test_chunked_cross_entropy_is_cross_entropy():
         torch.testing.assert_close(a, b)
 
 
+def test_chunks_under_autocast_have_the_gradients_of_float32_but_for_rounding():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
+    labels = torch.randint(0, 30, (50,))
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.T, labels), (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels, 16)
+    for found, exact in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert found.dtype == torch.float32 and (found - exact).norm() < 0.02 * exact.norm()
+
+
 def test_lora_starts_at_the_base_and_merges():
     torch.manual_seed(0)
     for base in (nn.Linear(6, 10), transformers.pytorch_utils.Conv1D(10, 6)):

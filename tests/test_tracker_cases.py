@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.course import run_ranks
+from gradmem_lib.measure.storages import storages_of
 
 
 class Int8(torch.Tensor):
@@ -67,6 +68,32 @@ def test_a_compressed_sparse_tensor_counts_its_three_parts(layout, lines, kept, 
         copied = made.clone()
         assert copied.layout == made.layout
         assert tracker.current.total == 8 * (lines + 1) + 8 * kept + 4 * kept * size
+
+
+class Unnamed(torch.Tensor):
+    """A wrapper that does not say what is inside."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes):
+        self.codes = [codes]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_bytes_of_subclasses_are_their_own_or_those_of_what_is_inside():
+    plain = torch.ones(3)
+    own = plain.as_subclass(type("Named", (torch.Tensor,), {}))
+    assert [s.data_ptr() for s in storages_of(own)] == [plain.untyped_storage().data_ptr()]
+    codes = torch.ones(5, dtype=torch.int8)
+    assert [s.nbytes() for s in storages_of(Unnamed(codes))] == [5]
+    named = Int8(codes, torch.ones(1))
+    named.cache = torch.ones(100)  # not among those that it names
+    assert [s.nbytes() for s in storages_of(named)] == [5, 4]
 
 
 def sharded_here():

@@ -27,8 +27,7 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
     """The 16 values of NF4, increasing from -1 to 1, 0 among them: 8 below 0 and 8 from 0 on (the paper's appendix E)."""
     above = torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 9, dtype=torch.float64))
     below = -torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 8, dtype=torch.float64))[1:]
-    values = torch.cat([below.flip(0), above]) / above[-1]
-    return (values / values.abs().max()).float().to(device)
+    return (torch.cat([below.flip(0), above]) / above[-1]).float().to(device)
 
 
 class Linear4bit(nn.Module):
