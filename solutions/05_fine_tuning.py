@@ -15,8 +15,8 @@
 #
 # *50 minutes, and 33 more for optional exercises. You need: lessons 01, 03 and 04.*
 #
-# You have one task, and a card that is too small for it. You will bring a real fine-tuning run of Hugging Face's
-# `Trainer` under a quarter of its memory, one technique at a time. After this lesson you can
+# You have one task, and a card that is too small for it. You will change a real fine-tuning run of Hugging Face's
+# `Trainer`, one technique at a time, until it needs less than a quarter of the memory. After this lesson you can
 #
 # - read from a breakdown which technique comes next, and which will do nothing;
 # - say what each of them costs;
@@ -44,7 +44,7 @@ config, size = model.config, runs.size()
 training, held_out = texts.datasets(
     tokenizer, seq_len=128, rows=128, held_out=size.held_out
 )
-print(tokenizer.decode(training.ids[0, :60]))
+print(tokenizer.decode(training.ids[1, :60]))
 
 # %% [markdown]
 # ## 2 · The card
@@ -108,13 +108,13 @@ guess_a.reveal(formula=predicted().total, measured=naive.peak.total)
 # ## 4 · Which first?
 #
 # More than half of the peak is activations and the logits' temporaries. Accumulation and checkpointing shrink those.
-# **Which of them would you take first?**
+# **Which of the two would you take first?**
 
 # %%
 guess_b = predict_first("5.b", "8 micro-batches: how many per cent lower?", unit="percent")
 
 # %% [markdown]
-# The next cell predicts each alone, in MiB:
+# The next cell predicts each alone, in MiB, without parts below one MiB:
 
 # %%
 cut, rerun = {"accumulation": 8}, {"checkpointing": "per-layer"}
@@ -126,17 +126,17 @@ for changes in ({}, cut, rerun):
 # The naive peak is at the *beginning* of backward, where no gradient exists. Accumulation keeps 513 MiB of gradients of
 # earlier micro-batches. Checkpoints move the peak to the *end* of backward, where all gradients exist.
 #
-# Neither makes weights, gradients or states smaller, so add those up first. In float32, weights and gradients alone are
-# more than the card. In bf16 they are 513 MiB, and AdamW's states as much again. The order of the two techniques
-# matters only for the rest of the peak:
+# Neither makes weights, gradients or states smaller, so add those up first. In float32, weights and gradients alone,
+# 513 MiB each, are more than the card. So neither technique makes this run fit. Where either is enough, they differ in
+# time:
 
 # %%
 claims.show("C57", "C58")
 
 # %% [markdown]
-# Accumulation costs little time where one row keeps the machine busy, and a lot where rows are short, as here.
-# Checkpointing costs one more forward: a third more work, or up to half more beside frozen weights, whose backward is
-# shorter. Our recorded runs took 1.23 to 1.50 times as long.
+# So take micro-batches first, unless rows are very short, or one row alone is too much. They cost little time where one
+# row keeps the machine busy. Checkpointing costs one more forward: a third more work. Beside frozen weights, whose
+# backward is shorter, it is up to half more. Our recorded runs took 1.23 to 1.50 times as long.
 #
 # ## 5 · Micro-batches
 #
@@ -152,12 +152,12 @@ bar("micro-batches, 8 × 1", cut, run=pieces)
 # %%
 guess_b.reveal(measured=round(100 * (1 - pieces.peak.total / naive.peak.total)))
 apart = [abs(a - b) for a, b in zip(naive.losses, pieces.losses, strict=True)]
-print(f"losses of {len(apart)} updates, all within 0.005: {max(apart) < 0.005}")
+print(f"updates: {len(apart)}, all losses within 0.005: {max(apart) < 0.005}")
 
 # %% [markdown]
 # The losses differ only by rounding: `Trainer` divides by the tokens of the whole window, as you did in lesson 03. (For
-# classifiers, remember `model.accepts_loss_kwargs = False`; `make_trainer` needs no such help.) In a loop of your own,
-# schedule and log are your job: exercises 5.3 and 5.4, at the end.
+# classifiers, remember `model.accepts_loss_kwargs = False`. `make_trainer` weights every loss itself.) In a loop of
+# your own, schedule and log are your job: exercises 5.3 and 5.4, at the end.
 #
 # ## 6 · Checkpointing
 #
@@ -175,8 +175,9 @@ guess_c.reveal(measured=round((pieces.peak.total - checkpointed) / 2**20, 1))
 
 # %% [markdown]
 # **The peak does not move.** It is at the end of backward, where activations are almost gone. The temporaries there are
-# three tables of 49,152 × 576 numbers: the embedding is the output layer as well, so this row's gradient is two tables
-# and their sum. Still, leave the checkpoints on. Later you will switch them off, and the peak will move.
+# three tables of 49,152 × 576 numbers. The embedding is the output layer as well, so each micro-batch computes two
+# gradients for it, and their sum is the third table. Leave the checkpoints on: when you switch them off later, the peak
+# will move.
 #
 # `arguments` writes this recipe as `TrainingArguments` (the switch was `gradient_checkpointing` before transformers
 # 5.23):
@@ -243,7 +244,8 @@ claims.show("C11")
 
 # %% [markdown]
 # The flag is *autocast*: matrices are multiplied in bf16, and weights, gradients and states stay in float32. Where
-# activations are the peak it helps. Here the peak moved into forward, where autocast keeps a bf16 copy of every weight.
+# activations are the peak, autocast helps. Here the peak moved into forward, where autocast keeps a bf16 copy of every
+# weight.
 #
 # What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here are a
 # tiny Llama's peaks, loaded in either dtype, without the flag and with it:
@@ -262,8 +264,8 @@ for dtype in (torch.float32, torch.bfloat16):
         print(f"loaded in {dtype}, bf16={flag}: {memory.by_step[2].total:,}")
 
 # %% [markdown]
-# The last two lines are equal. transformers loads a model in the dtype in which it was saved, mostly bf16.
-# Then weights, gradients *and* AdamW's states are bf16, whatever the flag says. But in bf16 an update much smaller than
+# The last two lines are equal. transformers loads a model in the dtype in which it was saved, mostly bf16. Weights,
+# gradients *and* AdamW's states then have this dtype, whatever the flag says. But in bf16 an update much smaller than
 # 1/256 of its weight is rounded away. (Exercise 5.5, at the end, keeps all three in float32.)
 #
 # To halve everything, train in bf16 throughout, and accept the rounded updates:
@@ -292,7 +294,7 @@ bar("or: Adafactor", recipe | {"optimizer": "adafactor"}, aside=True)
 # %% [markdown]
 # Adafactor's peak is the higher one, and *in the optimizer's step*: transformers' Adafactor makes float32 copies of a
 # tensor while it updates it, and the embedding is a fifth of this model. PyTorch's Adafactor makes one copy, in the
-# weights' dtype. Here it makes all updates, without checkpoints, under the budget:
+# weights' dtype. The next cell makes all updates with PyTorch's, without checkpoints, under the budget:
 
 # %%
 every_weight = cut | {"precision": "bf16", "optimizer": "adafactor-torch"}
@@ -301,12 +303,13 @@ full = runs.train(Recipe(**every_weight), training, **longer)
 bar("or: torch's Adafactor", every_weight, run=full, aside=True)
 
 # %% [markdown]
-# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, less than one
-# MiB lower.) An optimizer's memory is its states *and* what its step does.
+# **The run fits**, with every weight trained. (Checkpoints would move the peak to the end of backward, and only
+# less than one MiB lower.) An optimizer's memory is its states *and* what its step does.
 #
 # A plain `Trainer` takes torch's Adafactor through `optimizer_cls_and_kwargs`. Change two of its defaults. The learning
-# rate, 0.01, is relative to the typical size of a tensor's weights: T5 was fine-tuned with 0.001. And `eps`, 1/128 for
-# bf16, is larger than almost every gradient, so nothing is normalized: a recipe sets `1e-16`.
+# rate, 0.01, is relative to the typical size of a tensor's weights: T5, trained with Adafactor, was fine-tuned with
+# 0.001. The other is `eps`, by default the dtype's machine epsilon. In bf16 that is 1/128, larger than almost every
+# gradient, so nothing would be normalized. A recipe sets `1e-16`.
 #
 # **A step in backward** can go lower still. Each parameter gets an optimizer of its own, and a hook steps it and frees
 # the gradient at once. In exercise 5.9, at the end, `Trainer` does this with transformers' `LayerWiseDummyOptimizer`,
@@ -329,11 +332,11 @@ recipe |= {"lora_rank": 16}
 bar("+ LoRA, rank 16", recipe)
 
 # %% [markdown]
-# **The peak is less than half of the card.** Gradients and states are twenty MiB together, so activations and logits
-# are the peak again. Are the checkpoints still worth nothing?
+# **The peak is less than half of the card.** Gradients and states are a thin line in the bar, so activations and logits
+# decide the peak again. Are the checkpoints still worth nothing?
 
 # %%
-bar("without checkpointing", recipe | {"checkpointing": None}, aside=True)
+bar("or: no checkpoints", recipe | {"checkpointing": None}, aside=True)
 
 # %% [markdown]
 # The switch that moved nothing in section 6 moves the peak here. A technique works on one part, and that part is at the
@@ -388,7 +391,7 @@ add_adapters = check("5.6", add_adapters)
 # ## 10 · The loss in chunks, and room to spend
 #
 # The temporaries of LoRA's bar are two tables of the logits' gradients, 49,152 float32 numbers a token each. A third
-# table is among the activations: the loss keeps it for backward. `chunked_loss` computes gradients in forward already,
+# table is among the activations: the loss keeps it for backward. `chunked_loss` computes the gradients during forward,
 # for 128 tokens at a time (here a whole row), and needs only two tables:
 
 # %%
@@ -409,7 +412,8 @@ for rows in (1, 4, 8):
 
 # %% [markdown]
 # Four rows at a time fit, if the loss is in chunks: two passes instead of eight, and no layer runs twice. This recipe
-# makes all its updates, **under the budget**:
+# makes all its updates, **under the budget**. (Its learning rate is section 8's: adapters take a larger one than whole
+# weights.)
 
 # %%
 recipe |= {"accumulation": 2}
@@ -479,7 +483,8 @@ for name, model in trained.items():
 
 # %% [markdown]
 # In our record, sixteen updates went from 3.01 nats a token to 2.76 (naive) and 2.71 (all of it), at 19.4% of the naive
-# peak. Nothing was tuned: conclude *not worse*.
+# peak. (A *nat* is the unit of a loss with natural logarithms.) Nothing was tuned, so conclude no more than *not
+# worse*.
 #
 # ### Keep it
 #
@@ -509,8 +514,8 @@ print(type(loaded).__name__, loaded.dtype, same(merged, loaded))
 #
 # ### Stop, and go on
 #
-# At `KeyboardInterrupt`, the notebook's stop button, the course's trainer finishes its step, saves, and stops. Here a
-# callback presses the button in step 3 of 6:
+# The notebook's stop button raises `KeyboardInterrupt`. The course's trainer then finishes its step, saves, and stops.
+# Here a callback presses the button in step 3 of 6:
 
 
 # %%
@@ -519,7 +524,7 @@ import signal
 
 class Stop(TrainerCallback):
     def on_step_begin(self, args, state, control, **more):
-        if state.global_step == 2:
+        if state.global_step == 2:  # counted from 0
             signal.raise_signal(signal.SIGINT)
 
 
@@ -567,8 +572,8 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 #
 # Someone trained with `arguments`, a dict of `TrainingArguments`, on several GPUs. Your one card takes at most `fits`
 # rows at a time. Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card,
-# as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Which of the
-# other fields count micro-batches?
+# as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Change no other
+# field, unless it counts micro-batches.
 #
 # <details><summary>Hint 1: the global batch</summary>
 #

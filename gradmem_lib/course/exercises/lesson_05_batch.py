@@ -286,6 +286,8 @@ EXERCISES = (
                     "the warm-up is handed over as a fraction of 1, and is counted in steps: multiply it by the number of updates."),
             Mistake("schedule first", _epoch(first=True),
                     "the schedule steps before the optimizer, so the first learning rate is never used and each update has the next one's: optimizer first."),
+            Mistake("last window not counted", _epoch(_whole_windows, _whole_windows),
+                    "the schedule is counted without the last update: a window that is not full makes one too, so round up."),
             Mistake("last window dropped", _epoch(_whole_windows, _whole_windows, stop=lambda n, k: n // k * k),
                     "the last micro-batches are dropped: a window that is not full makes an update too."),
         ),
