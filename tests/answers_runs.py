@@ -134,6 +134,10 @@ WRONG["5.3"] = {
     "no step": (partial(_epoch, body=lambda o, s: s.step()), "no update"),
     "micro-batches": (partial(_epoch, n=lambda n, k: n), "length is counted in micro-batches"),
     "one by one": (partial(_epoch, each=True), "each micro-batch by itself"),
+    "dropped": (
+        lambda o, mbs, k, *rest: _epoch(o, mbs[: len(mbs) // k * k], k, *rest),
+        "micro-batches are dropped",
+    ),
     "half the warm-up": (partial(_epoch, warm=lambda n, w: round(n * w / 2)), "warm-up takes"),
 }
 

@@ -111,7 +111,7 @@ def train_epoch(optimizer, micro_batches, window, warmup, accumulate) -> None:
         optimizer.zero_grad()
 
 
-def _epoch(warm=None, total=None, *, stop=lambda n, k: n, per_micro=False, first=False):
+def _epoch(warm=None, total=None, *, per_micro=False, first=False):
     """A wrong ``train_epoch``: of what the warm-up is a part, how long the schedule is, both from (micro-batches, window)."""
 
     def wrong(optimizer, micro_batches, window, warmup, accumulate):
@@ -122,7 +122,7 @@ def _epoch(warm=None, total=None, *, stop=lambda n, k: n, per_micro=False, first
         schedule = get_linear_schedule_with_warmup(
             optimizer, round(warmup * steps) if warm is not _one else warmup, length
         )
-        for start in range(0, stop(n, window), window):
+        for start in range(0, n, window):
             held = micro_batches[start : start + window]
             accumulate(held)
             if first:
@@ -288,8 +288,6 @@ EXERCISES = (
                     "the schedule steps before the optimizer, so the first learning rate is never used and each update has the next one's: optimizer first."),
             Mistake("last window not counted", _epoch(_whole_windows, _whole_windows),
                     "the schedule is counted without the last update: a window that is not full makes one too, so round up."),
-            Mistake("last window dropped", _epoch(_whole_windows, _whole_windows, stop=lambda n, k: n // k * k),
-                    "the last micro-batches are dropped: a window that is not full makes an update too."),
         ),
     ),
 )  # fmt: skip
