@@ -164,7 +164,8 @@ class Recording:
             self.phase_peaks[phase] = total
         if self.count % self._stride == 0:
             if self.keep is not None and len(self._settled) + len(self._rows) // NEW >= self.keep:
-                self._thin_out()
+                rows = self._settle()  # every other sample stays, the larger of two
+                self._settled, self._stride = rows[largest_of_windows(rows[:, TOTAL], 2)], 2 * self._stride
             self._rows += (self.count, self.op, phase, total)
         elif total >= (self._rows[-1] if self._rows else self._settled[-1, TOTAL]):
             self._rows[-NEW:] = (self.count, self.op, phase, total)
@@ -181,12 +182,6 @@ class Recording:
         self._settled = _with(np.concatenate((self._settled, new)), self._lives)
         self._rows, self._lives = [], []
         return self._settled
-
-    def _thin_out(self) -> None:
-        """Keep every other sample, the larger of two."""
-        rows = self._settle()
-        self._settled = rows[largest_of_windows(rows[:, TOTAL], 2)]
-        self._stride *= 2
 
     # Moments
 

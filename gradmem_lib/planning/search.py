@@ -156,7 +156,7 @@ class Search:
             ways = [replace(plain, accumulation=n, checkpointing=k) for k in first if self.rows % n == 0]
             ways = [way for way in ways if self.seconds(way) < best.seconds]
             with suppress(ValueError, CannotTrace):  # layers that do not run again one by one
-                fewest = bisect_left(ways, True, key=self._fits)
+                fewest = self._fewest(ways, self._known.get(replace(plain, accumulation=n)), best)
                 best = self.option(ways[fewest]) if fewest < len(ways) else best
         ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
         faster = [w for w in sorted(ways, key=self.seconds) if self.seconds(w) * EQUAL_TIME < best.seconds]
@@ -164,6 +164,16 @@ class Search:
             with suppress(ValueError, CannotTrace):  # a model without such a part
                 if self._fits(way) and self.option(way).seconds < best.seconds:
                     return
+
+    def _fewest(self, ways: list[Recipe], none: Option | None, some: Option) -> int:
+        """Which of ``ways``, with 1, 2, ... layers run again, fits first: on a line from ``none`` to ``some``, or beside it."""
+        low, high = 0, len(ways)
+        part = (none.needs - self.card.nbytes) / (none.needs - some.needs) if none and not none.fits else 0.5
+        near = math.ceil(part * cost.run_again(self.work, some.recipe) * self.work.layers) - 1
+        for way in (near, near - 1, near + 1):
+            if low <= way < high:
+                low, high = (low, way) if self._fits(ways[way]) else (way + 1, high)
+        return bisect_left(ways, True, low, high, key=self._fits)
 
     def join(self, best: Option) -> None:
         """Larger micro-batches for what moves something away: so many pieces were for what had stayed until then."""
@@ -202,8 +212,7 @@ class Search:
         """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which saves as much or more.
 
         At each moment, what is neither parameter, gradient nor state is taken to shrink with the micro-batch. Of another
-        optimizer, what it does in its step says nothing.
-        """
+        optimizer, what it does in its step says nothing."""
         if known is None:
             held = self.residents(recipe)
             tokens = self.tokens * (self.rows // recipe.accumulation)

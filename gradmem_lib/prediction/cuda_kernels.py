@@ -95,17 +95,14 @@ def _attention(
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
         if bias is not None:
-            bias = _aligned(bias).expand(*query.shape[:3], key.shape[2])
+            # The kernel reads rows of the bias 16 entries at a time, and pads them to that.
+            seq = bias.shape[-1]
+            bias = F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
+            bias = bias.expand(*query.shape[:3], key.shape[2])
         keeps = any(t.requires_grad for t in (query, key, value))
         return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[0]
     options["enable_gqa"] = enable_gqa
     return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    """The kernel reads rows of the bias 16 entries at a time, and pads them to that."""
-    seq = bias.shape[-1]
-    return F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
 
 
 def scratch(func, args) -> int:
