@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from checkpointed import PLAIN, N, batch_for, block, layers_of, made, same, step, untouched
+from families import tiny_config
 from torch import nn
 
 from gradmem_lib.course import models
-from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.checkpointing import checkpoint_layers, without_cache
 
 
 def test_remove_gives_every_layer_its_own_forward_back_and_may_be_repeated():
@@ -331,3 +332,52 @@ def test_a_layer_without_a_positional_argument_is_refused_or_found_by_its_name()
         y.sum().backward()
         with pytest.raises(TypeError, match="first argument"):
             layers[0](x=x)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, mask, scale):
+        return torch.tanh(x @ self.weight * mask) * scale
+
+
+def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equal_values():
+    """Masks are often cut out anew for each layer, and numbers computed anew."""
+    torch.manual_seed(0)
+    layers, masks, x = nn.ModuleList(Masked() for _ in range(4)), torch.rand(2, 4, 8), torch.randn(4, 8)
+
+    def run(which=0, more=0.0):
+        out = x
+        for i, layer in enumerate(layers):
+            out = layer(out, masks[which if i % 2 else 0], float("0.5") + more * (i % 2))
+        return torch.autograd.grad(out.sum(), list(layers.parameters()))
+
+    expected = run()
+    with checkpoint_layers(layers, 2):
+        for found, wanted in zip(run(), expected, strict=True):
+            assert torch.equal(found, wanted)
+        for other in ({"which": 1}, {"more": 0.25}):
+            with pytest.raises(RuntimeError, match="other arguments"):
+                run(**other)
+
+
+def test_an_empty_cache_is_left_out_and_none_is_to_be_made():
+    cache, mask = transformers.DynamicCache(), torch.ones(1)
+    given = ("x", cache), {"past_key_values": cache, "use_cache": True, "mask": mask}
+    assert without_cache(*given) == (
+        ("x", None),
+        {"past_key_values": None, "use_cache": False, "mask": mask},
+        True,
+    )
+    assert without_cache(("x",), {}) == (("x",), {}, False)
+
+
+def test_the_first_k_of_several_lists_are_the_first_lists_first():
+    model = transformers.T5ForConditionalGeneration(tiny_config("t5"))
+    n = len(model.encoder.block)
+    with checkpoint_layers(model, f"first-{n + 1}") as handle:
+        assert handle.keep_last == {"encoder.block": False, "decoder.block": True}
+        assert handle.segments["encoder.block"] == [1] * n
+        assert handle.segments["decoder.block"] == [1, len(model.decoder.block) - 1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import FrozenInstanceError
+from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
 import transformers
+from oracle import allocator_peak
 from predicted import config
 from torch import nn
 
@@ -235,6 +237,30 @@ def test_chunked_cross_entropy_is_cross_entropy():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_chunks_with_one_side_frozen_have_the_others_gradient(frozen):
+    torch.manual_seed(0)
+    tensors = {"hidden": torch.randn(50, 12), "weight": torch.randn(30, 12)}
+    (trained,) = (t.requires_grad_() for name, t in tensors.items() if name != frozen)
+    hidden, weight = tensors.values()
+    labels = torch.randint(0, 30, (50,))
+    (wanted,) = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.T, labels), trained)
+    (found,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels, 16), trained)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_chunk_is_let_go_before_the_next():
+    """By the CPU allocator's events: three chunks need what one does, and the gradient of two more."""
+    weight, tokens, width = torch.randn(4000, 8, requires_grad=True), 16, 8
+    peaks = []
+    for chunks in (1, 3):
+        hidden = torch.randn(chunks * tokens, width, requires_grad=True)
+        labels = torch.zeros(len(hidden), dtype=torch.long)
+        peaks.append(allocator_peak(partial(chunked_cross_entropy, hidden, weight, labels, tokens)))
+    logits = tokens * len(weight) * 4
+    assert 2 * logits < peaks[0] and peaks[1] - peaks[0] < logits // 10
+
+
 def test_chunks_under_autocast_have_the_gradients_of_float32_but_for_rounding():
     torch.manual_seed(0)
     hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
@@ -244,6 +270,19 @@ def test_chunks_under_autocast_have_the_gradients_of_float32_but_for_rounding():
         loss = chunked_cross_entropy(hidden, weight, labels, 16)
     for found, exact in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         assert found.dtype == torch.float32 and (found - exact).norm() < 0.02 * exact.norm()
+
+
+def test_lora_begins_as_a_linear_layer_does_and_is_scaled_by_alpha_over_rank():
+    torch.manual_seed(0)
+    base = nn.Linear(6, 10)
+    torch.manual_seed(1)
+    layer = LoRALinear(base, 3, alpha=12)
+    torch.manual_seed(1)
+    assert torch.equal(layer.A, nn.Linear(6, 3, bias=False).weight)
+    nn.init.normal_(layer.B)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(layer(x) - base(x), 4 * (x @ layer.A.T @ layer.B.T))
+    assert LoRALinear(base, 3).scale == 2
 
 
 def test_lora_starts_at_the_base_and_merges():

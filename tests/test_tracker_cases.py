@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from gradmem_lib import MemoryTracker
+from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.course import run_ranks
 from gradmem_lib.measure.storages import storages_of
 
@@ -228,9 +228,74 @@ def test_states_that_were_there_before_count_from_the_beginning():
     with MemoryTracker(model, live=False) as found:
         step()
     assert found.peak == told.peak and found.peak_by_phase == told.peak_by_phase
+    assert found.lap() == told.lap() == found.peak
     assert found.timeline.by_category["optimizer"] == [told.current.by_category["optimizer"]] * len(
         found.timeline
     )
+
+
+def test_what_a_budget_stops_in_a_first_step_counts_the_states_that_have_come():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    size = 64 * 64 * 4
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, budget=6 * size + 4096, live=False):
+        model(torch.ones(1, 64)).sum().backward()  # two weights, two gradients, and the moments of one
+        optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    assert caught.value.snapshot.by_category["optimizer"] == sum(t.nbytes for t in states) >= 2 * size
+    assert caught.value.snapshot.by_category["temporaries"] == size == caught.value.asked
+
+
+def test_a_part_without_gradients_does_not_make_the_rest_a_forward_without():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.weight = nn.Linear(16, 16), nn.Parameter(torch.ones(16, 16))
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.frozen(x)
+            return x @ self.weight
+
+    model, x = Half(), torch.ones(4, 16)
+    with MemoryTracker(model, live=False) as tracker:
+        y = model(x)
+        now = tracker.current.by_category
+    assert (
+        now["activations"] == x.nbytes + y.nbytes and now["temporaries"] == 0
+    )  # the frozen part's output is as x
+
+
+def test_a_view_of_something_older_that_backward_takes_is_no_bucket():
+    """DDP's buckets were there from the start; whatever else backward looks at is counted from then on."""
+    older = torch.ones(100_000)
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            older.view(-1)
+            return d
+
+    model = nn.Linear(8, 8)
+    with MemoryTracker(model, live=False) as tracker:
+        Looks.apply(model(torch.ones(1, 8))).sum().backward()
+    assert tracker.peak_by_phase["forward"] < older.nbytes < tracker.peak_by_phase["backward"]
+    assert [h.module for h in tracker.largest_at_peak(99) if h.nbytes == older.nbytes] == [""]
+
+
+def test_what_is_watched_is_part_of_the_peak_at_once_and_phases_that_were_not_are_0():
+    older = torch.ones(1000)
+    with torch.device("meta"):
+        tracker = MemoryTracker(device="cpu", live=False)  # the default device would be counted otherwise
+    with tracker:
+        tracker.watch(older, "optimizer")
+        assert tracker.peak.by_category["optimizer"] == tracker.peak.total == older.nbytes
+    assert tracker.peak_by_phase == {"idle": older.nbytes, "forward": 0, "backward": 0, "optimizer_step": 0}
+    assert tracker.timeline.events[0] == 0
 
 
 def test_a_forward_in_another_thread_is_refused():

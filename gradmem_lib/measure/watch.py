@@ -207,7 +207,7 @@ class Meter:
         before = recording.total
         recording.drain()
         for name, parameter in self.model.named_parameters() if self.model is not None else ():
-            if parameter.device != recording.device and parameter.device.type != recording.device.type:
+            if parameter.device.type != recording.device.type:
                 raise RuntimeError(
                     f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
                     f"{parameter.device}. Move the model first, then start a new MemoryTracker"
