@@ -119,6 +119,28 @@ def loss_of(model, x):
     return model(x).square().sum()
 
 
+def test_after_an_exception_the_files_are_gone_though_the_loss_is_kept(tmp_path):
+    """As a notebook keeps it, in a variable or in the last traceback."""
+    with pytest.raises(ArithmeticError), offload_activations(tmp_path):
+        loss = chain()(torch.ones(4, 16)).sum()
+        assert on_disk(tmp_path) > 0
+        raise ArithmeticError
+    assert loss.requires_grad and not list(tmp_path.iterdir())
+
+
+def test_what_stays_goes_with_its_last_name_and_waits_for_no_collection(tmp_path):
+    x = torch.ones(1000, requires_grad=True)
+    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path, what="boundaries"):
+        y = x.exp()  # a node that keeps its own result
+        gc.disable()
+        try:
+            before = tracker.current.total
+            del y
+            assert before - tracker.current.total == x.nbytes
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_in_forward_leaves_no_file_and_no_hook(error, tmp_path):
     model = chain()

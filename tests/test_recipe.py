@@ -16,7 +16,7 @@ from torch import nn
 
 from gradmem_lib.names import CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from gradmem_lib.prediction.configs import example_batch, model_class
-from gradmem_lib.techniques.lora import LoRALinear
+from gradmem_lib.techniques.lora import LoRALinear, linear_layers
 from gradmem_lib.techniques.losses import chunked_cross_entropy
 from gradmem_lib.techniques.optimizers import AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
@@ -283,6 +283,21 @@ def test_lora_begins_as_a_linear_layer_does_and_is_scaled_by_alpha_over_rank():
     x = torch.randn(4, 6)
     torch.testing.assert_close(layer(x) - base(x), 4 * (x @ layer.A.T @ layer.B.T))
     assert LoRALinear(base, 3).scale == 2
+
+
+def test_a_linear_layer_that_returns_a_pair_is_left_alone():
+    """As mixtures' routers do."""
+
+    class Router(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    class Loud(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.ModuleDict({"router": Router(4, 2), "loud": Loud(4, 2), "plain": nn.Linear(4, 2)})
+    assert set(linear_layers(model)) == {"loud", "plain"}
 
 
 def test_lora_starts_at_the_base_and_merges():

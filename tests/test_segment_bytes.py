@@ -214,3 +214,18 @@ def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
         assert found.temporaries == tracker.peak.total - before
     layer.requires_grad_(False)
     assert layer_bytes(layer, (x.detach(),), {}, x)[0] == (x.nbytes, 0, 0, 0, False)
+
+
+def test_a_layer_with_a_weight_and_an_argument_that_it_does_not_use_is_measured():
+    class Wide(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8, bias=False)
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, other):
+            return super().forward(x)
+
+    layer, x = Wide(), torch.ones(2, 8, requires_grad=True)
+    found, _ = layer_bytes(layer, (x, torch.ones(2, requires_grad=True)), {}, x)
+    assert found.trained and found.gradients == layer.weight.nbytes + layer.unused.nbytes
+    assert layer.weight.grad is layer.unused.grad is x.grad is None

@@ -5,6 +5,7 @@ import gc
 import signal
 import threading
 import weakref
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -14,6 +15,7 @@ from steps import build, forward_then_backward
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.measure import tracker as of_tracker
 
 
 def reachable():
@@ -243,3 +245,32 @@ def test_bad_arguments_get_a_sentence(kwargs, error, words):
 def test_bad_names_get_a_sentence():
     with MemoryTracker(live=False) as tracker, pytest.raises(ValueError, match="choose one of 'parameters'"):
         tracker.watch(torch.zeros(1), "weights")
+
+
+def test_who_watches_gets_frames_and_an_end_and_nobody_else_draws(monkeypatch):
+    told = []
+
+    class Plot:
+        def __init__(self, **settings):
+            told.append(("made", settings["budget"]))
+
+        def __getattr__(self, action):
+            return lambda *figures: told.append((action, *figures))
+
+    def run(live, **settings):
+        told.clear()
+        with MemoryTracker(live=live, **settings) as tracker:
+            kept = torch.ones(1000)
+        del kept
+        return tracker, [what for what, *_ in told]
+
+    monkeypatch.setattr(of_tracker, "pictures", lambda: SimpleNamespace(LivePlot=Plot))
+    monkeypatch.setattr(of_tracker, "LIVE_FRAME_SECONDS", -1.0)
+    for seen, live in ((False, None), (False, True), (True, False)):
+        monkeypatch.setattr(of_tracker, "watched", lambda seen=seen: seen)
+        assert run(live)[1] == []
+    monkeypatch.setattr(of_tracker, "watched", lambda: True)
+    tracker, actions = run(None, budget=10**6)
+    assert actions[0] == "made" and actions[-1] == "finish" and {"start", "push"} < set(actions)
+    assert told[0][1] == 10**6 and max(told[-1][1].totals) == tracker.peak.total == 4000
+    assert any(figures[-1].total == 4000 for what, *figures in told if what == "push")

@@ -146,7 +146,7 @@ class _Moved:
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat)
                 self._node, self._back = node, weakref.ref(flat)
-            return flat[: self._nbytes - self._nbytes % dtype.itemsize].view(dtype).as_strided(*form)
+            return flat[:0].view(dtype).as_strided(*form)  # whatever the storage's size is divisible by
 
     def _fill(self, flat: Tensor) -> None:
         if self._host is not None:
