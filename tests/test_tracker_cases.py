@@ -12,7 +12,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.course import run_ranks
+from gradmem_lib.measure.recording import Recording
 from gradmem_lib.measure.storages import storages_of
+from gradmem_lib.measure.timeline import Timeline
+from gradmem_lib.measure.watch import Meter
 
 
 class Int8(torch.Tensor):
@@ -335,3 +338,19 @@ def test_the_picture_tells_what_the_figures_tell(foreach):
         timeline.by_category["optimizer"][i] for i, p in enumerate(timeline.phases) if p == "optimizer_step"
     ]
     assert len([n for n in states if 0 < n < last]) >= 3, "as they came, not all at the end"
+
+
+def test_bytes_that_a_kernel_has_for_a_moment_are_in_the_peak_and_gone_after():
+    class Knows(Recording):
+        def scratch(self, func, args):
+            return 1000 if func is torch.ops.aten.mm.default else 0
+
+    recording = Knows(torch.device("cpu"))
+    with Meter(None, [], recording):
+        x = torch.ones(4, 4)
+        y = x @ x
+        kept = x + y
+    assert recording.total == x.nbytes + y.nbytes + kept.nbytes
+    assert recording.at(recording.run).total == x.nbytes + y.nbytes + 1000
+    temporaries = Timeline(recording.rows()).by_category["temporaries"]
+    assert sorted(temporaries)[-2:] == [0, 1000] and temporaries[-1] == 0
