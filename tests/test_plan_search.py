@@ -234,3 +234,16 @@ def test_the_layers_run_again_are_as_few_as_really_fit():
         for n in (k - 1, k)
     ]
     assert 1 < k < 6 and needs[1] == best.needs <= (3 * most + least) // 4 < needs[0]
+
+
+def test_what_one_recipe_says_that_another_needs_at_least_it_really_needs():
+    config = models.tiny_llama(layers=6, hidden=32, heads=4, intermediate=128, vocab=64).config
+    search = Search(count(config), CARD, 64, 4, "cpu")
+    ways = [{}, {"every_n_layers": 2}, *({"checkpointing": f"first-{k}"} for k in (1, 2, 4))]
+    ways += [{"checkpointing": "per-layer"}, *({"checkpointing": part} for part in SELECTIVE)]
+    base = next(iter(search.families("full")))
+    options = [search.option(replace(base, accumulation=n, **way)) for way in ways for n in (1, 4)]
+    for known in options:
+        for other in options:
+            least = search._least(other.recipe, known)
+            assert least <= 1.01 * other.prediction.peak.total, (known.recipe, other.recipe)

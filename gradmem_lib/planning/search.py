@@ -226,8 +226,7 @@ class Search:
         if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
             rows = rows[rows[:, 1] != PHASES.index("optimizer_step")]
         states = [self.residents(r)["optimizer"] for r in (known.recipe, recipe)]
-        fixed = rows[:, 3] + rows[:, 5] + states[1] - states[0]
-        gradients = rows[:, 4]
+        fixed, gradients = rows[:, 3] + rows[:, 5] + states[1] - states[0], rows[:, 4]
         if recipe.accumulation > 1:
             # From the second micro-batch on, all are there from the beginning; not those that are about to be cut.
             gradients = min(gradients.max(), self.residents(recipe)["gradients"])
@@ -244,15 +243,16 @@ class Search:
             for r in (known, recipe)
         ]  # fmt: skip
         saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
+        if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:  # products are not savings there
+            saves = known.checkpointing in (recipe.checkpointing, "per-layer")
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 
     def _too_many(self, recipe: Recipe) -> str:
         """Which of weights, gradients and states are more than the card has."""
-        names = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer states"}
-        held, sums = [], 0
+        names, held, sums = {"parameters": "weights", "optimizer": "optimizer states"}, [], 0
         for category, nbytes in self.residents(recipe).items():
             if nbytes and sums <= self.card.nbytes:
-                held.append(f"{names[category]} {format_bytes(nbytes)}")
+                held.append(f"{names.get(category, category)} {format_bytes(nbytes)}")
                 sums += nbytes
         alone = " and ".join(held) + " alone" + (f" are {format_bytes(sums)}" if len(held) > 1 else "")
         return f"{alone}, and the card has {format_bytes(self.card.nbytes)}"
