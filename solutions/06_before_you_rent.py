@@ -87,8 +87,8 @@ guess_a.reveal(
 #
 # Write `read_error(asked, total, free, process, allocated, idle)`, with the six numbers of an error in bytes (`idle` is
 # what is unallocated). It returns a dict: `"context"`, what this process holds beside PyTorch's segments; `"others"`,
-# what all other processes hold; and `"in_pieces"`, whether the request would fit if free and idle bytes were in one
-# piece.
+# what all other processes hold; and `"in_pieces"`, which is `True` if free and idle bytes together are enough for the
+# request, so that it fails only because they are not in one piece.
 #
 # <details><summary>Hint 1: the process</summary>
 #
@@ -130,9 +130,10 @@ for size, segment in idle[:-4:-1]:
     print(f"{size / 2**20:6.1f} MiB idle in a segment of {segment / 2**20:.0f} MiB")
 
 # %% [markdown]
-# A tensor needs one block. No idle block is as large as the request, and what is free is smaller too. This is **fragmentation**.
-# With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks remain. Here it could
-# serve the one request, but not the run, because the tensors of the whole step are more than the card has. As a rule:
+# A tensor needs one block. No idle block is as large as the request, and the card's free memory is smaller too. This is
+# **fragmentation**. With `PYTORCH_ALLOC_CONF=expandable_segments:True` a segment can grow, so that fewer idle blocks
+# remain. Here this setting could serve the one request, but not the run, because the tensors of the whole step are more
+# than the card has. As a rule:
 #
 # - If *unallocated* is large beside what was asked for, set that variable, and give rows equal lengths.
 # - If it is small, there are too many tensors. The rest of the lesson is about this case.
@@ -267,10 +268,10 @@ def quoted(shape, config, b, s):
     rules = {"16 bytes a parameter": 16 * shape.parameters}
     rules["states + 34·s·b·h"] = states + shape.layers * 34 * s * b * shape.hidden
     bf16 = Recipe(precision="bf16")
-    peak = predict(config, batch_size=b, seq_len=s, recipe=bf16, target="cpu").peak.total
-    print(f"{shape.name}, bf16, {b} × {s} tokens: {peak:,} bytes")
+    peak = predict(config, batch_size=b, seq_len=s, recipe=bf16, target="cpu").peak
+    print(f"{shape.name}, bf16, {b} × {s} tokens: {peak.total:,} bytes in {peak.phase}")
     for name, nbytes in rules.items():
-        print(f"  {name:<24}{nbytes:>16,}{nbytes / peak - 1:>+8.0%}")
+        print(f"  {name:<24}{nbytes:>16,}{nbytes / peak.total - 1:>+8.0%}")
 
 
 # %%
@@ -281,8 +282,9 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 
 # %% [markdown]
 # The first rule cannot see activations, and counts twice the bytes that pure bf16 keeps. Korthikanti's 34 was counted for
-# models whose logits are a small part, and in SmolLM2 the logits are the largest. **A rule of thumb is right for the
-# model it was made for.**
+# models whose logits are a small part, and in SmolLM2 the logits are the largest. It also adds activations to all
+# gradients. Llama's peak is in the optimizer's step, where all gradients are there and the activations are gone: hence
+# the 16 %. **A rule of thumb is right for the model it was made for.**
 #
 # ### Explore
 #
@@ -296,7 +298,7 @@ quoted(accounting.SHAPES["Llama-2-7B"], known_model("Llama-2-7B")[1], 1, 2048)
 # <details><summary>The answers</summary>
 #
 # 1. GPT-2 XL, with 12 GiB. Llama-2-7B's weights, gradients and states alone are 50.
-# 2. With 4 rows between 128 and 256 tokens, with one row a little above 512.
+# 2. With 4 rows, they do so between 128 and 256 tokens. With one row, they do so a little above 512.
 # 3. Activations, 17 GiB, of which the log-softmax of the logits has 4. Next come 8 GiB of temporaries. They are the
 #    logits' gradients: the spike of lesson 01, section 3.
 #
@@ -374,7 +376,7 @@ guess_c.reveal(
 # ●●○ · 5 minutes · trains: putting a technique into a loop of your own, and leaving the update what it was
 #
 # Write `train_small(model, optimizer, images, labels)`: one update on the mean loss of all 30 images, which returns that
-# mean, under **22 MiB**. As it was, it takes twice that. You may use checkpoints, micro-batches, or both.
+# mean, under **22 MiB**. The plain step of section 3 takes twice that. You may use checkpoints, micro-batches, or both.
 #
 # <details><summary>Hint 1: checkpoints</summary>
 #
@@ -383,7 +385,7 @@ guess_c.reveal(
 # <details><summary>Hint 2: micro-batches</summary>
 #
 # `split((images, labels), 8)` gives pieces of 8, 8, 8 and 6 images. `accumulate_gradients(pieces, loss_and_count)` wants
-# the *summed* loss of a piece and its images.
+# the *summed* loss of a piece and its number of images. What it returns has the mean loss in `.loss`.
 #
 # </details></details>
 
@@ -433,7 +435,8 @@ for every in (None, 1, 2, 6):
 
 # %% [markdown]
 # Either technique halves the peak. Beside micro-batches, checkpoints still take off more than a quarter, and one layer or
-# two a segment are almost equal: weights, gradients and states are most of what is left. Measure the row that you would take:
+# two a segment are almost equal: weights, gradients and states are most of what is left. Now measure one of these predictions,
+# 4 × 2 rows with two layers a segment:
 
 # %%
 neox_adam = torch.optim.AdamW(neox.parameters(), foreach=False)
@@ -461,12 +464,12 @@ print(f"{tracker.peak.total:,} bytes measured, in {tracker.peak.phase}")
 # `model` is a small T5, which has an encoder and a decoder, and `batch` has 16 pairs: `"input_ids"`, and `"labels"` that
 # end with -100 at different lengths. `model(**batch).loss` is the mean over all target tokens, and takes 43.7 MB. Write
 # `train_t5(model, optimizer, batch)`: one update with this loss's gradient, which returns the loss, under **10.5 MB**.
-# `t5_setting()` of `gradmem_lib.course` makes all three.
+# `t5_setting()` of `gradmem_lib.course` makes all three. What `accumulate_gradients` returns has the mean loss in `.loss`.
 #
 # <details><summary>Hint 1: the way</summary>
 #
-# Tracker, `diagnose`, `predict(model, batch=batch)` with and without checkpoints. One technique is not enough, unless you
-# take single rows.
+# Track one plain step, ask `diagnose` about it, and call `predict(model, batch=batch)` with and without checkpoints.
+# Checkpoints alone are not enough. Micro-batches alone are enough only if each has a single row.
 #
 # <details><summary>Hint 2: the shares</summary>
 #
@@ -545,11 +548,6 @@ for name, change in ladder.items():
     micro = 8 // changes.get("accumulation", 1)
     options[name] = lesson_06.on_card(Recipe(**changes), micro)
     row(name, options[name])
-backward = Recipe(
-    precision="bf16", optimizer="adafactor-torch", in_backward=True,
-    checkpointing="per-layer", chunked_loss=True,
-)  # fmt: skip
-row("all, in backward, 8", lesson_06.on_card(backward, 8))
 
 # %%
 peak = options["+ checkpointing"].prediction.peak.total
@@ -558,8 +556,8 @@ claims.show("C12", "C54")
 
 # %% [markdown]
 # In full fine-tuning, accumulation cannot be the answer: it *keeps* the gradients, and in bf16 weights and gradients are 25
-# GiB before the first token. What fits trains few weights (LoRA), or frees each gradient at once. The last line trains
-# every weight: it steps in backward with torch's Adafactor, on all 8 rows.
+# GiB before the first token. What fits trains few weights (LoRA), or frees each gradient at once. Exercise 6.5 trains
+# every weight in the second way.
 #
 # The smaller cards need a base in 4 bits (QLoRA): each frozen weight is one of 16 values, times a scale that its block of
 # 64 weights shares. On 16 GB, two thirds are then left. What would the planner do with the room?
@@ -644,7 +642,8 @@ claims.show("C57", "C58")
 # Write `next_technique(phase, parts, rows, card)`. `parts` has the bytes at the peak by category, and a micro-batch has
 # `rows` rows. The techniques, cheapest first, are `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"`,
 # `"QLoRA"`. Return the first that can be enough, at best, or `"none"`. In each half, the chart marks the parts that a
-# technique can take away: count them whole, temporaries too.
+# technique can take away: count each of them whole. In forward and backward, `"temporaries"` are the logits' gradients; in
+# the optimizer's step they are the optimizer's own.
 #
 # <details><summary>Hint 1: enough</summary>
 #
@@ -711,23 +710,23 @@ for name, option in options.items():
 #
 # ●●● · 8 minutes · optional · trains: finding what stands in the way, and the one change that moves it
 #
-# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090. Write `recipe_7b()`, which returns a `Recipe` and the
-# rows of a micro-batch; every layer has to learn something. `lesson_06.on_card(recipe, micro_batch)` says what `plan`
-# would say: print its `why_not()`, which names what stands in the way, and change one thing at a time. There is more than
-# one way.
+# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090, and **every weight is trained**, without LoRA. No line of
+# section 4 does that. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch.
+# `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what stands in
+# the way, and change one thing at a time. There is more than one answer.
 #
 # <details><summary>Hint 1: before any prediction</summary>
 #
 # 6,738,415,616 weights. How many GiB in float32, in bf16? And as many gradients?
 #
-# <details><summary>Hint 2: two ways out</summary>
+# <details><summary>Hint 2: the way out</summary>
 #
-# Either few weights are trained (`lora_rank`), or no gradient waits (`in_backward`, with an optimizer that keeps next
-# to nothing; then accumulation is not possible, and 8 rows go at once).
+# No gradient may wait: `in_backward=True`, with an optimizer that keeps next to nothing. Accumulation is not possible
+# then, and all 8 rows go at once.
 #
 # <details><summary>Hint 3: what is left</summary>
 #
-# Activations: `checkpointing="per-layer"`. Logits: `chunked_loss=True`. Rows: `accumulation`.
+# `checkpointing="per-layer"` is for the activations, `chunked_loss=True` is for the logits.
 #
 # </details></details></details>
 
@@ -738,12 +737,12 @@ def recipe_7b():
     ### BEGIN SOLUTION
     recipe = Recipe(
         precision="bf16",
-        optimizer="adamw-fused",
-        lora_rank=16,
+        optimizer="adafactor-torch",
+        in_backward=True,
         checkpointing="per-layer",
-        accumulation=8,
+        chunked_loss=True,
     )
-    return recipe, 1
+    return recipe, 8
     ### END SOLUTION
 
 

@@ -39,6 +39,7 @@ WRONG["6.1"] = {
         "other processes",
     ),
     "all that is used": (partial(_error, others=lambda t, f, p, a, i: t - f), "this process"),
+    "free too": (partial(_error, others=lambda t, f, p, a, i: t - p), "free bytes"),
     "beside the tensors": (partial(_error, others=lambda t, f, p, a, i: t - f - a), "allocated|this process"),
     "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
     "always": (partial(_error, pieces=lambda asked, t, f, i: True), "True whatever|in_pieces"),
@@ -174,7 +175,18 @@ RIGHT["6.3"] = {
     "by hand": _by_hand,
     "pieces": _pieces,
 }
+
+
+def _left_on(model, optimizer, *batch):
+    """Works once: nothing takes the checkpoints off the model again."""
+    checkpoint_layers(getattr(model, "blocks", model), 1)
+    if isinstance(batch[0], dict):
+        return _t5(model, optimizer, *batch, every=None)
+    return _pieces(model, optimizer, *batch)
+
+
 WRONG["6.3"] = {
+    "checkpoints left on": (_left_on, "second call fails.*checkpointed already"),
     "as it was": (partial(_pieces, size=30), "all 30 rows"),
     "halves": (partial(_pieces, size=16), "16 rows"),
     "one in two checkpointed": (_layers([4, 4]), "checkpoint"),
@@ -240,6 +252,7 @@ RIGHT["6.4"] = {
     "the switch": _t5_switch,
 }
 WRONG["6.4"] = {
+    "checkpoints left on": (_left_on, "second call fails.*checkpointed already"),
     "as it was": (partial(_t5, size=16, every=None), "all 16 rows"),
     "checkpoints alone": (partial(_t5, size=16), "checkpoint"),
     "pieces alone": (partial(_t5, every=None), "4 rows"),
@@ -261,19 +274,26 @@ def _recipe(micro=1, **choices):
     return lambda: (Recipe(**{**usual, **choices}), micro)
 
 
+def _all_at_once(**choices):
+    return _recipe(8, **{"in_backward": True, "optimizer": "adafactor", "chunked_loss": True, **choices})
+
+
 RIGHT["6.5"] = {
-    "one name": _recipe(lora_rank=8, lora_targets=("q_proj",)),
-    "list": lambda: list(_recipe(lora_rank=16)()),
-    "two rows": _recipe(2, lora_rank=16, chunked_loss=True),
+    "another Adafactor": _all_at_once(),
+    "list": lambda: list(_all_at_once(optimizer="sgd")()),
+    "boundaries away": _all_at_once(offload="boundaries"),
 }
 WRONG["6.5"] = {
     "full": (_recipe(), "weights and gradients alone"),
-    "one layer": (_recipe(lora_rank=16, lora_targets=("layers.0.self_attn.q_proj",)), "every layer"),
-    "no checkpoints": (_recipe(lora_rank=16, checkpointing=None), "checkpointing='per-layer'"),
-    "float32": (_recipe(lora_rank=16, precision="float32"), "25.10 GiB"),
-    "small batch": (_recipe(lora_rank=16, accumulation=2), "global batch"),
+    "full, no states": (_recipe(8, optimizer="sgd", chunked_loss=True), "weights and gradients alone"),
+    "the ladder's": (_recipe(lora_rank=16), "every weight"),
+    "AdamW": (_all_at_once(optimizer="adamw-8bit"), "next to nothing"),
+    "no checkpoints": (_all_at_once(checkpointing=None), "checkpointing='per-layer'"),
+    "whole logits": (_all_at_once(chunked_loss=False), "temporaries 3.91 GiB"),
+    "float32": (_all_at_once(precision="float32"), "25.10 GiB"),
+    "small batch": (lambda: (_all_at_once()()[0], 4), "global batch"),
     "recipe alone": (lambda: Recipe(precision="bf16"), "two things"),
-    "a fraction": (lambda: (_recipe(lora_rank=16)()[0], 1.5), "whole number"),
+    "a fraction": (lambda: (_all_at_once()()[0], 1.5), "whole number"),
 }
 
 NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")

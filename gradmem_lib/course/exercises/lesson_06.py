@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache, lru_cache
-
-import torch
 
 from ...training.recipe import Recipe
 from ..exercise import Exercise, Mistake
@@ -47,27 +44,14 @@ def on_card(recipe: Recipe, micro_batch: int):
     return Option(recipe, micro_batch, seconds, card.nbytes, prediction, parts)
 
 
-def _layers_with_adapters(recipe: Recipe) -> int:
-    """How many of the model's layers have something to learn, by a copy without numbers."""
-    from transformers import AutoModelForCausalLM
-
-    from ...techniques.lora import LoRALinear, add_lora
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_sizes()[0])
-        add_lora(model, 1, recipe.lora_targets)
-    names = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    return len({found[0] for name in names if (found := re.search(r"layers\.\d+", name))})
-
-
 def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
     """The kind of mistake in a recipe for the exercise's 7B, in a few words; empty where there is none."""
     from ...planning.cost import resident_bytes
 
     if micro_batch * recipe.accumulation != BATCH_7B:
         return "another batch"
-    if recipe.lora_rank and (layers := _layers_with_adapters(recipe)) < _sizes()[0].num_hidden_layers:
-        return "some layers" if layers else "the head alone"
+    if recipe.lora_rank is not None:
+        return "few weights"
     _, work, card = _sizes()
     resident = resident_bytes(work, recipe)
     if resident["parameters"] > card.nbytes:
@@ -80,29 +64,29 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
         return ""
     if recipe.checkpointing is None and recipe.every_n_layers is None:
         return "no checkpointing"
-    if micro_batch > 1 and not recipe.in_backward:
-        return "micro-batch"
     return f"this {on_card(recipe, micro_batch).why_not()}"
 
 
 _IN_THE_WAY = {
-    "weights and gradients": "weights and gradients alone are too many: 12.55 GiB each in bf16, and accumulation keeps the gradients from one micro-batch to the next, however small; train less, or step in backward.",
-    "states": "gradients are freed as they come, and AdamW's states stay: with the weights they are more than the card has; choose an optimizer that keeps less, or train less.",
-    "float32 weights": "the weights alone are 25.10 GiB in float32, and autocast leaves them so, frozen or not; precision='bf16' halves them.",
-    "no checkpointing": "the weights fit, and the activations of 32 layers do not (frozen layers keep theirs too, for the adapters below them): checkpointing='per-layer'.",
+    "weights and gradients": "weights and gradients alone are too many: 12.55 GiB each in bf16, and accumulation keeps the gradients from one micro-batch to the next, however small; step in backward, so that no gradient waits.",
+    "states": "gradients are freed as they come, and AdamW's states stay: with the weights they are more than the card has; choose an optimizer that keeps next to nothing.",
+    "float32 weights": "the weights alone are 25.10 GiB in float32, and autocast leaves them so; precision='bf16' halves them.",
+    "no checkpointing": "the weights fit, and the activations of 32 layers do not: checkpointing='per-layer'.",
     "another batch": "it is the global batch that has changed: micro-batch x accumulation must make 8 rows.",
-    "micro-batch": "the weights fit, and so many rows at a time do not: a smaller micro-batch, and more accumulation.",
-    "some layers": "LoRA is on some layers alone: every layer has to learn something, so name the last part of a path, such as 'q_proj', and no layer's number.",
-    "the head alone": "the head alone is trained, and the 32 layers below it are not: give every layer something to learn, by lora_rank.",
+    "few weights": "LoRA freezes the weights and trains adapters, and every weight is to be trained here: leave lora_rank out.",
 }  # fmt: skip
 
 
 def recipe_7b() -> tuple[Recipe, int]:
-    """A recipe that trains a 7B on a card of 24 GB, and the rows of a micro-batch."""
+    """A recipe that trains every weight of a 7B on a card of 24 GB, and the rows of a micro-batch."""
     recipe = Recipe(
-        precision="bf16", optimizer="adamw-fused", lora_rank=16, checkpointing="per-layer", accumulation=8
+        precision="bf16",
+        optimizer="adafactor-torch",
+        in_backward=True,
+        checkpointing="per-layer",
+        chunked_loss=True,
     )
-    return recipe, 1
+    return recipe, 8
 
 
 def _recipe(micro_batch=1, **choices):
@@ -112,6 +96,9 @@ def _recipe(micro_batch=1, **choices):
         return Recipe(**(given | {"accumulation": BATCH_7B // micro_batch} | choices)), micro_batch
 
     return wrong
+
+
+_IN_BACKWARD = {"optimizer": "adafactor-torch", "in_backward": True}
 
 
 @quietly
@@ -145,10 +132,10 @@ EXERCISES = (
         explain=_explain_7b,
         mistakes=(
             Mistake("full, accumulated", _recipe(), _IN_THE_WAY["weights and gradients"]),
-            Mistake("states", _recipe(in_backward=True, accumulation=1, micro_batch=8), _IN_THE_WAY["states"]),
-            Mistake("float32 weights", _recipe(precision="autocast-bf16", lora_rank=16), _IN_THE_WAY["float32 weights"]),
-            Mistake("no checkpointing", _recipe(checkpointing=None, lora_rank=16), _IN_THE_WAY["no checkpointing"]),
-            Mistake("another batch", _recipe(accumulation=1, lora_rank=16), _IN_THE_WAY["another batch"]),
+            Mistake("states", _recipe(8, in_backward=True), _IN_THE_WAY["states"]),
+            Mistake("few weights", _recipe(lora_rank=16), _IN_THE_WAY["few weights"]),
+            Mistake("float32 weights", _recipe(8, precision="autocast-bf16", **_IN_BACKWARD), _IN_THE_WAY["float32 weights"]),
+            Mistake("no checkpointing", _recipe(8, checkpointing=None, **_IN_BACKWARD), _IN_THE_WAY["no checkpointing"]),
             Mistake("in backward, accumulated", _recipe(in_backward=True, optimizer="adafactor"),
                     "in_backward and accumulation exclude each other, and Recipe refuses: a gradient cannot be freed and added to; with in_backward all 8 rows go at once."),
         ),

@@ -198,6 +198,11 @@ def _observe(candidate, setting, card):
         "the card": replace(measured, value=None),
         "afterwards": {"gradients left (1 is yes)": int(bool(gradients_of(model).any()))},
     }
+    optimizer.zero_grad()
+    try:
+        candidate(model, optimizer, *batch)
+    except RuntimeError as error:
+        raise RuntimeError(f"the first update is done, and a second call fails: {error}") from error
     return Seen(found, rows=rows, kept=kept, setting=setting)
 
 

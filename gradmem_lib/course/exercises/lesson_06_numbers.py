@@ -29,10 +29,19 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
             "others in the context": {"context": total - free - allocated - idle},
             "this process too": {"others": total - free},
             "but the tensors": {"others": total - free - allocated},
+            "free too": {"others": total - process},
             "idle alone": {"in_pieces": idle >= asked},
             "too little free": {"in_pieces": asked > free},
         }[wrong]
     )
+
+
+def _explain_error(got, expected):
+    if got == {case: _reads(*literal_eval(case), wrong="free too") for case in expected}:
+        return (
+            "the others' memory has the card's free bytes in it: nobody holds these, so take them away too."
+        )
+    return None
 
 
 def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
@@ -156,6 +165,7 @@ EXERCISES = (
         id="6.1", title="between the lines of an error", difficulty=1, minutes=4,
         trains="telling tensors, idle blocks, the context and other processes apart",
         reference=read_error,
+        explain=_explain_error,
         observe=calls(
             _error(192, 4096, 500, 3290, 123),
             _error(3072, 24_210, 430, 20_100, 600, 900),
