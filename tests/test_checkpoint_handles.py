@@ -11,9 +11,44 @@ import transformers
 from checkpointed import PLAIN, N, batch_for, block, layers_of, made, same, step, untouched
 from families import tiny_config
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradmem_lib.course import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers, without_cache
+from gradmem_lib.techniques.layers import find_layers
+
+
+class Holds(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        self.config = transformers.PretrainedConfig()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_each_list_of_layers_has_the_innermost_model_around_it():
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self, inside: int = 0):
+            super().__init__()
+            self.parts = nn.ModuleList(Layer() for _ in range(inside))
+
+    def layers(inside: int = 0) -> nn.ModuleList:
+        return nn.ModuleList([Layer(inside), Layer(inside)])
+
+    plain = nn.ModuleList([nn.Linear(2, 2)])
+    encoder, decoder = Holds(blocks=layers(), plain=plain), Holds(blocks=layers(3), none=nn.ModuleList())
+    pair = Holds(encoder=encoder, decoder=decoder, last=layers())
+    found = find_layers(Holds(pair=pair))
+    owners = {"pair.encoder.blocks": encoder, "pair.decoder.blocks": decoder, "pair.last": pair}
+    assert found.keys() == owners.keys(), "and no list inside a layer of another"
+    for name, (several, owner) in found.items():
+        assert owner is owners[name] and several == list(Holds(pair=pair).get_submodule(name))
+    alone = nn.Module()
+    alone.blocks = layers()
+    assert find_layers(alone) == {"blocks": (list(alone.blocks), None)}
+    assert find_layers(alone.blocks) == {"layers": (list(alone.blocks), None)}
+    itself = Holds(blocks=layers())
+    assert find_layers(itself)["blocks"][1] is itself
 
 
 def test_remove_gives_every_layer_its_own_forward_back_and_may_be_repeated():

@@ -140,11 +140,11 @@ def test_labels_that_do_not_count_do_not_weigh(tmp_path):
     class Ragged(texts.Rows):
         def __getitem__(self, index):
             labels = self.ids[index].clone()
-            labels[: 5 * index] = -100
+            labels[: 5 * index if index < ROWS - 1 else SEQ] = -100  # and the last row has none
             return {"input_ids": self.ids[index], "labels": labels}
 
     losses = {}
-    for accumulation in (1, 4):
+    for accumulation in (1, ROWS):
         trainer = trainer_for(
             small(),
             Recipe(accumulation=accumulation),
@@ -154,7 +154,7 @@ def test_labels_that_do_not_count_do_not_weigh(tmp_path):
         )
         trainer.train()
         losses[accumulation] = trainer.state.log_history[0]["loss"]
-    assert losses[4] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[ROWS] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_evaluation_is_the_mean_and_keeps_no_logits(tmp_path):
@@ -165,6 +165,8 @@ def test_evaluation_is_the_mean_and_keeps_no_logits(tmp_path):
         expected = model.eval()(input_ids=held.ids, labels=held.ids).loss.item()
     assert found == pytest.approx(expected, rel=1e-5)
     assert trainer.args.prediction_loss_only and trainer.args.per_device_eval_batch_size == 2
+    for model, metrics in ((small(), {"compute_metrics": lambda found: {}}), (classifier(), {})):
+        assert not trainer_for(model, Recipe(), tmp_path, **metrics).args.prediction_loss_only
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

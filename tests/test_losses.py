@@ -10,6 +10,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.training import tiny
 from gradmem_lib.training.losses import chunked_loss, chunked_loss_refusal, label_count
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
@@ -123,6 +124,56 @@ def test_labels_that_count(kind, counted):
     assert label_count(wrapped, {"labels": labels}).item() == counted
     assert label_count(model, {"labels": [1, 2]}) is None and label_count(model, {}) is None
     assert label_count(model, (labels,)) is None
+
+
+@pytest.mark.parametrize(
+    ("width", "most", "heads", "factor"),
+    [
+        (4096, 32, 2, 16), (4096, 32, 8, 4), (768, 12, 2, 6), (1024, None, 2, 8), (80, 10, 2, 5),
+        (768, 12, 8, 12), (80, 5, 2, 5), (48, 2, 8, 2), (144, 4, 2, 4),  # one head is left, where fewer divide nothing
+        (32, None, 2, 1), (75, 5, 2, 1), (64, 3, 2, 1), (64, 5, 2, 1), (40, 4, 2, 1), (4096, 1, 2, 1),
+    ],
+)  # fmt: skip
+def test_a_tiny_copys_heads_keep_their_size(width, most, heads, factor):
+    assert tiny._factor(width, most, heads) == factor
+
+
+def test_a_tiny_copy_is_small_where_sizes_cost_and_else_as_it_was():
+    sizes = {"intermediate_size": 14336, "sliding_window": 77, "rms_norm_eps": 3e-7}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 6}
+    config = transformers.MixtralConfig(hidden_size=4096, num_hidden_layers=32, **experts, **sizes)
+    config.of_layers, config.of_others, config.quantization_config = [5] * 32, [5] * 31, {"bits": 4}
+    before = config.to_dict()
+    found = tiny.tiny_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert config.to_dict() == before
+    kept = {"sliding_window": 77, "rms_norm_eps": 3e-7, "of_others": [5] * 31, "of_layers": [5] * 2}
+    expected = kept | {
+        "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 97,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False,
+        "max_position_embeddings": config.max_position_embeddings, "bos_token_id": 0,
+    }  # fmt: skip
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert not hasattr(found, "quantization_config")
+    config = transformers.MixtralConfig(num_hidden_layers=1, num_experts_per_tok=1, max_position_embeddings=9)
+    found = tiny.tiny_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert (found.num_hidden_layers, found.num_experts_per_tok, found.max_position_embeddings) == (1, 1, 128)
+
+
+def test_a_tiny_copy_is_of_the_part_that_the_class_is_for():
+    both, text = transformers.Gemma3Config(), transformers.Gemma3ForCausalLM
+    assert type(tiny.tiny_config(text, both)) is text.config_class is transformers.Gemma3TextConfig
+    pair = tiny.tiny_config(transformers.Gemma3ForConditionalGeneration, both)
+    assert type(pair) is transformers.Gemma3Config and pair.text_config.num_hidden_layers == 2
+
+
+def test_a_tiny_copy_has_at_most_so_many_parameters(monkeypatch):
+    model = tiny_model(*causal("Llama"))
+    size = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(tiny, "MOST_PARAMETERS", size)
+    assert tiny_model(*causal("Llama")).dtype == torch.float32
+    monkeypatch.setattr(tiny, "MOST_PARAMETERS", size - 1)
+    with pytest.raises(ValueError, match=f"its tiny copy has {size:,} parameters"):
+        tiny_model(*causal("Llama"))
 
 
 def test_nobody_who_watches_sees_the_tiny_copy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -44,7 +45,12 @@ def test_what_save_model_writes_is_loaded_by_peft(base, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "saved")
+    loaded.save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
+    assert config == {name: theirs[name] for name in config} | {"target_modules": config["target_modules"]}
+    assert config["inference_mode"] is True
     assert type(loaded) is peft.PeftModelForCausalLM
     ids = rows(2).ids
     assert torch.allclose(logits(loaded, ids), logits(model, ids), atol=1e-5)

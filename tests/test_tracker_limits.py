@@ -16,6 +16,9 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.measure import tracker as of_tracker
+from gradmem_lib.measure.budget import let_go
+from gradmem_lib.measure.diagnosis import TECHNIQUES
+from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 
 
 def reachable():
@@ -122,6 +125,77 @@ def test_budget_message_says_who_holds_what():
     assert isinstance(caught.value, torch.OutOfMemoryError), (
         "code that handles a card's error handles this one"
     )
+
+
+def test_the_message_has_every_figure():
+    everything = [
+        Holder(350, "activations", "model.layers.0.mlp.act", "mul"),
+        Holder(300, "parameters", "embed", ""),
+        Holder(150, "activations", "model.layers.0.attention", "mm"),
+        Holder(85, "temporaries", "head", "mm"),
+        Holder(60, "activations", "model.layers.1.mlp", "mul"),
+        Holder(40, "activations", "model.layers.2.mlp", "mul"),
+        Holder(15, "temporaries", "(backward)", "mm"),
+    ]
+    parts = {"parameters": 300, "gradients": 0, "optimizer": 0, "activations": 600, "temporaries": 100}
+    snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
+    # Without activations 400 bytes are left, and without what else belongs to the batch 300.
+    error = BudgetExceeded(400, 60, "mul", snapshot, everything)
+    assert error.everything == everything and error.holders == everything[:5]
+    could = ["smaller micro-batches, or shorter rows", "checkpointing", "moving activations off the card"]
+    assert str(error).splitlines() == [
+        "out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)",
+        "  asked for 60 bytes: mul, in forward",
+        "  live by category:",
+        "                 300 bytes  parameters",
+        "                 600 bytes  activations",
+        "                 100 bytes  temporaries",
+        "  largest holders:",
+        "                 500 bytes  activations  model.layers.0",
+        "                 300 bytes  parameters   embed",
+        "                  85 bytes  temporaries  head",
+        "                  60 bytes  activations  model.layers.1",
+        "                  40 bytes  activations  model.layers.2",
+        f"  What could bring this moment within the budget: {'; '.join(could)}.",
+        f"  What could not: {'; '.join(t.name for t in TECHNIQUES if t.name not in could)}.",
+        "  A card of that size would be out of memory.",
+    ]
+    assert "the budget: none of these by itself." in str(BudgetExceeded(299, 60, "mul", snapshot, everything))
+
+
+def test_an_error_that_is_kept_keeps_no_tensors():
+    def close_over():
+        kept, local = torch.ones(1), torch.ones(1)
+        found.extend(map(weakref.ref, (kept, local)))
+
+        def inside():
+            raise ZeroDivisionError(kept.shape)
+
+        inside()
+
+    def twice():
+        also = torch.ones(1)
+        found.append(weakref.ref(also))
+        try:
+            close_over()
+        except ZeroDivisionError as error:
+            raise RuntimeError("caused") from error
+
+    found: list[weakref.ref] = []
+    for cause in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            twice()
+        error, first = caught.value, caught.value.__cause__
+        if not cause:
+            error.__cause__ = None  # as in "during handling of the above exception"
+        first.__context__ = error  # round and round
+        del caught
+        gc.collect()
+        assert any(each() is not None for each in found)
+        let_go(error)
+        del first
+        gc.collect()
+        assert [each() for each in found] == [None] * len(found)
 
 
 def test_a_budget_below_the_model_raises_at_the_door():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 from trainers import SEQ, Classified, classifier, rows, small, trainer_for
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from gradmem_lib import MemoryCallback, Recipe, make_trainer
 from gradmem_lib.course import models, run_ranks
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training import trainer as of_trainer
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 
@@ -54,6 +55,35 @@ def test_norms_and_biases_do_not_decay(matrices, tmp_path):
     assert len(decay) == len(trained) and all(decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained)
     optimizer = trainer_for(small(), Recipe(), tmp_path).create_optimizer()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "moves", "seen"), [(False, False, True), (True, False, False), (True, True, True)]
+)
+def test_losses_are_shown_but_where_nothing_moves(kernel, moves, seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(of_trainer, "in_kernel", lambda: kernel)
+    monkeypatch.setattr(of_trainer, "live_enabled", lambda: moves)
+    trainer = trainer_for(small(), Recipe(), tmp_path, progress=None)
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    assert trainer.args.disable_tqdm is not seen and bool(kinds & {ProgressCallback, PrinterCallback}) == seen
+
+
+def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"2 cards are in sight.*CUDA_VISIBLE_DEVICES=0"):
+        trainer_for(small(), Recipe(), tmp_path)
+
+
+def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):
+    class Between(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            self.bytes = torch.zeros(10**8).nbytes * (state.global_step == 1)
+
+    between = Between()
+    trainer = trainer_for(small(), Recipe(optimizer="sgd"), tmp_path, callbacks=[between])
+    trainer.train()
+    first, second = (trainer.memory.by_step[n].total for n in (1, 2))
+    assert trainer.memory.peak.total > 4 * 10**8 and second < 1.1 * first < 2 * 10**8
 
 
 class Ragged(torch.utils.data.Dataset):

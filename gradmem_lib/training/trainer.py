@@ -236,7 +236,7 @@ class RecipeTrainer(Trainer):
 class _StopAfterStep(TrainerCallback):
     """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self.asked = self.stopped = self._said = False
         self._undo = ExitStack()
         # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
@@ -244,7 +244,6 @@ class _StopAfterStep(TrainerCallback):
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._undo.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask))
-        return self
 
     def __exit__(self, *raised) -> None:
         self._undo.close()
