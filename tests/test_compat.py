@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,89 @@ def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
         raise RuntimeError
     assert name not in list(AttentionInterface()) and name not in list(AttentionMaskInterface())
     assert masking_utils.find_packed_sequence_indices is own
+
+
+def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
+    """With rows that have no padding, where fake tensors cannot answer; whoever looks reads the mask once."""
+    from transformers import masking_utils
+
+    class Seen(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def told(question, *given):
+        names.clear()
+        with Seen():
+            return question(*given), "aten.all.default" in names, len(names)
+
+    names: list[str] = []
+    questions = ("_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
+    padding, packed = (getattr(masking_utils, name) for name in questions)
+    with compat.attention_without_mask():
+        our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
+    for mask in (None, torch.ones(2, 8, dtype=torch.bool)):
+        for window in (None, 7, 8, 9):
+            assert told(our_padding, mask, 8, window)[:2] == told(padding, mask, 8, window)[:2]
+    position_ids = torch.arange(8)[None]
+    assert told(our_packed, position_ids)[1:] == told(packed, position_ids)[1:] != (False, 0)
+    assert our_packed(position_ids) is None
+
+
+def test_a_collective_is_over_when_nobody_else_holds_its_tensors():
+    holders = []
+
+    def collective(tensors):
+        holders.append(tensors[0].requires_grad_().square())  # whose graph holds what it was made from
+        threading.Timer(0.05, holders.clear).start()
+        return compat.reduced(tensors)
+
+    given = [torch.ones(3)]
+    found, work = compat.settled(collective, (given,), {})
+    assert not holders and found[0] is given[0]
+    torch._C._distributed_c10d.Work.unbox(work).wait()
+    one, _ = compat.settled(lambda out, given: compat.reduced([out]), (given[0], torch.ones(2)), {})
+    assert one is given[0]
+
+
+def test_a_collective_of_fake_tensors_is_not_waited_for():
+    with compat.FakeTensorMode():
+        fake = torch.ones(3)
+    for tensors in ([fake], [torch.ones(3, device="meta")]):
+        assert compat.settled(lambda tensors, more: (tensors, more), (tensors,), {"more": 7}) == (tensors, 7)
+
+
+class Replicated(nn.Module):
+    """What ``ddp_is_done`` reads of a DistributedDataParallel."""
+
+    def __init__(self, missing: bool, rebuilt: bool, says: str | None):
+        super().__init__()
+        self.weight, self.frozen = (
+            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.ones(1), requires_grad=False),
+        )
+        self.weight.grad = None if missing else torch.ones(1)
+        self._has_rebuilt_buckets, self.reducer, self.says, self.asked = rebuilt, self, says, False
+
+    def _rebuild_buckets(self):
+        self.asked = True
+        if self.says:
+            raise RuntimeError(self.says)
+
+
+UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_whether_gradients_have_travelled_is_asked_of_ddp(missing, rebuilt):
+    for says in (None, UNFINISHED):
+        model = Replicated(missing, rebuilt, says)
+        assert compat.ddp_is_done(model) is (says is None or not (missing or rebuilt))
+        assert model.asked is (missing or rebuilt)
+    if missing or rebuilt:
+        with pytest.raises(RuntimeError, match="another"):
+            compat.ddp_is_done(Replicated(missing, rebuilt, "another"))
 
 
 def test_the_first_compilation_of_a_process_may_be_inside_a_tracker():

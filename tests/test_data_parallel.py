@@ -11,8 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmem_lib import accumulate_gradients, next_token_loss
+from gradmem_lib import accumulate_gradients, compat_groups, next_token_loss
 from gradmem_lib.course import models, run_ranks, torchrun
+from gradmem_lib.course.exercises.several_ranks import on_ranks
+from gradmem_lib.techniques.data_parallel import (
+    Processes,
+    Replicated,
+    Sharded,
+    check_trained_together,
+    device_of,
+    processes_of,
+)
 
 ids = torch.randint(0, 31, (5, 12), generator=torch.Generator().manual_seed(0))
 lengths = torch.tensor([2, 12, 5, 9, 7])
@@ -140,6 +149,103 @@ def sharded():
 def equal_to_the_full_batch(windows):
     for name, (far, loss, items) in windows.items():
         assert far <= 1e-12 and abs(loss) <= 1e-12 and items == 0, name
+
+
+def test_a_process_on_its_own_sums_nothing_up():
+    for alone in (Processes(), processes_of(None), processes_of(torch.nn.Linear(1, 1))):
+        assert type(alone) is Processes and alone.sums(1, 2.5) == [1, 2.5]
+        assert alone.divisor == 1 and list(alone.micro_batches("ab")) == [("a", False), ("b", False)]
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="returned"):
+        check_trained_together(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with compat_groups.one_of(1, 0):
+        assert type(processes_of(None)) is type(processes_of(model)) is Processes
+    with compat_groups.one_of(2, 0), pytest.raises(ValueError, match="was not told the model"):
+        processes_of(None)
+
+
+def test_numbers_are_summed_over_every_group():
+    def summed(rank):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        both = Processes(torch.nn.Linear(1, 1), [pairs[rank // 2], across[rank % 2]])
+        return both.divisor, both.sums(2.0**rank, rank == 3, 2**53)
+
+    assert on_ranks(summed, 4) == [(4, [15, 1, 2.0**55])] * 4
+
+
+def test_the_last_micro_batch_sends_and_at_most_two_are_held():
+    fetched = []
+    given = (fetched.append(i) or i for i in range(3))
+    found = [(micro, last, len(fetched)) for micro, last in Replicated().micro_batches(given)]
+    assert found == [(0, False, 2), (1, False, 3), (2, True, 3)]
+    assert list(Replicated().micro_batches([None])) == [(None, True)]
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        list(Replicated().micro_batches([]))
+
+
+def test_sharded_processes_take_micro_batches_together():
+    def taken(rank, lengths):
+        found = []
+        try:
+            for each in Sharded(model, [dist.group.WORLD]).micro_batches([None] * lengths[rank]):
+                found.append(each)
+        except ValueError as error:
+            found.append(str(error).partition(" have")[0])
+        return found
+
+    model = torch.nn.Linear(1, 1)
+    assert on_ranks(lambda rank: taken(rank, (2, 2)), 2) == [[(None, True)] * 2] * 2
+    assert on_ranks(lambda rank: taken(rank, (1, 0, 2)), 3) == [
+        ["2 of 3 processes"], ["2 of 3 processes"], ["2 of 3 processes"],
+    ]  # fmt: skip
+    assert on_ranks(lambda rank: taken(rank, (0, 0)), 2) == [[], []]
+
+
+def parts_and_whole(mesh, divide=(), root=True):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.PReLU())
+    for part in [*model[:2], model][: 3 if root else 2]:
+        fully_shard(part, mesh=mesh)
+    for part, number in zip(model, divide, strict=False):
+        part.set_gradient_divide_factor(number)
+    return model
+
+
+def test_a_model_says_how_it_is_trained():
+    with compat_groups.one_of(3, 1) as mesh:
+        plain = torch.nn.Linear(2, 2)
+        parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
+        found = processes_of(parallel)
+        assert type(found) is Replicated and found.groups == [mesh.get_group()] and found.divisor == 3
+        for needed in (True, False):
+            with found.forward_and_backward(needed):
+                assert parallel.require_backward_grad_sync is needed
+        with pytest.raises(ValueError, match=r"only a part of the model, '1'.* DistributedDataParallel"):
+            processes_of(torch.nn.Sequential(plain, parallel))
+        model = parts_and_whole(mesh)
+        found = processes_of(model)
+        assert type(found) is Sharded and found.groups == [mesh.get_group()] and found.divisor == 3
+        assert device_of(model) == torch.device("cpu") and device_of(plain.to("meta")).type == "meta"
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        check_trained_together(model, optimizer)
+        check_trained_together(model, [optimizer])  # those of layers, in backward
+        for wrong in (
+            torch.optim.SGD(parts_and_whole(mesh).parameters(), lr=1.0),
+            torch.optim.SGD(plain.parameters(), lr=1.0),
+        ):
+            with pytest.raises(ValueError, match="that prepare"):
+                check_trained_together(model, wrong)
+        with pytest.raises(ValueError, match=r"2 trained parameters .*call fully_shard on the whole"):
+            processes_of(torch.nn.Sequential(model[0], torch.nn.Linear(2, 2)))
+        frozen = torch.nn.Sequential(model[0], torch.nn.Linear(2, 2).requires_grad_(False))
+        assert type(processes_of(frozen)) is Sharded
+        with pytest.raises(ValueError, match=r"1 trained parameters \(2.weight, \.\.\.\)"):
+            processes_of(parts_and_whole(mesh, root=False))
+        with pytest.raises(ValueError, match="by different numbers"):
+            processes_of(parts_and_whole(mesh, divide=(5.0,)))
+        model = parts_and_whole(mesh, divide=(5.0, 5.0))
+        model.set_gradient_divide_factor(5.0)
+        assert processes_of(model).divisor == 5.0
 
 
 def test_two_processes_with_unequal_shares_get_the_full_batchs_gradient():

@@ -246,6 +246,18 @@ def test_arguments_are_transformers_own():
     assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
 
 
+def test_no_argument_asks_for_what_is_not_installed(tmp_path):
+    """The 8-bit optimizer is the library's own, and Trainer would look for bitsandbytes."""
+    names = {
+        "adamw": "adamw_torch",
+        "adamw-8bit": "adamw_torch",
+        "adamw-fused": "adamw_torch_fused",
+        "sgd": "sgd",
+    }
+    for ours, theirs in names.items():
+        assert trainer_for(small(), Recipe(optimizer=ours), tmp_path).args.optim == theirs
+
+
 @pytest.mark.parametrize(
     ("recipe", "given", "says"),
     [

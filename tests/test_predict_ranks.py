@@ -1,16 +1,23 @@
 """predict(ranks=...): one rank's memory without processes, against trackers on real ranks."""
 
+import contextlib
 import sys
 from itertools import product
 
 import pytest
+import torch
 import torch.distributed as dist
 from nightly import ALL, each
 from predicted import config
 from ranked import ROWS, TOKENS, config_of, figures, measured_here, predicted_for
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.compat_groups import one_of
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.prediction import predict as predict_module
@@ -148,6 +155,35 @@ def test_no_group_is_left_also_after_an_error():
     assert not dist.is_initialized() and sys.excepthook is hook
 
 
+def the_groups() -> list:
+    """What torch knows of process groups."""
+    tables = (dict(vars(c10d)[f"_{name}"]) for name in ("pg_map", "pg_names", "pg_group_ranks", "tags_to_pg"))
+    return [dist.is_initialized(), c10d.GroupMember.WORLD, c10d._world.group_count, sys.excepthook, *tables]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_group_that_exists_is_put_aside_and_given_back(inside):
+    if inside:
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+        dist.new_group([0, 1])
+    try:
+        before = the_groups()
+        with contextlib.suppress(ZeroDivisionError), one_of(5, 4) as mesh:
+            assert (dist.get_world_size(), dist.get_rank(), mesh.size()) == (5, 4, 5)
+            assert [dist.get_process_group_ranks(group) for group in c10d._world.pg_map] == [list(range(5))]
+            parallel = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh.get_group())
+            with MemoryTracker(live=False):
+                for _ in range(3):
+                    parallel(torch.ones(1, 2)).sum().backward()
+            assert not parallel._has_rebuilt_buckets, "their order is the first one"
+            raise ZeroDivisionError
+        assert the_groups() == before and torch.distributed.Reducer is not None
+        assert torch.distributed.Reducer.__module__.startswith("torch"), "DDP is torch's own again"
+    finally:
+        if inside:
+            dist.destroy_process_group()
+
+
 def in_a_rank(rows: int, tokens: int) -> tuple:
     """A prediction of eight ranks inside a group of two, which goes on as it was."""
     rank, group = dist.get_rank(), dist.new_group([0, 1])
@@ -155,8 +191,6 @@ def in_a_rank(rows: int, tokens: int) -> tuple:
     for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
         asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
         found.append(figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked)))
-    import torch
-
     sums = []
     for one in (None, group, dist.new_group([0, 1])):
         number = torch.ones(1)

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from sharded import distances, far, whole
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gradmem_lib import Recipe, compat_groups, make_trainer, prepare, step
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
+from gradmem_lib.techniques import sharding
 from gradmem_lib.techniques.precision import GradScaler
 from gradmem_lib.techniques.sharding import shard
 
@@ -268,3 +270,86 @@ def test_a_step_refuses_ranks_that_would_train_alone_and_an_optimizer_from_befor
     for alone, early in run_ranks(mistaken, how):
         assert "that prepare(model, recipe) returned" in alone
         assert ("that prepare(model, recipe) returned" in early) == (how in ("zero2", "fsdp"))
+
+
+class Block(nn.Module):
+    """A layer with a trained weight, one in another dtype that is frozen or not, and what it computed with."""
+
+    def __init__(self, other: torch.dtype = torch.bfloat16, trained: bool = False):
+        super().__init__()
+        self.weight, self.other = (
+            nn.Parameter(torch.eye(2)), nn.Parameter(torch.ones(2, 2, dtype=other), requires_grad=trained),
+        )  # fmt: skip
+
+    def forward(self, x):
+        self.seen = self.weight.dtype, type(self.weight)
+        return x @ self.weight.to(x.dtype)
+
+
+class Rest(nn.Module):
+    def __init__(self, layers, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Parameter(torch.eye(2, dtype=dtype))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head.to(x.dtype)
+
+
+def found_in(model):
+    return {"layers": (list(model.layers), None)}
+
+
+@pytest.mark.parametrize("how", ["zero2", "fsdp"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
+    monkeypatch.setattr(sharding, "find_layers", found_in)
+    with compat_groups.one_of(2, 1) as mesh:
+        model = Rest([Block(), Block()])
+        assert shard(model, how, mesh=mesh if dtype else None, compute_dtype=dtype) is model
+        assert all(isinstance(p, DTensor) and p.device_mesh.size() == 2 for p in model.parameters())
+        out = model(torch.ones(1, 2))
+        assert [layer.seen[0] for layer in model.layers] == [dtype or torch.float32] * 2
+        assert not any(issubclass(layer.seen[1], DTensor) for layer in model.layers)
+        kept = [isinstance(p, DTensor) for p in (*model.layers[0].parameters(), model.head)]
+        assert kept == [how == "fsdp", how == "fsdp", False], "the rest stays gathered until its backward"
+        out.float().sum().backward()
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads) and len(grads) == 3
+
+
+def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
+    monkeypatch.setattr(sharding, "find_layers", found_in)
+    with compat_groups.one_of(2, 0) as mesh:
+        shard(Rest([Block(torch.float32, True)], torch.bfloat16), "fsdp", mesh=mesh)
+        with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
+            shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
+        with pytest.raises(ValueError, match="choose one of 'ddp'"):
+            shard(Rest([Block()]), "zero3", mesh=mesh)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1"])
+def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
+    moved = []
+    with compat_groups.one_of(2, 0) as mesh:
+        for here in ("cpu", "cuda"):
+            model = nn.Linear(2, 2)
+            monkeypatch.setattr(sharding, "device_of", lambda model, here=here: torch.device(here))
+            model.to = moved.append
+            parallel = shard(model, how, mesh=mesh)
+            assert type(parallel) is nn.parallel.DistributedDataParallel and parallel.module is model
+            assert parallel.process_group is mesh.get_group()
+    assert moved == ["cpu"]
+
+
+@pytest.mark.parametrize("own_mesh", [False, True])
+def test_states_are_cut_over_the_mesh(own_mesh):
+    with compat_groups.one_of(3, 2) as mesh:
+        weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        cut = sharding.cut_states(weights, torch.optim.SGD, mesh.get_group() if own_mesh else None)
+        assert cut.process_group is mesh.get_group()
+        assert [len(group["params"]) for group in cut.optim.param_groups] == [1] and type(
+            cut.optim
+        ) is torch.optim.SGD

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import signal
 import threading
+import traceback
 import weakref
 from types import SimpleNamespace
 
@@ -163,39 +164,44 @@ def test_the_message_has_every_figure():
     assert "the budget: none of these by itself." in str(BudgetExceeded(299, 60, "mul", snapshot, everything))
 
 
-def test_an_error_that_is_kept_keeps_no_tensors():
-    def close_over():
-        kept, local = torch.ones(1), torch.ones(1)
-        found.extend(map(weakref.ref, (kept, local)))
+def fails_where_it_closes_over(found):
+    kept, local = torch.ones(1), torch.ones(1)
+    found.extend(map(weakref.ref, (kept, local)))
 
-        def inside():
-            raise ZeroDivisionError(kept.shape)
+    def inside():
+        raise ZeroDivisionError(kept.shape)
 
-        inside()
+    inside()
 
-    def twice():
-        also = torch.ones(1)
-        found.append(weakref.ref(also))
-        try:
-            close_over()
-        except ZeroDivisionError as error:
-            raise RuntimeError("caused") from error
 
+def fails_twice(found):
+    also = torch.ones(1)
+    found.append(weakref.ref(also))
+    try:
+        fails_where_it_closes_over(found)
+    except ZeroDivisionError as error:
+        raise RuntimeError("caused") from error
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_an_error_that_is_kept_keeps_no_tensors(said):
     found: list[weakref.ref] = []
-    for cause in (True, False):
-        with pytest.raises(RuntimeError) as caught:
-            twice()
-        error, first = caught.value, caught.value.__cause__
-        if not cause:
-            error.__cause__ = None  # as in "during handling of the above exception"
-        first.__context__ = error  # round and round
-        del caught
-        gc.collect()
-        assert any(each() is not None for each in found)
-        let_go(error)
-        del first
-        gc.collect()
-        assert [each() for each in found] == [None] * len(found)
+    with pytest.raises(RuntimeError) as caught:
+        fails_twice(found)
+    error, first = caught.value, caught.value.__cause__
+    if not said:
+        error.__cause__ = None  # as "during handling of the above exception"
+    first.__context__ = error  # round and round
+    del caught
+    gc.collect()
+    assert any(each() is not None for each in found)
+    let_go(error)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == ["fails_twice"]
+    assert [frame.name for frame in traceback.extract_tb(first.__traceback__)] == [
+        "fails_twice", "fails_where_it_closes_over",
+    ]  # fmt: skip
+    gc.collect()
+    assert [each() for each in found] == [None] * 3
 
 
 def test_a_budget_below_the_model_raises_at_the_door():

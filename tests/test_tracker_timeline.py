@@ -5,7 +5,8 @@ import pytest
 import torch
 from steps import build
 
-from gradmem_lib import MemoryTracker, Timeline
+from gradmem_lib import BudgetExceeded, MemoryTracker, Timeline
+from gradmem_lib.measure.recording import Recording
 from gradmem_lib.names import CATEGORIES
 
 
@@ -98,3 +99,89 @@ def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
     assert tracker.peak.total == 4000 + 36000
     assert [holder.nbytes for holder in tracker.largest_at_peak()] == [36000, 4000]
     assert small.numel() + highest.numel() == 10000
+
+
+@pytest.mark.parametrize("keep", [4, 6, 16])
+@pytest.mark.parametrize("n", [3, 4, 5, 9, 40, 123])
+def test_a_long_run_is_thinned_to_the_largest_of_equal_windows(keep, n):
+    recording, totals = Recording(torch.device("cpu"), keep=keep), torch.randperm(n).tolist()
+    for recording.total in totals:
+        recording.sample()
+    window = 1
+    while -(-n // window) > keep:
+        window *= 2
+    assert Timeline(recording.rows()).totals == [max(totals[i : i + window]) for i in range(0, n, window)]
+
+
+def test_states_that_were_there_are_in_every_sample():
+    """Of an optimizer that was not given: they are found when it steps."""
+    model, opt, _, step = build("mlp")
+    step()
+    states = sum(t.nbytes for state in opt.state.values() for t in state.values())
+    model.zero_grad(set_to_none=True)
+    with MemoryTracker(model, live=False) as tracker:
+        step()
+        lap = tracker.lap()
+    parts = tracker.timeline.by_category
+    assert min(parts["optimizer"]) == states == lap.by_category["optimizer"]
+    assert [sum(each) for each in zip(*parts.values(), strict=True)] == tracker.timeline.totals
+    assert lap.total == sum(lap.by_category.values()) == tracker.peak.total == max(tracker.timeline.totals)
+    assert tracker.peak_by_phase["forward"] == max(
+        n
+        for n, phase in zip(tracker.timeline.totals, tracker.timeline.phases, strict=True)
+        if phase == "forward"
+    )
+
+
+def test_peaks_begin_anew_from_what_is_live():
+    with MemoryTracker(live=False) as tracker:
+        kept = torch.ones(1000)
+        torch.ones(9000)
+        tracker.reset_peak()
+        assert tracker.peak.total == 4000
+        torch.ones(500)
+        assert tracker.peak.total == 6000 == tracker.peak_by_phase["idle"]
+        assert tracker.lap().total == 6000
+    assert max(tracker.timeline.totals) == 40_000 and kept.numel() == 1000
+
+
+def test_no_bytes_are_held_by_nobody():
+    with MemoryTracker(live=False) as tracker:
+        empty, one = torch.empty(0), torch.ones(1)
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [4] and empty.numel() < one.numel()
+
+
+def test_what_is_freed_is_seen_with_the_next_operation():
+    with MemoryTracker(live=False) as tracker:
+        kept = torch.ones(10)
+        large = torch.ones(1000)
+        del large
+        kept.add_(1)
+        kept.add_(1)
+        assert tracker.timeline.totals == [0, 40, 4040, 40]
+
+
+def test_what_follows_an_evaluation_is_no_part_of_it():
+    model = torch.nn.Linear(2, 2)
+    with MemoryTracker(model, live=False) as tracker:
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        kept = torch.ones(1000)
+    assert tracker.peak.phase == "idle" and tracker.peak.by_category["other"] >= kept.nbytes
+
+
+def test_weights_that_nobody_dispatched_are_found_by_the_next_forward():
+    model, other = torch.nn.Linear(10, 1, bias=False), torch.nn.Parameter(torch.ones(1, 100))
+    model.forward = lambda x: x  # no operation
+    with MemoryTracker(model, live=False) as tracker:
+        model.weight = other
+        model(None)
+        assert (tracker.peak.total, tracker.timeline.totals) == (400, [40, 400])
+
+
+def test_what_a_larger_size_asks_for_is_what_it_adds():
+    storage = torch.ones(100).untyped_storage()
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(live=False, budget=900) as tracker:
+        tracker.watch(torch.empty(0).set_(storage), "other")
+        storage.resize_(1000)
+    assert (caught.value.asked, caught.value.snapshot.total) == (600, 1000)
