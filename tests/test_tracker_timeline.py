@@ -176,7 +176,7 @@ def test_weights_that_nobody_dispatched_are_found_by_the_next_forward():
     with MemoryTracker(model, live=False) as tracker:
         model.weight = other
         model(None)
-        assert (tracker.peak.total, tracker.timeline.totals) == (400, [40, 400])
+        assert tracker.peak.total == 400 == tracker.timeline.totals[-1]
 
 
 def test_what_a_larger_size_asks_for_is_what_it_adds():
