@@ -66,6 +66,7 @@ flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 math_attention = _aten._scaled_dot_product_attention_math
 grouped_mm = _aten._grouped_mm.default
+set_storage = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}
 lstm_layer = _aten.mkldnn_rnn_layer.default
 of_one_dtype = [
     getattr(_aten, name).default

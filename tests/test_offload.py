@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from checkpointed import FAMILIES, batch_for, made, same, step
 from nightly import each
-from predicted import assert_same, config, example_batch, model_class, predict
+from oracle import allocator_peak
+from predicted import assert_same, config, example_batch, model_class, predict, tracked
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -295,3 +297,81 @@ def test_fake_tensors_leave_no_folder(tmp_path):
             loss = layer(torch.empty(4, 8)).sin().sum()
         loss.backward()
     assert moved.bytes and not list(tmp_path.iterdir())
+
+
+class SavedAndScaled(torch.autograd.Function):
+    """Keeps the tensor and a part of it, and returns in backward what it has changed in place."""
+
+    @staticmethod
+    def forward(ctx, h, part):
+        ctx.save_for_backward(h, part)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        whole, tail = ctx.saved_tensors
+        assert whole.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
+        return whole.mul_(d), None
+
+
+def test_one_copy_comes_back_for_all_that_need_it_while_it_is_alive(tmp_path):
+    x, n = torch.randn(1000, requires_grad=True), 4000
+    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path) as moved:
+        h = x * 1
+        product, sine = h * h, h[10:].sin()
+        del h
+        assert (moved.bytes, moved.tensors) == (n, 1)
+        part = sine.grad_fn._saved_self
+        assert product.grad_fn._saved_self[10:].data_ptr() == part.data_ptr()
+        assert torch.equal(part, x[10:])
+        del part
+        tracker.lap()
+        torch.autograd.backward((product, sine), (torch.ones(1000), torch.ones(990)))
+        # The two results, and h.
+        assert tracker.lap().by_category["activations"] <= 3 * n
+    assert torch.allclose(x.grad[10:], (2 * x + x.cos())[10:])
+
+
+def test_a_copy_that_backward_has_changed_is_read_again(tmp_path):
+    x, found = torch.randn(5, requires_grad=True), []
+    with offload_activations(tmp_path):
+        h = x * 1
+        out = (h * h + 3 * SavedAndScaled.apply(h, h[1:])).sum()
+    for _ in range(3):  # what was returned is alive, and its storage with it
+        found += torch.autograd.grad(out, x, retain_graph=True)
+    assert all(torch.allclose(grad, 5 * x) for grad in found)
+
+
+class Squared(nn.Module):
+    """Products of a tensor with itself, saved twice by one node and again by others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        h = x * self.scale
+        return (h * h * h.sin()).mean()
+
+
+T5 = transformers.T5Config(
+    vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "by hand"])
+def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
+    recipe, cfg = Recipe(offload="activations"), T5 if name == "t5" else None
+    if name == "by hand":
+        model, batch = Squared(), torch.randn(64, 16)
+    else:
+        cfg = cfg or config(name, 2)
+        cfg.use_cache = False
+        model = model_class(cfg)(cfg)
+        batch = example_batch(model, 8, 16)
+    predicted = predict(model, batch=batch, recipe=recipe, target="cpu")
+    tracker = tracked(model, batch, recipe)
+    assert_same(predicted, tracker)
+    run = prepare(model, recipe)
+    taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
+    assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)  # the last step's loss

@@ -83,6 +83,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
 
     def _asked(self, func, types, args, kwargs):
         """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
+        self.cache_enabled = func not in compat.set_storage  # it would keep the storage, and set it once
         if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import tempfile
@@ -10,12 +9,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdRef
 
-from ..compat import current_node, for_a_checkpoint, graph_task, number_of, storage_key, whole
+from ..compat import for_a_checkpoint, storage_key, whole
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, choose
 
@@ -81,7 +82,7 @@ class offload_activations(saved_tensors_hooks):
             moved = _Moved(tensor, self._path)
             self._known[key] = weakref.ref(moved)
             self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
-        return moved, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return moved, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _moves(self, tensor: Tensor) -> bool:
         if self._what == "boundaries" and not for_a_checkpoint():
@@ -121,32 +122,35 @@ class _Moved:
         self._of, self._version = weakref.ref(whole(tensor)), tensor._version
         self._nbytes, self._device = storage.nbytes(), tensor.device
         self._host: Tensor | None = None
-        self._node: tuple[int, int] | None = None
-        self._back = lambda: None
+        self._back: Any = lambda: None
+        self._empty: Tensor
         self._fake = storage.device.type == "meta"
+        here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         if self._device.type != "cpu":
-            here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._host.copy_(here, non_blocking=True)
         elif not self._fake:
             self._path = new_path()
             weakref.finalize(self, _remove, self._path)  # first, so that no interrupt leaves a file
-            self._path.write_bytes(_memory(storage))
+            self._path.write_bytes(here.numpy())
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.
         return self._of() is whole(tensor) and self._version == tensor._version
 
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
-        """The saved tensor of this dtype, shape, stride and offset. One node's tensors share what they shared before."""
-        node = graph_task(), number_of(current_node())
+        """The saved tensor of this dtype, offset, shape and stride. All of a storage share one copy while any is alive and unchanged."""
         with torch.enable_grad():  # by which a tracker knows an activation, as it knows what runs again
-            flat = self._back() if self._node == node else None
-            if flat is None:
+            storage = self._back()
+            if storage is None or self._empty._version:
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-                self._fill(flat)
-                self._node, self._back = node, weakref.ref(flat)
-            return flat[:0].view(dtype).as_strided(*form)  # whatever the storage's size is divisible by
+                self._fill(flat.data)
+                storage, self._empty = flat.untyped_storage(), flat.detach()
+                self._empty.data = flat.new_empty(0)  # counts changes of all that share, and keeps nothing
+                self._back = WeakIdRef(storage)  # of which autograd makes tensors of its own
+            shared = self._empty.detach()
+            shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)
+            return shared
 
     def _fill(self, flat: Tensor) -> None:
         if self._host is not None:
@@ -154,16 +158,12 @@ class _Moved:
         elif not self._fake:
             try:
                 with open(self._path, "rb") as file:
-                    file.readinto(_memory(flat.untyped_storage()))
+                    file.readinto(flat.numpy())
             except FileNotFoundError as error:
                 raise RuntimeError(
                     "what this backward needs was moved to a file that is gone: the block of offload_activations ended with "
                     "an exception, or was closed. Run the forward again"
                 ) from error
-
-
-def _memory(storage: torch.UntypedStorage) -> ctypes.Array:
-    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def _remove(path: Path) -> None:
