@@ -135,8 +135,8 @@ claims.show("C57", "C58")
 
 # %% [markdown]
 # So take micro-batches first, unless rows are very short, or one row alone is too much. They cost little time where one
-# row keeps the machine busy. Checkpointing costs one more forward: a third more work. Beside frozen weights, whose
-# backward is shorter, it is up to half more. Our recorded runs took 1.23 to 1.50 times as long.
+# row keeps the machine busy. Checkpointing adds a forward. That is a third of a step's work, and up to half of it
+# beside frozen weights, whose backward is shorter. Our recorded runs took 1.23 to 1.50 times as long.
 #
 # ## 5 · Micro-batches
 #
@@ -157,7 +157,7 @@ print(f"updates: {len(apart)}, all losses within 0.005: {max(apart) < 0.005}")
 # %% [markdown]
 # The losses differ only by rounding: `Trainer` divides by the tokens of the whole window, as you did in lesson 03. (For
 # classifiers, remember `model.accepts_loss_kwargs = False`. `make_trainer` weights every loss itself.) In a loop of
-# your own, schedule and log are your job: exercises 5.3 and 5.4, at the end.
+# your own, schedule and log are your job: exercises 5.3 and 5.4.
 #
 # ## 6 · Checkpointing
 #
@@ -175,9 +175,8 @@ guess_c.reveal(measured=round((pieces.peak.total - checkpointed) / 2**20, 1))
 
 # %% [markdown]
 # **The peak does not move.** It is at the end of backward, where activations are almost gone. The temporaries there are
-# three tables of 49,152 × 576 numbers. The embedding is the output layer as well, so each micro-batch computes two
-# gradients for it, and their sum is the third table. Leave the checkpoints on: when you switch them off later, the peak
-# will move.
+# three times 49,152 × 576 numbers. The embedding is the output layer as well, so each micro-batch computes two gradients
+# for it, and then their sum. Leave the checkpoints on: when you switch them off later, the peak will move.
 #
 # `arguments` writes this recipe as `TrainingArguments` (the switch was `gradient_checkpointing` before transformers
 # 5.23):
@@ -243,9 +242,9 @@ guess_d.reveal(measured=round(100 * (1 - chart.bars[-1].total / checkpointed)))
 claims.show("C11")
 
 # %% [markdown]
-# The flag is *autocast*: matrices are multiplied in bf16, and weights, gradients and states stay in float32. Where
-# activations are the peak, autocast helps. Here the peak moved into forward, where autocast keeps a bf16 copy of every
-# weight.
+# This flag is *autocast*, as the claim's `fp16=True` is: matrices are multiplied in 16 bits, and weights, gradients and
+# states stay in float32. Where activations are the peak, autocast helps. Here the peak moved into forward, where autocast
+# keeps a bf16 copy of every weight.
 #
 # What matters more is the dtype in which the model was *loaded*. `MemoryCallback` measures any `Trainer`. Here are a
 # tiny Llama's peaks, loaded in either dtype, without the flag and with it:
@@ -266,7 +265,7 @@ for dtype in (torch.float32, torch.bfloat16):
 # %% [markdown]
 # The last two lines are equal. transformers loads a model in the dtype in which it was saved, mostly bf16. Weights,
 # gradients *and* AdamW's states then have this dtype, whatever the flag says. But in bf16 an update much smaller than
-# 1/256 of its weight is rounded away. (Exercise 5.5, at the end, keeps all three in float32.)
+# 1/256 of its weight is rounded away. (Exercise 5.5 keeps all three in float32.)
 #
 # To halve everything, train in bf16 throughout, and accept the rounded updates:
 
@@ -390,9 +389,9 @@ add_adapters = check("5.6", add_adapters)
 # %% [markdown]
 # ## 10 · The loss in chunks, and room to spend
 #
-# The temporaries of LoRA's bar are two tables of the logits' gradients, 49,152 float32 numbers a token each. A third
-# table is among the activations: the loss keeps it for backward. `chunked_loss` computes the gradients during forward,
-# for 128 tokens at a time (here a whole row), and needs only two tables:
+# The temporaries of LoRA's bar are no longer the embedding's gradients, but the logits': two tables of 49,152 float32
+# numbers a token. The loss keeps a third one among the activations. `chunked_loss` computes the gradients during forward,
+# for 128 tokens at a time (here a whole row), and needs two tables, not three:
 
 # %%
 recipe |= {"chunked_loss": True}
@@ -573,7 +572,7 @@ print("the same as without a stop, to the bit:", same(through.model, resumed.mod
 # Someone trained with `arguments`, a dict of `TrainingArguments`, on several GPUs. Your one card takes at most `fits`
 # rows at a time. Write `on_one_card(arguments, gpus, fits)`: the same fields for the *same global batch* on your card,
 # as few micro-batches as possible, all of the same size. The evaluation's batch is a micro-batch too. Change no other
-# field, unless it counts micro-batches.
+# field, that is `max_steps`, `warmup_steps` and `learning_rate`, unless it counts micro-batches.
 #
 # <details><summary>Hint 1: the global batch</summary>
 #

@@ -174,8 +174,8 @@ def cache_off() -> Finding:
             Figure("gradient's error with the cache on", "some", built_in, low=0.01, unit="%"),
             Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
         ),
-        where=(Figure("the same, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"),),
-        only_if="you write reentrant checkpoints by hand; transformers' own layers leave the cache out by themselves.",
+        where=(Figure("gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"),),
+        only_if="you write reentrant checkpoints by hand; transformers' own layers leave the cache out.",
         holds="With the cache on, transformers' own checkpoints go wrong or take more.",
         fails="The cache does no harm in any of these ways.",
         why="transformers warns once, and its Trainer sets use_cache to False in any case. With torch's reentrant checkpoint around each "
