@@ -47,6 +47,7 @@ NO_VALUES = (
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 # An operator's arguments and results, with what each aliases.
 schema: Callable[[Any], Any] = attrgetter("_schema")
+KERNEL = "_op"  # the attribute that calling an operator calls; a higher-order one has none
 
 
 def returns(func) -> list:
@@ -335,9 +336,8 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
 
 _c10d = torch.ops.c10d
 all_reduce, all_gather = _c10d.allreduce_.default, _c10d._allgather_base_.default
-collectives = frozenset(
-    (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
-)
+_all = (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
+collectives = set(map(id, _all))  # by address: an operator's hash is slow
 
 
 def settled(func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from ..compat import storage_key
 from ..names import CATEGORIES, IDLE, PHASES, TEMPORARIES
-from .storages import has_memory
+from .storages import has_memory, storages_of
 from .timeline import MemorySnapshot, largest_of_windows
 
 N = len(CATEGORIES)
@@ -51,11 +51,12 @@ class Recording:
     when it is gone, or when they are asked for, under the last category that it had.
     """
 
-    def __init__(self, device: torch.device, keep: int | None = None):
+    def __init__(self, device: torch.device, keep: float = np.inf):
         self.device, self.keep = device, keep
         self._type, self._index = device.type, device.index
         self.live: dict[int, Entry] = {}
         self.freed: deque[Entry] = deque()
+        self._went = self.freed.append
         self.total = 0
         self.op, self.phase = 0, IDLE  # of the last operation
         self.count = 0  # samples so far
@@ -64,7 +65,7 @@ class Recording:
         self._settled = np.zeros((0, COLUMNS), dtype=np.int64)
         # Samples since; and of what is gone, its first sample, the first without it, bytes, category. Flat, for the GC's sake.
         self._rows, self._lives = list[int](), list[int]()
-        self._stride = 1
+        self._stride, self._room = 1, NEW * keep
 
     # Others may count otherwise (predictions do).
 
@@ -74,9 +75,8 @@ class Recording:
         here = device == self.device or (self._index is None and device.type == self._type)
         return storage.nbytes() if here and has_memory(storage) else 0
 
-    def scratch(self, func: object, args: tuple) -> int:
-        """Bytes that the operation ``func(*args)`` took and gave back, unseen by anyone but who knows its kernel."""
-        return 0
+    # ``scratch(func, args)``: bytes that an operation took and gave back, unseen by anyone but who knows its kernel.
+    scratch: Any = None
 
     def entered(self, entry: Entry) -> None:
         """``entry`` is alive."""
@@ -93,7 +93,7 @@ class Recording:
         nbytes = self.size(storage)
         if nbytes == 0:
             return 0
-        entry = Entry(storage, self.freed.append)
+        entry = Entry(storage, self._went)
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
@@ -125,15 +125,16 @@ class Recording:
         self.leave(entry)
         return max(self.enter(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
 
-    def tag(self, storage: torch.UntypedStorage, category: int, module: object) -> None:
-        """Put ``storage`` under ``category``, counting it if it was not known."""
-        if self.freed:
-            self.drain()  # its address may have been another storage's a moment ago
-        entry = self.live.get(storage_key(storage))
-        if entry is None:
-            self.enter(storage, category, module)
-        else:
-            entry.module, entry.category = module, category
+    def tag(self, value: Any, category: int, module: object) -> None:
+        """Put what holds ``value``, a tensor or several, under ``category``, counting it if it was not known."""
+        for storage in storages_of(value):
+            if self.freed:
+                self.drain()  # its address may have been another storage's a moment ago
+            entry = self.live.get(storage_key(storage))
+            if entry is None:
+                self.enter(storage, category, module)
+            else:
+                entry.module, entry.category = module, category
 
     def were_there(self, entries: list[Entry]) -> None:
         """``entries`` have just been found, and are older than the block."""
@@ -163,9 +164,10 @@ class Recording:
         if total > self.phase_peaks[phase]:
             self.phase_peaks[phase] = total
         if self.count % self._stride == 0:
-            if self.keep is not None and len(self._settled) + len(self._rows) // NEW >= self.keep:
+            if len(self._rows) >= self._room:
                 rows = self._settle()  # every other sample stays, the larger of two
                 self._settled, self._stride = rows[largest_of_windows(rows[:, TOTAL], 2)], 2 * self._stride
+                self._room = NEW * (self.keep - len(self._settled))
             self._rows += (self.count, self.op, phase, total)
         elif total >= (self._rows[-1] if self._rows else self._settled[-1, TOTAL]):
             self._rows[-NEW:] = (self.count, self.op, phase, total)
@@ -181,6 +183,7 @@ class Recording:
         new = np.pad(np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, N)))
         self._settled = _with(np.concatenate((self._settled, new)), self._lives)
         self._rows, self._lives = [], []
+        self._room = NEW * (self.keep - len(self._settled))
         return self._settled
 
     # Moments

@@ -4,6 +4,7 @@ A storage is the block of bytes behind one or more tensors. Views and tied weigh
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -11,12 +12,7 @@ from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _META = torch.device("meta")
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
+_BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
 def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
@@ -30,12 +26,19 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
             yield from tensors_in(value.values())
 
 
-def storages_of(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    """What holds the bytes of ``tensor``: its storage, or those of the tensors inside it (sparse, DTensor, quantized)."""
-    storage = own_storage(tensor)
-    if storage is not None:
-        return (storage,)
-    return [storage for part in _parts(tensor) for storage in storages_of(part)]
+def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
+    """What holds the bytes of a tensor, or of those in a list, tuple or dict: its storage, or those of the tensors inside it
+    (sparse, DTensor, quantized)."""
+    if isinstance(value, torch.Tensor):
+        storage = own_storage(value)
+        if storage is not None:
+            return (storage,)
+        value = _parts(value)
+    elif isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return ()
+    return [storage for part in value for storage in storages_of(part)]
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -50,10 +53,9 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def has_memory(storage: torch.UntypedStorage) -> bool:
     """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
     try:
-        # A fake tensor's storage is on "meta", and is what it is taken for.
-        return storage.nbytes() == 0 or storage.device == _META or storage.data_ptr() != 0
+        return storage.data_ptr() != 0 or storage.nbytes() == 0 or storage.device == _META
     except RuntimeError:
-        return False
+        return storage.device == _META  # a fake tensor's, which is what it is taken for
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -63,8 +65,10 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         return (under,)
     if tensor.layout == torch.sparse_coo:
         return sparse_parts(tensor)
-    if tensor.layout in _COMPRESSED:
-        return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]]
+    if tensor.layout in _BY_ROW:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in _BY_COLUMN:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     inner = inner_tensors(tensor)
     # A tensor that does not name its parts has them among its attributes; a DTensor names its mesh too, which is no tensor.
     return tensors_in(vars(tensor).values() if inner is None else inner)

@@ -80,8 +80,7 @@ class MemoryTracker:
         draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        listens = self.budget is not None or draws  # who does not pays nothing for it
-        told = self._after_sample if listens else None
+        told = self._after_sample if draws or self.budget is not None else None  # or it costs nothing
         self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # once the block is done
@@ -151,7 +150,8 @@ class MemoryTracker:
         """Count ``tensors`` under ``category``: for states and buffers that no module or optimizer owns."""
         choose("category", category, CATEGORIES)
         with self._meter.lock:
-            self._meter.tag(tensors, CATEGORIES.index(category), "watched")
+            tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
+            self._recording.tag(tensors, CATEGORIES.index(category), "watched")
             self._meter.sample()
 
     def __enter__(self) -> MemoryTracker:

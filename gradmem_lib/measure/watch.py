@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as steps
 
 from .. import compat, names
-from .recording import Recording
+from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
 
 GATHERED = "gathered parameters"  # FSDP's, whole while a layer needs them
@@ -36,10 +36,11 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
             return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
-        if func in compat.collectives:
+        if id(func) in compat.collectives:
             out = compat.settled(func, args, kwargs or {})
         else:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            run = getattr(func, compat.KERNEL, func)
+            out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
         return out
 
@@ -123,7 +124,8 @@ class Meter:
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: take off what is gone, add what is new, and see where that leaves us."""
         recording, asked = self.recording, 0
-        with self.lock:
+        self.lock.acquire()  # `with` takes twice as long
+        try:
             recording.op += 1
             before = recording.total
             if recording.freed:
@@ -137,32 +139,32 @@ class Meter:
                     before += self._find_bucket(out, func)
             else:
                 recording.phase = names.FORWARD if self._in_forward else names.IDLE
-            for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
-                for storage in storages_of(tensor):
-                    entry = recording.live.get(compat.storage_key(storage))
-                    if entry is None or entry.size != storage.nbytes():
-                        asked += self._add(storage, func, args)
+            for storage in storages_of(out):
+                entry = recording.live.get(compat.storage_key(storage))
+                if entry is None or entry.size != storage.nbytes():
+                    asked += self._add(storage, entry, func, args)
             if self._gathers and func is compat.all_gather:  # FSDP's buffer, which no backward needs
-                recording.tag(args[0].untyped_storage(), names.TEMPORARIES, GATHERED)
+                recording.tag(args[0], names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
                 self.sample(asked, func)
-            if scratch := recording.scratch(func, args):
+            if recording.scratch and (scratch := recording.scratch(func, args)):
                 recording.take_and_give(scratch, func)
+        finally:
+            self.lock.release()
 
     def sample(self, asked: int = 0, func: object = "") -> None:
         self.recording.sample(func)
         if self.after_sample is not None:
             self.after_sample(asked, func)
 
-    def _add(self, storage: UntypedStorage, func: Any, args: tuple) -> int:
-        """Count ``storage`` if it is new, or has a new size; the bytes that it adds."""
+    def _add(self, storage: UntypedStorage, entry: Entry | None, func: Any, args: tuple) -> int:
+        """Count ``storage`` if it is new (no ``entry``), or has a new size; the bytes that it adds."""
         recording = self.recording
-        entry = recording.live.get(compat.storage_key(storage))
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
-        if func == "resize_" and self._gathers:
+        if self._gathers and func == "resize_":
             return recording.enter(storage, names.PARAMETERS, GATHERED, func)
-        if _is_alias(func) or (self.stack and isinstance(self.stack[-1], DistributedDataParallel)):
+        if _is_alias(func) or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
             category = names.OTHER  # made before the block, or by code that does not dispatch; or DDP's own
         elif recording.phase == names.FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
@@ -195,19 +197,13 @@ class Meter:
 
     # Who owns what
 
-    def tag(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: int, owner: str) -> None:
-        """Put what holds ``tensors`` under ``category``."""
-        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-            for storage in storages_of(tensor):
-                self.recording.tag(storage, category, owner)
-
     def sync(self) -> None:
         """Put parameters, gradients, buffers and new states where they belong: they may have been replaced since the last look."""
         recording = self.recording
         before = recording.total
         recording.drain()
         for name, parameter in self.model.named_parameters() if self.model is not None else ():
-            if parameter.device.type != recording.device.type:
+            if parameter.device != recording.device and parameter.device.type != recording.device.type:
                 raise RuntimeError(
                     f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
                     f"{parameter.device}. Move the model first, then start a new MemoryTracker"
@@ -219,7 +215,7 @@ class Meter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
-            self.tag(buffer, names.OTHER, name)
+            self.recording.tag(buffer, names.OTHER, name)
         for optimizer in self._stepping:
             self._tag_states(optimizer)
         if recording.total != before:
@@ -228,13 +224,13 @@ class Meter:
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
         with self.lock:  # also called when its gradient has come
             name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
-            self.tag(parameter, names.PARAMETERS, name)
+            self.recording.tag(parameter, names.PARAMETERS, name)
             if grad is not None:
-                self.tag(grad, names.GRADIENTS, name)
+                self.recording.tag(grad, names.GRADIENTS, name)
 
     def _tag_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            self.tag(tensors_in((state,)), names.OPTIMIZER, self._names.get(id(parameter), "parameter"))
+            self.recording.tag(state, names.OPTIMIZER, self._names.get(id(parameter), "parameter"))
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
@@ -315,7 +311,7 @@ class Meter:
             for tensor in tensors_in((args, kwargs)):
                 for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
                     if compat.storage_key(storage) not in self.recording.live:
-                        self.recording.tag(storage, names.OTHER, "inputs")
+                        self.recording.enter(storage, names.OTHER, "inputs")
                         self.sample()
 
     def _told_of_sizes(self, resize: Callable) -> Callable:
@@ -325,7 +321,8 @@ class Meter:
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                asked = self._add(storage, "resize_", ())
+                entry = self.recording.live.get(compat.storage_key(storage))
+                asked = self._add(storage, entry, "resize_", ())
                 if self.recording.total != before:
                     self.sample(asked, "resize_")
             return out

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import compat, compat_groups
 from ..compat import storage_key
 from ..measure.recording import Recording
-from ..measure.storages import storages_of, tensors_in
+from ..measure.storages import storages_of
 from ..measure.tracker import checked_optimizers
 from ..measure.watch import Meter
 from ..names import OPTIMIZER_STEP
@@ -111,8 +111,8 @@ class OffloadedRecorder(CudaRecorder):
 
     def __enter__(self) -> Self:
         self._host, self._arriving, to = WeakValueDictionary(), False, Tensor.to
-        for tensor in tensors_in([*self.meter.model.parameters(), *(dict(o.state) for o in self.optimizers)]):
-            self._host.update((storage_key(storage), storage) for storage in storages_of(tensor))
+        hosts = storages_of([*self.meter.model.parameters(), *(o.state for o in self.optimizers)])
+        self._host.update((storage_key(storage), storage) for storage in hosts)
 
         def copied(tensor, *args, **kwargs):
             if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):

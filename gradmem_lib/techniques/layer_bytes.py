@@ -51,7 +51,7 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any) -> tuple[La
         tensor.requires_grad_(needed)
     waiting = sum(p.nbytes for p in weights if p.grad is None)
     needs = (internal, temporaries, waiting, True) if any(trained) else (0, 0, 0, False)
-    return LayerBytes(_nbytes(_storages(x)), *needs), out
+    return LayerBytes(_nbytes(set(storages_of(x))), *needs), out
 
 
 def _forward_and_backward(
@@ -66,7 +66,7 @@ def _forward_and_backward(
         # Without autocast's cache, in which casts would stay that no backward needs.
         with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
             out = layer.forward(*args, **kwargs)
-        internal = _nbytes(made.alive - _storages(out))  # the output is the next layer's boundary
+        internal = _nbytes(made.alive.difference(storages_of(out)))  # the output is the next layer's boundary
         trained = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((out,)) if t.requires_grad]
         # While a layer runs again, the gradient of its output waits beside it.
@@ -91,12 +91,8 @@ class _Made:
         self.most = 0
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        self.alive |= _storages(out) - _storages((args, kwargs))  # the rest are views of what was given
+        self.alive |= set(storages_of(out)).difference(storages_of((args, kwargs)))  # the rest are views
         self.most = max(self.most, _nbytes(self.alive))
-
-
-def _storages(value: Any) -> set[torch.UntypedStorage]:
-    return {storage for tensor in tensors_in((value,)) for storage in storages_of(tensor)}
 
 
 def _nbytes(storages: Any) -> int:

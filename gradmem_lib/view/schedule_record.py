@@ -134,9 +134,8 @@ class _Lives(Recording):
         # Nodes of the graph are numbered as they are made: from which number on they are whose.
         self.numbers, self.number_layers = [0], [OUTSIDE]
         self.thread = threading.get_ident()
-        for tensor in [t for layer in layers for t in [*layer.parameters(), *layer.buffers()]]:
-            for storage in storages_of(tensor):
-                self.tag(storage, PARAMETERS, OUTSIDE)
+        for layer in layers:
+            self.tag([*layer.parameters(), *layer.buffers()], PARAMETERS, OUTSIDE)
 
     def enter_module(self, module: nn.Module, args) -> None:
         self.depth += 1
@@ -183,10 +182,9 @@ class _Lives(Recording):
                     self.live[key].sample = -1
                 if key in self.live:
                     self.users[id(self.live[key])].add(layer)
-        for tensor in tensors_in((out,)):
-            for storage in storages_of(tensor):
-                if storage_key(storage) not in used and storage_key(storage) not in self.live:
-                    self.enter(storage, OTHER, layer, kind)
+        for storage in storages_of(out):
+            if storage_key(storage) not in used and storage_key(storage) not in self.live:
+                self.enter(storage, OTHER, layer, kind)
         self.count += 1
 
     def size(self, storage: torch.UntypedStorage) -> int:
