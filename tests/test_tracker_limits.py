@@ -295,6 +295,12 @@ def test_compiled_modules_are_refused():
         pass
 
 
+def test_a_function_that_compiles_nothing_is_let_through():
+    with MemoryTracker(live=False) as tracker:
+        out = torch._dynamo.run(torch.ones_like)(torch.zeros(5))  # compiled code alone, of which there is none
+    assert tracker.peak.total == 40 and out.sum() == 5
+
+
 def test_a_model_that_moves_to_another_device_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match="moved while it was tracked"), MemoryTracker(model, live=False):
