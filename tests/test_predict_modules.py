@@ -168,7 +168,7 @@ def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
 
     with Look():
         nn.LSTM(inputs, hidden)(torch.randn(seq, batch, inputs))
-    assert corrections.lstm_workspace(*sizes) == kept[0]
+    assert corrections.lstm_workspace(*sizes) == kept[0] == compat.lstm_workspace(*sizes)
 
 
 def test_what_recurrent_layers_keep_on_a_card_is_refused():
