@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradmem_lib import MemoryTracker, predict
+from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.optimizers import AdamW8bit, code_table
 
@@ -56,3 +58,18 @@ def test_nf4_keeps_the_weights_that_theirs_keeps():
     assert errors[0] <= errors[1] == pytest.approx(0.0920, abs=2e-4)
     theirs = [packed, state.absmax, state.state2.absmax, state.offset]
     assert [p.nbytes for p in layer.parameters()] == [t.nbytes for t in theirs]
+
+
+@pytest.mark.parametrize("scales_in_8_bits", [False, True])
+def test_a_base_in_their_4_bits_is_tracked_with_its_scales_and_no_prediction(scales_in_8_bits):
+    layer = bitsandbytes.nn.Linear4bit(256, 256, bias=False, compress_statistics=scales_in_8_bits).to("cpu")
+    state, model = layer.weight.quant_state, nn.Sequential(nn.Linear(256, 256), layer)
+    kept = [layer.weight, state.absmax, state.code, model[0].weight, model[0].bias]
+    if scales_in_8_bits:
+        kept += [state.offset, state.state2.absmax, state.state2.code]
+    with MemoryTracker(model, live=False) as tracker:
+        assert tracker.current.by_category["parameters"] == sum(t.nbytes for t in kept)
+    with pytest.raises(
+        CannotTrace, match=r"the model holds a Params4bit.*measure one real step with MemoryTracker"
+    ):
+        predict(model, batch=torch.randn(2, 256), target="cpu")

@@ -164,6 +164,7 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
     [
         ({"card": "Voodoo 2"}, "no card is known"),
         ({"method": "dora"}, "method='dora' is not known"),
+        ({"method": ""}, "method='' is not known: choose one of None, 'full', 'lora'"),
         ({"global_batch": 2.5}, "give a whole number of rows"),
         ({"global_batch": 0}, "at least 1"),
         ({"seq_len": 100_000}, "beyond the 256 positions"),

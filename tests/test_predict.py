@@ -242,8 +242,11 @@ def test_questions_about_the_wrong_model(tmp_path):
 
 def test_an_unknown_model_without_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="no model is known as 'nobody/nothing'"):
-        predict("nobody/nothing", batch_size=1, seq_len=8)
+    for name in ("nobody/nothing", "Llama-2-70B"):
+        with pytest.raises(
+            ValueError, match=rf"no model is known as '{name}'.*such as known_model\('Llama-2-7B'\)"
+        ):
+            predict(name, batch_size=1, seq_len=8)
 
 
 def test_without_a_way_to_the_hub_its_client_is_not_asked(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib import BudgetExceeded, MemoryTracker, predict
 from gradmem_lib.course import run_ranks
 from gradmem_lib.measure.recording import Recording
 from gradmem_lib.measure.storages import storages_of
 from gradmem_lib.measure.timeline import Timeline
 from gradmem_lib.measure.watch import Meter
+from gradmem_lib.prediction.question import CannotTrace
 
 
 class Int8(torch.Tensor):
@@ -54,8 +56,26 @@ def test_a_quantized_weight_counts_what_is_inside():
         assert tracker.current.by_category["parameters"] == codes.nbytes + scale.nbytes
         with torch.no_grad():
             model(x)
+    with pytest.raises(
+        CannotTrace, match=r"the model holds a Int8, .*measure one real step with MemoryTracker"
+    ):
+        predict(model, batch=x, target="cpu")
     # codes, scale, batch, and within the operation: the codes in float32, and their product with the scale
     assert tracker.peak.total == codes.nbytes + scale.nbytes + x.nbytes + 2 * 4 * 32 * 64
+
+
+def test_a_weight_in_bitsandbytes_4_bits_counts_its_scales_and_theirs():
+    """Which lie beside it: see also ``test_bitsandbytes.py``, where it is installed."""
+    layer = nn.Linear(64, 32, bias=False)
+    tensors = [torch.ones(n) for n in (32, 16, 4, 256, 1)]
+    absmax, code, absmax2, code2, offset = tensors
+    nested = SimpleNamespace(absmax=absmax2, code=code2, state2=None)
+    layer.weight.quant_state = SimpleNamespace(
+        absmax=absmax, code=code, offset=offset, shape=(32, 64), state2=nested
+    )
+    with MemoryTracker(layer, live=False) as tracker:
+        kept = sum(t.nbytes for t in (layer.weight, *tensors))
+        assert tracker.current.by_category["parameters"] == tracker.current.total == kept
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ class MemoryTracker:
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.
-        if self._plot is not None and threading.get_ident() == self._thread:
+        if self._plot is not None and self._state == "running" and threading.get_ident() == self._thread:
             now = time.perf_counter()
             if now - self._last_frame > LIVE_FRAME_SECONDS:
                 self._last_frame = now

@@ -42,7 +42,7 @@ def plan(
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take, and ``RuntimeError`` for a
     model with LoRA in it that is checkpointed or compiled already.
     """
-    choose("method", method or METHODS[0], (*METHODS, "any"))
+    choose("method", method, (None, *METHODS, "any"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
     if global_batch % whole("cards", cards, 2, "cards"):
         raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")

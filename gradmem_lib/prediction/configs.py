@@ -147,7 +147,7 @@ def find_config(given):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"no model is known as {name!r} ({reason}). Give a folder with a config.json, the id of a model on the hub (needs "
-            "a network, and for some models a login), or a config such as LlamaConfig(hidden_size=4096, ...)"
+            "a network, and for some a login), or a config: LlamaConfig(hidden_size=4096, ...), or such as known_model('Llama-2-7B')[1]"
         ) from error
 
 

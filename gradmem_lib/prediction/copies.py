@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import storage_key
+from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
 
@@ -59,6 +60,11 @@ def _fake_like(tensor: Tensor, bases: dict[int, torch.UntypedStorage], where: st
     if tensor.layout != torch.strided:
         raise CannotTrace(
             f"{where} holds a tensor of layout {tensor.layout}, and only dense ones can be predicted: make it dense"
+        )
+    if type(tensor).__module__.startswith("bitsandbytes.") or own_storage(tensor) is None:
+        raise CannotTrace(
+            f"{where} holds a {type(tensor).__name__}, and what its own operations take in a step is not known: measure one real step "
+            "with MemoryTracker. Of the model before it had 4 bits, Recipe(lora_rank=16, quantized_base=True) can be predicted"
         )
     if not tensor.is_leaf and tensor.requires_grad:
         raise CannotTrace(

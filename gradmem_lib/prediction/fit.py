@@ -24,9 +24,7 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
-        raise ValueError(
-            "fit chooses the checkpoints: give a recipe without checkpointing and every_n_layers"
-        )
+        raise ValueError("fit chooses checkpoints: give a recipe without checkpointing and every_n_layers")
     source = source_of(model_or_config)
     n = sum(len(layers) for layers, _ in find_layers(source.skeleton).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]

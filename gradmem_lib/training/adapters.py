@@ -33,11 +33,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
     mixers = [n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__]
     if others or mixers:
-        why = (
-            "is trained too, and no addition"
-            if others
-            else "is multiplied without a call, which PEFT's layers need"
-        )
+        why = "is trained too, and no addition" if others else "is multiplied without a call: PEFT needs it"
         raise ValueError(
             f"{(others or mixers)[0]} {why}: merge_adapters(model).save_pretrained(folder) writes the whole model"
         )

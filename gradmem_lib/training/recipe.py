@@ -100,9 +100,7 @@ class Recipe:
                 "float32-master, or precision='bf16' with adamw-8bit"
             )
         if self.lora_rank is None and self.lora_targets:
-            raise ValueError(
-                f"lora_targets={self.lora_targets} without a rank: give lora_rank too, such as 16"
-            )
+            raise ValueError(f"lora_targets={self.lora_targets} without a rank: give lora_rank, such as 16")
         if self.quantized_base and (self.lora_rank is None or self.autocast_dtype is not None):
             raise ValueError(
                 "quantized_base=True keeps frozen weights in 4 bits, which cannot be trained and are written out in the dtype of "
