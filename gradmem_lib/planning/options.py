@@ -52,9 +52,7 @@ class Option:
         """What stands in the way, in bytes."""
         peak = self.prediction.peak
         parts = {n: b for n, b in peak.by_category.items() if b >= 0.02 * peak.total} | self.parts
-        held = ", ".join(
-            f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda p: -p[1])
-        )
+        held = ", ".join(f"{n} {format_bytes(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1]))
         phase = peak.phase.replace("_", " ")
         return f"needs {format_bytes(-self.spare)} more than there is: at the peak, in {phase}, {held}"
 
