@@ -543,7 +543,7 @@ claims.show("C38", "C52")
 # %% [markdown]
 # The scores of eager attention grow with the square. With fused attention all bytes grow with the number of tokens, and
 # only the *time* with its square. Now take LoRA on this 7B, one row of 32,768 tokens, and an RTX 4090. After your
-# prediction, two more techniques are added, one by one.
+# prediction, two more techniques are added.
 
 # %%
 question = "LoRA, a checkpoint a layer, one row of 32,768 tokens: the peak in GiB?"
@@ -568,7 +568,8 @@ guess_d.reveal(measured=round(long[0].peak.total / 2**30, 1), what="predicted")
 # 33 GiB do not fit on a card of 24. Beside the weights there are the inputs of all layers (8 GiB, as in the table), and,
 # at the loss, the logits with their gradients. The loss in chunks (lesson 05) takes the logits away. Then the peak is in
 # the backward of a layer, and **the checkpoints' boundaries are the largest part of the activations**. When they move
-# away, the run fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s.
+# away, the run fits. Over PCIe 4 they take 0.3 s each way, and a forward takes 8.6 s. (Activations fall by less than 8 GiB,
+# because the peak moves within that backward, to a moment with more of them and fewer temporaries.)
 #
 # What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's. An
 # MLP works on each token by itself, so it can take the sequence in **tiles** (slices), each in a checkpoint of its own.
@@ -619,7 +620,7 @@ for tile in tiles:
 # ## 5 · The key-value cache
 #
 # A model that writes text keeps the keys and values of all tokens so far, layer by layer, so that it need not compute them
-# again for the next token. Training has no use for such a cache. But many training runs stop to evaluate or to generate.
+# again for the next token. Training has no use for such a cache, but many runs stop to evaluate or to generate.
 
 # %% [markdown]
 # ### Exercise 8.7 · the key-value cache
@@ -662,8 +663,7 @@ claims.show("C53")
 
 # %% [markdown]
 # The difference is the cache, to the byte. It grows with every row and every token, and a training run that just fits has
-# no room for it. So evaluate with `use_cache=False`, and generate few rows at a time. (In training with checkpoints a cache
-# would keep what the checkpoints drop. Transformers and `checkpoint_layers` leave it out.)
+# no room for it. So evaluate with `use_cache=False`, and generate few rows at a time.
 #
 # ## 6 · Frozen layers
 #

@@ -132,8 +132,20 @@ def test_the_run_of_32768_tokens():
     sizes = {"batch_size": 1, "seq_len": 32768, "target": "cuda"}
     peak = predict(config, recipe=Recipe(**recipe), **sizes).peak
     assert f"{peak.total / GiB:.0f} GiB do not fit on a card of 24" in TEXT
-    moved = predict(config, recipe=Recipe(**recipe, offload="boundaries"), **sizes).moved // 2  # one way
+    stay, move = (
+        predict(config, recipe=Recipe(**recipe, chunked_loss=True, offload=offload), **sizes)
+        for offload in (None, "boundaries")
+    )
+    moved = move.moved // 2  # one way
     assert moved == 32 * 2 * 32768 * 4096 and f"({moved / GiB:.0f} GiB, as in the table)" in TEXT
+    fall = {part: n - move.peak.by_category[part] for part, n in stay.peak.by_category.items()}
+    assert (
+        "Activations fall by less than 8 GiB" in TEXT
+        and "to a moment with more of them and fewer temporaries" in TEXT
+    )
+    layer = moved // 32  # of which one is on the card in either case, and is recomputed from
+    assert 0 < fall["activations"] < 31 * layer and fall["temporaries"] > GiB
+    assert stay.peak.total - move.peak.total < 31 * layer
     over, once = moved / BUSES["PCIe 4"], 32 * forward(32768) / (find_card("RTX 4090").half / 2)
     assert f"Over PCIe 4 they take {over:.1f} s each way, and a forward takes {once:.1f} s." in TEXT
 
