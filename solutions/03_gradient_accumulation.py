@@ -149,13 +149,13 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 # The activations shrink with the micro-batch, and the other two columns do not. The peak follows the activations for
 # a while. Then it moves into backward, and at last into the optimizer's step, where no activation is left.
 #
-# In the upper rows the peak is in *forward*, a few operations before the loss, which is the first of lesson 01's
-# three moments. Why? In lesson 01 the model computed its own loss and shifted the labels. `next_token_loss` cuts the
+# In the upper rows the peak is in *forward*, a few operations before the loss, the first of lesson 01's three
+# moments. Why? In lesson 01 the model computed its own loss and shifted the labels. `next_token_loss` cuts the
 # last position off the logits instead, and that makes a copy. So when forward ends, three tensors as wide as the
 # vocabulary are alive: the logits, their copy, and the log-softmax. Backward has three such tensors as well, each one
-# position shorter.
+# position shorter. (A single row needs no copy: its activations are less than half of two rows'.)
 #
-# This settles four claims. (The last one says mini-batch, and means a micro-batch.)
+# This settles four claims. (C18's mini-batch is a micro-batch.)
 
 # %%
 claims.show("C08", "C09", "C22", "C18")
@@ -239,7 +239,7 @@ error = relative_error(gradient(smol, real, 2), gradient(smol, real, 1))
 print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
-# It is: the error is larger than the gradient again. The way out is to **add up sums, and divide by one number**: the
+# It is. The way out is to **add up sums, and divide by one number**: the
 # items of the whole window. For a language model the items are the tokens that are *predicted*.
 #
 # ### Exercise 3.2 · what counts as an item
