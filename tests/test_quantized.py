@@ -8,6 +8,7 @@ from families import tiny_config
 from predicted import assert_same, measured
 from torch import nn
 
+from gradmem_lib.compat import FakeTensorMode, tree_leaves
 from gradmem_lib.course import models
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
@@ -144,3 +145,19 @@ def test_a_mixtures_experts_stay_as_they_are():
     assert quantized.quantize_base(model) == 2 * 4  # attention's
     after = dict(model.named_parameters())
     assert experts and all(torch.equal(p, after[name]) for name, p in experts.items())
+
+
+def test_operators_return_for_fake_tensors_what_they_return():
+    """17,875 numbers are no whole number of blocks, and an odd number of them."""
+    kernels, weight = quantized._operators(), torch.randn(275, 65)
+    packed, codes, scales, offset = kernels.quantize(weight)
+    absmax = kernels.magnitudes(codes, scales, offset)
+    for operator, given in (
+        (kernels.quantize, (weight,)),
+        (kernels.magnitudes, (codes, scales, offset)),
+        (kernels.dequantize, (packed, absmax, 275, 65, torch.bfloat16)),
+    ):
+        with FakeTensorMode() as mode:
+            found = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given))
+        pairs = zip(tree_leaves(found), tree_leaves(operator(*given)), strict=True)
+        assert all((fake.shape, fake.dtype) == (real.shape, real.dtype) for fake, real in pairs)
