@@ -260,6 +260,16 @@ def _lion(momentum=lambda self, p: self.state[p].setdefault("exp_avg", torch.zer
     return made
 
 
+def _others(peak, layers, budget):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peak(middle) <= budget else (middle + 1, high)
+    return layers - low
+
+
+WRONG["8.5"] = {"those that stay": (_others, "the layers that do not run again")}
+
 WRONG["9.3"] = {
     "no momentum made": (_lion(lambda self, p: self.state[p]["exp_avg"]), "empty at first"),
     "one momentum for all": (_lion(lambda self, p: self.state.setdefault("m", torch.zeros_like(p))), "momentum of its own"),

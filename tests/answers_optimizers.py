@@ -362,6 +362,12 @@ def _clip_grad(model, loss_of, lr, max_norm):
     return norm
 
 
+def _clip_frozen(model, loss_of, lr, max_norm):
+    """Every parameter's gradient is asked for, and one is frozen."""
+    gradients = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    return math.sqrt(sum(g.square().sum().item() for g in gradients))
+
+
 RIGHT["9.4"] = {"two passes": _clip, "optimizers": _clip_sgd, "a backward for each norm": _clip_grad}
 WRONG["9.4"] = {
     "waits": (_clip_waiting, "bytes|wait"),
@@ -374,6 +380,7 @@ WRONG["9.4"] = {
     "never": (partial(_clip, coefficient=lambda norm, most: 1.0), "max_norm|clip"),
     "uphill": (partial(_clip, rate=-1.0), "sign|uphill"),
     "no norm": (lambda *given: _clip(*given) and None, "norm|return"),
+    "frozen too": (_clip_frozen, "a frozen parameter is among them"),
     "in eval mode": (
         lambda model, *given: [_clip(model, *given), model.eval()][0],
         "leaves `model` with eval mode on",

@@ -125,6 +125,15 @@ def _by_nextafter(x, generator):
     return torch.where(torch.rand(x.shape, generator=generator) < share, other, near)
 
 
+def _one_for_all(x, generator):
+    low = torch.randint(0, 65536, (1,), generator=generator, dtype=torch.int32)
+    return ((x.view(torch.int32) + low) & -65536).view(torch.float32).bfloat16()
+
+
+def _noise(x, generator, shape=lambda x: x.shape):
+    return (x + (torch.rand(shape(x), generator=generator) - 0.5) * x.abs() / 128).bfloat16()
+
+
 RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
 WRONG["7.3"] = {
     "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
@@ -133,6 +142,9 @@ WRONG["7.3"] = {
     "down": (lambda x, generator: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(), "cut|toward"),
     "no generator": (lambda x, generator: _by_bits(x, None), "generator"),
     "one for all": (partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)), "one random number|whole tensor"),
+    "one int for all": (_one_for_all, "one random number decides"),
+    "noise for all": (partial(_noise, shape=lambda x: (1,)), "one random number decides"),
+    "noise as large as x": (_noise, "near a power of 2 it is right"),
     "float32": (lambda x, generator: _by_bits(x, generator).float(), "dtype|float32"),
     "noise": (lambda x, generator: (x + (torch.rand(x.shape, generator=generator) - 0.5) / 128).bfloat16(), "gap|size"),
     "up": (lambda x, generator: _by_bits(x, generator) + 1, "got|neighbour"),
@@ -182,6 +194,20 @@ def _masters_from_weights(weights, masters, lr):
                 w.copy_(m)
 
 
+def _master_unasked(weights, masters, lr):
+    for w, m in zip(weights, masters, strict=True):
+        m -= lr * w.grad.float()
+        w.data.copy_(m)
+
+
+def _master_ends(weights, masters, lr):
+    for w, m in zip(weights, masters, strict=True):
+        if w.grad is None:
+            break
+        m -= lr * w.grad.float()
+        w.data.copy_(m)
+
+
 RIGHT["7.4"] = {
     "plain": _master,
     "add alpha": lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.add_(g, alpha=-lr)),
@@ -195,6 +221,8 @@ WRONG["7.4"] = {
     "product in bf16": (lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.sub_(lr * g)), "bf16"),
     "uphill": (lambda ws, ms, lr: _master(ws, ms, -lr), "sign|uphill"),
     "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
+    "every weight has a gradient": (_master_unasked, "got no gradient in this step"),
+    "ends at the first without": (_master_ends, "pass over that one alone"),
 }  # fmt: skip
 
 

@@ -247,6 +247,8 @@ WRONG["10.5"] = {
     "rank 0 alone": (_on_rank_zero, "same calls"),
     "own without a guard": (lambda m: 1 / int(_labels(m)), "no label|0"),
     "a share": (lambda m: _labels(m) / _sent(_labels(m)), "share"),
+    "one over micro-batches": (lambda m: 1 / len(m), "micro-batches are counted"),
+    "ranks over micro-batches": (lambda m: dist.get_world_size() / len(m), "micro-batches are counted"),
 }  # fmt: skip
 
 

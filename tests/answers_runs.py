@@ -77,6 +77,9 @@ WRONG["5.2"] = {
     "attribute": (_flags, "no layer|attribute"),
     "reentrant": (lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": True}), "use_reentrant=True"),
     "bf16": (lambda model: (_on(model), model.to(torch.bfloat16))[1], "rounded to bf16"),
+    "embedding frozen": (
+        lambda model: (_on(model), model.get_input_embeddings().requires_grad_(False))[0], "another requires_grad"
+    ),
     "fewer": (lambda model: (model.train(), setattr(model.model, "layers", model.model.layers[:2]))[1], "layers|loss"),
 }  # fmt: skip
 
@@ -100,6 +103,15 @@ def _usual(optimizer, schedule):
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
+
+
+def _leaves(setting):
+    def wrong(optimizer, *given):
+        _epoch(optimizer, *given)
+        for group in optimizer.param_groups:
+            group[setting] = 0.3
+
+    return wrong
 
 
 def _by_lambda(optimizer, mbs, window, warmup, accumulate):
@@ -132,6 +144,7 @@ WRONG["5.3"] = {
     ),
     "no schedule": (partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad())), "schedule never steps"),
     "no step": (partial(_epoch, body=lambda o, s: s.step()), "no update"),
+    "decay left": (_leaves("weight_decay"), "`optimizer` with another weight_decay"),
     "micro-batches": (partial(_epoch, n=lambda n, k: n), "length is counted in micro-batches"),
     "one by one": (partial(_epoch, each=True), "each micro-batch by itself"),
     "dropped": (

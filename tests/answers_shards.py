@@ -249,6 +249,7 @@ WRONG["10.4"] = {
     "all layers in one": (_all_in_one, "bytes|one unit"),
     "checkpoints alone": (lambda model, mesh: model.gradient_checkpointing_enable(), "nothing is sharded|whole"),
     "ddp": (lambda model, mesh: shard(model, "ddp", mesh=mesh), "whole|sharded"),
+    "head frozen": (lambda model, mesh: (model.lm_head.requires_grad_(False), _wrapped(model, mesh))[1], "gradients|requires_grad"),
     "in eval": (_evaluated, "bytes|checkpoint|train"),
     "no mesh is one": (lambda model, mesh: fully_shard(model, mesh=2), "ndim"),
     "forgot the model's": (lambda model, mesh: [fully_shard(layer, mesh=mesh) for layer in model.model.layers], "return|whole|list"),

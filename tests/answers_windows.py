@@ -286,6 +286,13 @@ def _asked(
     return model if back else None
 
 
+def _without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 RIGHT["3.8"] = {
     "close": _asked,
     "far numbers": partial(_asked, numbers=(1, 10**6)),
@@ -297,5 +304,8 @@ WRONG["3.8"] = {
     "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied|wrong way round"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
+    "dropout off": (lambda model, batch: _asked(_without_dropout(model), batch), "another dropout"),
+    "first weight frozen": (lambda model, batch: (next(model.parameters()).requires_grad_(False), _asked(model, batch))[1], "another requires_grad"),
+    "cache off": (lambda model, batch: (setattr(model.config, "use_cache", not model.config.use_cache), _asked(model, batch))[1], "config.use_cache"),
     "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|spoiled"),
 }  # fmt: skip

@@ -91,6 +91,10 @@ def leaves_autocast_on(width, height):
     torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
 
 
+def leaves_the_dtype_of_autocast(width, height):
+    torch.set_autocast_dtype("cpu", torch.float16)
+
+
 def leaves_the_default_dtype(width, height):
     torch.set_default_dtype(torch.float64)
 
@@ -119,7 +123,11 @@ def leaves_hooks_on_saved_tensors(width, height):
     ("leave", "said"),
     [
         (leaves_grad_off, "gradients off"),
-        (leaves_autocast_on, "autocast on"),
+        (leaves_autocast_on, "autocast on for cpu"),
+        (
+            leaves_the_dtype_of_autocast,
+            "autocast for cpu at torch.float16 by default, which was torch.bfloat16",
+        ),
         (leaves_the_default_dtype, "the default dtype at torch.float64"),
         (leaves_the_default_device, "the default device at meta"),
         (leaves_deterministic, "deterministic algorithms changed"),

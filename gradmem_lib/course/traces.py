@@ -41,7 +41,7 @@ class Given:
                     key
                     for was, now in zip(before, after, strict=False)
                     for key in was
-                    if was[key] != now.get(key)
+                    if was[key] != now.get(key) and f"{name}.{key}" not in self.may_change
                 ]:
                     yield f"your code leaves `{name}` with another {changed[0]} than before: put it back"
             elif before != after:
@@ -143,10 +143,21 @@ def left_switched(before: dict[str, Any]) -> Iterator[str]:
     for name, value in before.items():
         if now[name] == value:
             continue
-        how = {"gradients": "off" if value else "on", "autocast": "on"}.get(name, "changed")
+        how = {"gradients": "off" if value else "on"}.get(name, "changed")
+        how = _autocast(value, now[name]) if name == "autocast" else how
         how = f"at {now[name]}" if name.startswith("the ") else how
         stays = " (torch.set_grad_enabled stays until it is called again)" if how == "off" else ""
         yield f"your code leaves {name} {how}, for all that runs after it: put it back, best by a `with` block{stays}"
+
+
+def _autocast(before, now) -> str:
+    """What of autocast is another: (device, on or off, dtype) for each kind of device."""
+    for (kind, was_on, was_dtype), (_, on, dtype) in zip(before, now, strict=True):
+        if on != was_on:
+            return f"{'on' if on else 'off'} for {kind}"
+        if dtype != was_dtype:
+            return f"for {kind} at {dtype} by default, which was {was_dtype}"
+    return "changed"
 
 
 def put_back(before: dict[str, Any]) -> None:

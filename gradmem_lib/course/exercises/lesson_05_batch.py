@@ -274,7 +274,7 @@ EXERCISES = (
         reference=train_epoch,
         observe=_observe_schedule,
         explain=_explain_schedule,
-        changes=("optimizer",),
+        changes=("optimizer.lr",),
         mistakes=(
             Mistake("a step for every micro-batch", _epoch(per_micro=True),
                     "the schedule steps with every micro-batch: it is through after a part of the updates, and the rest have a learning rate of 0."),

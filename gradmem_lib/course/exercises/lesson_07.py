@@ -166,7 +166,9 @@ def _observe_rounding(candidate):
     found["what bf16 holds"] = {"stays": candidate(exact.clone(), torch.Generator()).double()}
     found["two generators with the same seed"] = {"the same result (1 is yes)": int(torch.equal(one, again))}
     found["with another seed"] = {"the same result (1 is yes)": int(torch.equal(one, other))}
-    return found
+    number = torch.tensor([1.0 + 0.4 * 2**-7])
+    results = {candidate(number.clone(), torch.Generator().manual_seed(seed)).item() for seed in range(40)}
+    return found | {"one number, with 40 seeds": {"different results": len(results)}}
 
 
 def _explain_rounding(got, expected):
@@ -176,7 +178,14 @@ def _explain_rounding(got, expected):
     shares = [case.get("share that goes to the one further from 0") for case in got.values()][: len(_PLACES)]
     if all(abs(share - (1 - place[1])) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)):
         return "it is the other way round: the nearer neighbour must get the greater chance."
+    if (
+        all(share in (0, 1) for share in shares)
+        and got["one number, with 40 seeds"]["different results"] == 2
+    ):
+        return "one random number decides for the whole tensor: draw one for each element."
     right = [abs(share - place[1]) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)]
+    if right == [True, True, False, True]:
+        return "near a power of 2 it is right: up to the next one the gap stays the same, and noise in proportion to x grows."
     if right[0] and right[1] and not all(right):
         return "near 1 it is right: a gap grows with the number's size, and the noise must grow with it."
     if not got[first]["goes to no other than its two neighbours (1 is yes)"]:
@@ -244,6 +253,11 @@ def _explain_master(got, expected):
         difference(got[name], expected[name]) is None for name in expected if "step" in name
     ):
         return "float32 copies of several gradients exist at once: take one tensor at a time."
+    before, after = got["after step 1"]["masters"], got["after step 2"]["masters"]
+    if difference(before, expected["after step 1"]["masters"]) is None and torch.equal(before[1:], after[1:]):
+        return (
+            "the weights that come after one without a gradient are left out too: pass over that one alone."
+        )
     return None
 
 
@@ -316,6 +330,7 @@ EXERCISES = (
         observe=_observe_master,
         explain=_explain_master,
         changes=("weights", "masters"),
+        raises=(("'NoneType'|not NoneType", "a weight whose grad is None got no gradient in this step: leave it and its master as they are."),),
         mistakes=(
             Mistake("in the weights", _in_the_weights,
                     "the update goes into the weights themselves, where bf16 loses it: subtract it from the master, then copy."),

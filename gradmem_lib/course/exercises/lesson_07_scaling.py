@@ -128,7 +128,6 @@ EXERCISES = (
         trains="when a step is skipped, and how the scale finds its size",
         reference=scaled_step,
         observe=_observe_scaled,
-        changes=("optimizer",),
         mistakes=(
             Mistake("steps anyway", _scaled(skip=False),
                     "the optimizer steps on gradients that are not finite, and the weights are gone for good: skip that step."),
@@ -149,7 +148,6 @@ EXERCISES = (
         trains="how long autocast keeps a bf16 copy of a weight",
         reference=features,
         observe=_observe_features,
-        changes=(),
         mistakes=(
             Mistake("cached", _features(cache=True),
                     "autocast's cache keeps a bf16 copy of every weight until its block ends: half of the weights' bytes once more; cache_enabled=False."),

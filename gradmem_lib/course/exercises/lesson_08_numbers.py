@@ -128,11 +128,14 @@ def _explain_layers(got, expected):
     ks, wanted = (
         [case["layers"] for case in seen.values() if isinstance(case, dict)] for seen in (got, expected)
     )
-    if any(k > layers for k, layers in zip(ks, [*(len(s[0]) for s in _SAVES.values()), LAYERS], strict=True)):
+    counts = [*(len(s[0]) for s in _SAVES.values()), LAYERS]
+    if any(k > layers for k, layers in zip(ks, counts, strict=True)):
         return "this is more than there are layers: the number of layers is asked for, not peak's bytes."
     if all(k == 0 for k in ks):
         return "no layer runs again, whatever the budget: where peak(0) is over it, some must."
     gaps = [k - right for k, right in zip(ks, wanted, strict=True)]
+    if any(gaps) and all(k + right == n for k, right, n in zip(ks, wanted, counts, strict=True)):
+        return "these are the layers that do not run again: those that do are asked for."
     if min(gaps) >= 0 and max(gaps) == 1:
         return "one more layer than needed runs again: the fewest are asked for."
     if max(gaps) <= 0 and min(gaps) == -1:

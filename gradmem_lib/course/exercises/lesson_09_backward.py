@@ -172,7 +172,7 @@ EXERCISES = (
         raises=(
             ("modified by an inplace", "the second pass needs a forward of its own: call loss_of(model) again, since a graph cannot run twice once its weights have moved."),
             ("not NoneType|'NoneType'", "p.grad is None here: a hook of the first pass is still there and frees it, or the parameter is frozen."),
-            ("cannot register a hook", "a hook was put on a frozen parameter, which gets no gradient: take those with requires_grad alone."),
+            ("cannot register a hook|does not require grad", "a frozen parameter is among them, which gets no gradient: take those with requires_grad alone."),
         ),
         mistakes=(
             Mistake("waits", _waiting, _WAITS),

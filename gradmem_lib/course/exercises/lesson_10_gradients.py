@@ -193,6 +193,9 @@ def _explain_scale(got, expected):
         (lambda own, all, ranks, k: 1 / (all * k), "the loss is divided by the number of micro-batches too: the labels of all of them are counted already."),
         (lambda own, all, ranks, k: ranks / (all * k), "the loss is divided by the number of micro-batches too: the labels of all of them are counted already."),
         (lambda own, all, ranks, k: 1 / ranks, "no label is counted: the summed loss is to become a mean over the labels of all ranks."),
+        (lambda own, all, ranks, k: 1 / k, "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
+        (lambda own, all, ranks, k: ranks / k, "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
+        (lambda own, all, ranks, k: 1 / (k * ranks), "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
         (lambda own, all, ranks, k: own / all, "this is the rank's share of the labels: a summed loss grows with them by itself."),
         (lambda own, all, ranks, k: all, "this is the number of labels: the factor is ranks / labels."),
     ):  # fmt: skip

@@ -308,7 +308,7 @@ EXERCISES = (
         observe=_observe_wrap,
         explain=_explain_wrap,
         tolerance=1e-9,
-        changes=("model",),
+        changes=("model.mode", "model.hook", "model.config"),
         raises=((r"Invariant encountered|already", "fully_shard(model) takes all that is not sharded yet: the layers come first, the model last."),
                 (r"comm\.cpp", "DistributedDataParallel leaves a whole copy of the model on every rank: fully_shard cuts it.")),
         mistakes=(
