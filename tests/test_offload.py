@@ -375,3 +375,25 @@ def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
     run = prepare(model, recipe)
     taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
     assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)  # the last step's loss
+
+
+def test_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
+    model, x = nn.Module(), torch.randn(3, 3, requires_grad=True)
+    model.register_buffer("scale", torch.randn(3, 3))
+    sparse, empty = torch.eye(3).to_sparse(), torch.empty(0, 3, requires_grad=True)
+    for given, moves in ((model, 0), (None, 1)):
+        with offload_activations(tmp_path, model=given) as moved:
+            loss = (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum() + (empty * empty).sum()
+        assert moved.tensors == moves
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, model.scale + 1)
+
+
+def test_nothing_but_what_was_moved_is_held_when_it_comes_back(tmp_path):
+    x = torch.randn(100, dtype=torch.float64, requires_grad=True)
+    with MemoryTracker(live=False) as tracker:
+        with offload_activations(tmp_path):
+            loss = x.exp().sum()
+        tracker.reset_peak()
+        loss.backward()
+    assert {holder.nbytes for holder in tracker.largest_at_peak(99)} == {8, 800}
