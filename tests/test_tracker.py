@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from gradmem_lib import MemoryTracker
+from gradmem_lib.measure.storages import has_memory
 from gradmem_lib.measure.watch import Watch
 from gradmem_lib.names import CATEGORIES, PHASES
 
@@ -327,3 +328,15 @@ def test_the_watch_sees_backward_threads_too():
             t.join()
         sys.setswitchinterval(before)
         assert tracker.current.total == 4 * 256
+
+
+def test_a_fake_tensors_address_is_not_asked_for():
+    """PyTorch warns where it is, once a process, in the middle of whatever a learner runs."""
+
+    class Fake:
+        device, nbytes = torch.device("meta"), lambda self: 4
+
+        def data_ptr(self):
+            raise AssertionError("asked")
+
+    assert has_memory(Fake())

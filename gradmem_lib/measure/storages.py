@@ -53,7 +53,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def has_memory(storage: torch.UntypedStorage) -> bool:
     """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
     try:
-        return storage.data_ptr() != 0 or storage.nbytes() == 0 or storage.device == _META
+        return storage.device == _META or storage.nbytes() == 0 or storage.data_ptr() != 0
     except RuntimeError:
         return storage.device == _META  # a fake tensor's, which is what it is taken for
 
