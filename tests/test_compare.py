@@ -66,6 +66,15 @@ def test_a_difference_is_said_in_exact_numbers(got, expected, said):
     assert difference(got, expected).said == said
 
 
+@pytest.mark.parametrize(
+    "odd", [10**400, -(10**400), torch.empty(3, device="meta"), torch.empty((), device="meta")]
+)
+def test_what_no_float_holds_or_has_no_numbers_is_another_answer(odd):
+    for expected in (3, 2.5, torch.ones(3), "text", None, (1, 2)):
+        assert difference(odd, expected) and len(describe(odd)) < 60
+    assert difference({"a": odd}, {"a": 1.5})
+
+
 def test_the_tolerance_of_a_tensor_is_relative_to_its_largest_entry():
     expected = torch.tensor([1000.0, 0.0])
     assert difference(torch.tensor([1000.0, 0.001]), expected, 1e-5) is None

@@ -29,6 +29,13 @@ class Measured:
         return max(0, self.peak - self.budget)
 
 
+@dataclass(frozen=True)
+class TensorWithoutNumbers:
+    """What stands for a tensor on the meta device: it equals no other kind of answer."""
+
+    shape: tuple[int, ...]
+
+
 def over_budget(run: Measured) -> str:
     """Peak and budget of a run that takes too many bytes, in a sentence."""
     return run.says or (
@@ -122,6 +129,8 @@ def plain(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.item() if getattr(value, "ndim", 1) == 0 else _as_tensor(value)
     if _is_tensor(value):
+        if value.is_meta:
+            return TensorWithoutNumbers(tuple(value.shape))
         value = value.detach().cpu()
         return value.item() if value.ndim == 0 else value
     if isinstance(value, (list, tuple)):
@@ -129,7 +138,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, int) and type(value) not in (int, bool):
-        return int(value)  # a subclass may compare as it likes
+        value = int(value)  # a subclass may compare as it likes
+    if type(value) is int and abs(value) >= 2**1024:  # no float is as large, and floats are compared
+        return math.inf if value > 0 else -math.inf
     return dict(value) if isinstance(value, Mapping) else value
 
 
