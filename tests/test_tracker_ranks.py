@@ -37,7 +37,9 @@ class Settled(compat.Unguarded, compat.TorchDispatchMode):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         call = (
-            compat.settled if id(func) in compat.collectives else lambda func, args, kwargs: func(*args, **kwargs)
+            compat.settled
+            if id(func) in compat.collectives
+            else lambda func, args, kwargs: func(*args, **kwargs)
         )
         return call(func, args, kwargs or {})
 
