@@ -710,8 +710,8 @@ for name, option in options.items():
 #
 # ●●● · 8 minutes · optional · trains: finding what stands in the way, and the one change that moves it
 #
-# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090, and **every weight is trained**, without LoRA. No line of
-# section 4 does that. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch.
+# Llama-2-7B, rows of 2,048 tokens, 8 rows an update, an RTX 4090, and **every weight is trained**, without LoRA. No such line
+# of section 4 fits. Write `recipe_7b()`, which returns a `Recipe` and the rows of a micro-batch.
 # `lesson_06.on_card(recipe, micro_batch)` says what `plan` would say: print its `why_not()`, which names what stands in
 # the way, and change one thing at a time. There is more than one answer.
 #

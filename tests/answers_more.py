@@ -227,6 +227,7 @@ WRONG["9.2"] = {
     "transposed": (_second_moment(v=lambda row, column, squares: torch.outer(column, row) / row.sum()), "along its rows"),
     "this step's sum": (_second_moment(v=lambda row, column, squares: torch.outer(row, column) / squares.sum()), "this step's squares"),
     "states returned": (_second_moment(v=lambda row, column, squares: (row, column)), "v alone is asked for"),
+    "without end": (lambda *given: range(10**12), "v alone is asked for, a tensor"),
 }  # fmt: skip
 
 

@@ -297,6 +297,7 @@ RIGHT["3.8"] = {
     "close": _asked,
     "far numbers": partial(_asked, numbers=(1, 10**6)),
     "both ways": lambda model, batch: _asked(_asked(model, batch), batch),
+    "in train mode afterwards": lambda model, batch: _asked(model, batch).train(),
 }
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),

@@ -332,3 +332,10 @@ def test_a_stub_that_is_called_from_another_cell_is_a_stub_too():
     exec(compile("def theirs():\n    raise NotImplementedError\n", "a library", "exec"), library := {})
     notebook["half"] = library["theirs"]  # an operation that a library lacks: the learner has tried
     assert judge(AREA, notebook["area"]).outcome != OPEN
+
+
+def test_only_the_beginning_of_a_long_answer_is_looked_at_for_what_is_unfinished():
+    from gradmem_lib.course.stubs import has_ellipsis
+
+    assert has_ellipsis([1, (2, ...)]) and has_ellipsis({"a": [...]})
+    assert not has_ellipsis([0] * 10_000 + [...])

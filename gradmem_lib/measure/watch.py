@@ -212,7 +212,7 @@ class Meter:
             self._tag_parameter(parameter)
             state = getattr(parameter, "quant_state", None)
             while state is not None:  # of bitsandbytes' 4 bits: their scales, and the scales' own
-                recording.tag([*tensors_in((vars(state),))], names.PARAMETERS, name)
+                recording.tag(vars(state), names.PARAMETERS, name)
                 state = state.state2
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
             if not known and parameter.requires_grad and parameter.is_leaf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -125,14 +126,14 @@ class _Moved:
         self._back: Any = lambda: None
         self._empty: Tensor
         self._fake = storage.device.type == "meta"
-        here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         if self._device.type != "cpu":
+            here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._host.copy_(here, non_blocking=True)
-        elif not self._fake:
+        elif not self._fake:  # written by no operation, which trackers would see
             self._path = new_path()
             weakref.finalize(self, _remove, self._path)  # first, so that no interrupt leaves a file
-            self._path.write_bytes(here.numpy())
+            self._path.write_bytes((ctypes.c_char * self._nbytes).from_address(storage.data_ptr()))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.

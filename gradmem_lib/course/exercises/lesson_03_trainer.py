@@ -104,6 +104,7 @@ EXERCISES = (
         observe=_observe_mended,
         explain=_explain_mended,
         tolerance=1e-4,
+        changes=("model.mode",),
         mistakes=(
             Mistake("unchanged", lambda model, batch: model,
                     "the classifier's loss and gradient are still multiplied by the 4 accumulation steps."),
