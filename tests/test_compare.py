@@ -67,7 +67,9 @@ def test_a_difference_is_said_in_exact_numbers(got, expected, said):
 
 
 @pytest.mark.parametrize(
-    "odd", [10**400, -(10**400), torch.empty(3, device="meta"), torch.empty((), device="meta")]
+    "odd",
+    [10**400, -(10**400), torch.empty(3, device="meta"), torch.empty((), device="meta")],
+    ids=["large", "far below", "on meta", "a number on meta"],
 )
 def test_what_no_float_holds_or_has_no_numbers_is_another_answer(odd):
     for expected in (3, 2.5, torch.ones(3), "text", None, (1, 2)):
