@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib.course import models
 from gradmem_lib.course.processes import torchrun
-from gradmem_lib.course.ranks import run_ranks
+from gradmem_lib.course.ranks import loopback_only, run_ranks
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.cost import NCCL, beside, count, resident_bytes, seconds_per_token, sent_bytes
 from gradmem_lib.planning.models import known_model
@@ -29,7 +30,7 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.view.plan_code import launch, plan_code
+from gradmem_lib.view.plan_code import plan_code
 
 LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)
 SENT = [
@@ -222,20 +223,51 @@ SAVE = """
 whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
 torch.save({n: p.detach().clone() for n, p in whole.items()}, f"{config._name_or_path}/" + os.environ["RANK"])
 """
+HELD = """
+def nbytes(tensors):
+    return sum(t.to_local().nbytes for t in tensors if t.dim())
+
+states = [state for of in optimizer.state.values() for state in of.values()]
+torch.save([float(loss), nbytes(model.parameters()), nbytes(states)], f"{config._name_or_path}/" + os.environ["RANK"])
+"""
 
 
-def launched(script: str, folder, monkeypatch) -> None:
-    """Run ``script`` by the second command that the printed code names, on a port of its own."""
+PORTS = {"torchrun": "--master-port", "accelerate": "--main_process_port"}
+
+
+def launched(starts: str, script: str, folder, monkeypatch) -> None:
+    """Run ``script`` by one of the commands that it names itself, on a port of its own."""
     (folder / "train.py").write_text(script)
-    command = shlex.split(launch(2, str(folder / "train.py")).partition(", or: ")[2])
+    commands = re.findall("start it with: (.*), or: (.*)", script)[0]
+    (command,) = (words for words in map(shlex.split, commands) if words[0] == starts)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        command.insert(2, f"--main_process_port={probe.getsockname()[1]}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        command.insert(-2, f"{PORTS[starts]}={probe.getsockname()[1]}")
+    ours = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    for name, value in (ours | loopback_only()).items():
+        monkeypatch.setenv(name, value)
     program = Path(sys.executable).parent / command[0]
-    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_plan_is_carried_out_by_the_torchrun_command_that_it_prints(tmp_path, monkeypatch):
+    config = models.tiny_llama(layers=2, hidden=16, heads=2, intermediate=32, vocab=96).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    asked = {"card": "1 GiB", "cards": 2, "seq_len": 16, "global_batch": 4, "target": "cpu"}
+    found = plan(str(tmp_path), **asked)
+    assert 'precision="bf16"' in found.code and 'sharding="zero2"' in found.code
+    start = SCRIPT.format(folder=str(tmp_path))
+    launched("torchrun", start + found.code + HELD, tmp_path, monkeypatch)
+    space: dict = {}
+    with torch.random.fork_rng():
+        exec(start, space)
+        alone = LlamaForCausalLM(space["config"]).bfloat16()
+    loss = alone(input_ids=space["ids"], labels=space["ids"]).loss.item()
+    half = sum(p.numel() for p in alone.parameters()) // 2
+    for rank in "01":  # half of the numbers in bf16, and two states of each
+        assert torch.load(tmp_path / rank) == [pytest.approx(loss, rel=1e-6), 2 * half, 2 * 2 * half]
 
 
 STARTED = [("fsdp", "accelerate"), ("ddp", "run_ranks")]  # each program
@@ -256,7 +288,7 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, st
     start = SCRIPT.format(folder=str(tmp_path))
     script = start + text.removesuffix("destroy_process_group()\n") + SAVE
     starters = {"torchrun": torchrun, "run_ranks": lambda script: run_ranks(exec, script, {})}
-    starters.get(starts, lambda script: launched(script, tmp_path, monkeypatch))(script)
+    starters.get(starts, lambda script: launched(starts, script, tmp_path, monkeypatch))(script)
     space: dict = {}
     with torch.random.fork_rng():
         exec(start, space)
