@@ -22,7 +22,7 @@ def said(op, *args, target: str | None) -> list:
             with QuickFakeMode(target) as mode:
                 faked = tree_map_only(torch.Tensor, mode.from_tensor, args)
                 out = op(*faked)
-    except RuntimeError:
+    except (RuntimeError, OverflowError):
         return ["error"]
     tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
     assert all(type(t) is (torch.Tensor if target is None else FakeTensor) for t in tensors)
@@ -67,6 +67,8 @@ LOSSES = {
     for reduction in ((), (0,), (1,), (2,))
     if op != "soft_margin_loss" or shape == (5, 4)
 } | {
+    "smooth_l1_loss of another beta": (aten.smooth_l1_loss, rand(5, 4), rand(4), 0, 0.5)
+} | {
     f"binary_cross_entropy {weight is not None} {reduction}": (
         aten.binary_cross_entropy, rand(5, 4), rand(5, 4), weight, *reduction
     )
@@ -103,8 +105,8 @@ FILLED = {
         torch.ones(3, dtype=torch.bool),
         value,
     )
-    for dtype in (half, bf16, torch.float32)
-    for value in (0.0, -65504.0, 65520.0, -1e30, 3.4e38, 1e39, float("-inf"), float("inf"))
+    for dtype in (half, bf16, torch.float32, torch.int8)
+    for value in (0.0, -65504.0, 65520.0, -1e30, 3.4e38, 1e39, float("-inf"), float("inf"), 5, 300, -100_000)
 }
 
 OTHERS = {
@@ -121,6 +123,13 @@ OTHERS = {
     ),
     "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
     "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
+    **{
+        f"lstm in {'training' if train else 'evaluation'}": (
+            aten.mkldnn_rnn_layer, rand(3, 2, 5), rand(28, 5), rand(28, 7), rand(28), rand(28), rand(2, 7), rand(2, 7),
+            False, [], 2, 7, 1, True, False, False, train,
+        )
+        for train in (True, False)
+    },
     "mse_loss_backward": (aten.mse_loss_backward, rand(1), rand(5, dtype=bf16), rand(5, dtype=bf16), 1),
     "mse_loss_backward, wide gradient": (aten.mse_loss_backward, rand(5), rand(5, dtype=bf16), rand(5, dtype=bf16), 0),
 }  # fmt: skip

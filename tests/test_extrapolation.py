@@ -11,7 +11,7 @@ from torch import nn
 
 from gradmem_lib.measure.timeline import Timeline
 from gradmem_lib.names import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER_STEP
-from gradmem_lib.prediction.extrapolation import BY, OP, TOTAL, Trace, extrapolate, repeated_layers
+from gradmem_lib.prediction.extrapolation import BY, OP, TOTAL, Part, Trace, extrapolate, repeated_layers
 
 
 def made_up(layers: int, first: int = 5, last: int = 9, ends: int = 0, odd: int | None = None) -> Trace:
@@ -100,6 +100,20 @@ def test_the_round_that_is_repeated_is_neither_the_first_nor_the_last(units):
     short, long = (made_up(n, first=0, last=0, ends=2).parts() for n in (units, units + 1))
     for part, deep in zip(extrapolate(short, long, units, 12), steps(made_up(12, 0, 0, 2)), strict=True):
         assert np.array_equal(part, deep)
+
+
+def of_one_operation(rounds: int, before: int, special: int) -> Part:
+    """Rounds of one operation each, after ``before`` others; ``special`` rounds at each end hold more bytes or less."""
+    held = [1] * before + [9] * special + [7] * rounds + [5] * special
+    names = ["other"] * before + ["mm"] * (rounds + 2 * special)
+    return np.outer(held, [0, 0, *[1] * 7]), [(name, FORWARD) for name in names]
+
+
+@pytest.mark.parametrize(("before", "special"), [(0, 0), (0, 2), (6, 2), (6, 5)])
+def test_the_round_that_is_repeated_is_the_middle_one(before, special):
+    short, long, deep = (of_one_operation(rounds, before, special) for rounds in (1, 2, 8))
+    (found,) = extrapolate([short], [long], 1, 8)
+    assert np.array_equal(found, deep[0])
 
 
 def test_as_many_as_were_traced_are_what_was_traced():

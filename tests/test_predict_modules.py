@@ -136,6 +136,24 @@ def test_recurrent_layers(kind, options):
     assert_predicted(Recurrent(kind, **options), torch.randn(37, 5, 8))
 
 
+class Frozen(Recurrent):
+    """A recurrent layer runs without gradients first, and stays in evaluation mode."""
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.layers.eval()
+        return self
+
+    def forward(self, x):
+        with torch.no_grad():
+            shift = self.layers(x)[0].mean()
+        return super().forward(x + shift)
+
+
+def test_a_recurrent_layer_in_evaluation_mode_and_without_gradients():
+    assert_predicted(Frozen(nn.LSTM), torch.randn(37, 5, 8))
+
+
 class Unfolded(nn.Module):
     """Windows of neighbours, and added up again: both ways through ``col2im``."""
 

@@ -5,7 +5,6 @@ Found by running PyTorch's own samples of every operator (``torch.testing``) for
 
 from collections.abc import Callable
 from functools import cache
-from math import inf
 
 import torch
 
@@ -33,10 +32,8 @@ def _contiguous_gradient(args, out):
 
 def _filled(args, out):
     """A value beyond the tensor's dtype is an error for real, and none of a fake tensor's."""
-    value = args[2]
-    numbers = isinstance(value, float) and out.is_floating_point()
-    if numbers and torch.finfo(out.dtype).max < abs(value) < inf:
-        raise RuntimeError(f"masked_fill with {value}: too large for {out.dtype}")
+    with compat.without_modes():
+        torch.zeros(1, dtype=out.dtype).masked_fill_(torch.zeros(1, dtype=torch.bool), args[2])
     return out
 
 
@@ -114,15 +111,15 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
 
 
 def _lstm(args, out):
-    """oneDNN's LSTM returns its workspace, whose size PyTorch's fake does not know."""
-    x, hidden, training = args[0], args[10], args[-1]
+    """oneDNN's LSTM returns its workspace where gradients are recorded, whose size PyTorch's fake does not know."""
+    x, hidden = args[0], args[10]
+    if not torch.is_grad_enabled():
+        return out
     if x.dtype != torch.float32 or not _formula_holds():
         raise CannotTrace(
             f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: predict it in float32, or "
             "measure one real step with MemoryTracker"
         )
-    if not training:
-        return out
     nbytes = lstm_workspace(*x.shape[:2], x.shape[2], hidden)
     return (*out[:3], x.new_empty(nbytes, dtype=torch.uint8))
 

@@ -91,7 +91,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
 
     def _key(self, func, args, kwargs) -> tuple | None:
         """What the result depends on; ``None`` where that is more than is looked at here."""
-        parts: list = [func]
+        parts: list = [func, torch.is_grad_enabled()]
         for value in (*args, *kwargs.items()):
             kind = type(value)
             if kind is FakeTensor:
