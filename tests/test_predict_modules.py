@@ -146,7 +146,7 @@ class Frozen(Recurrent):
 
     def forward(self, x):
         with torch.no_grad():
-            shift = self.layers(x)[0].mean()
+            shift = self.layers(x)[0].mean() + self.layers(x.repeat(1, 9, 1))[0].mean()  # the step's peak
         return super().forward(x + shift)
 
 
@@ -172,7 +172,7 @@ def test_folds_keep_the_storage_of_their_columns(window, stride):
     assert_predicted(Unfolded(window, stride), torch.randn(2, 6, 18, 1, requires_grad=True))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64), (128, 8, 30, 100)])
+@pytest.mark.parametrize("sizes", [(1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64), (128, 8, 256, 100)])
 def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
     seq, batch, inputs, hidden = sizes
     kept = []
