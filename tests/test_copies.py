@@ -13,6 +13,32 @@ from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.techniques.checkpointing import checkpoint_layers, checkpoints_of
 
 
+class Wrapper(Tensor):
+    """A tensor with a size and no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        return Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Packed(Tensor):
+    __module__ = "bitsandbytes.nn.modules"  # its own operations, as the library's have
+
+
+class Table:
+    """It copies itself, and makes a tensor for that."""
+
+    def __init__(self, rows: int):
+        self.values = torch.zeros(rows, dtype=torch.float64)
+
+    def __deepcopy__(self, memo):
+        return Table(len(self.values))
+
+
 class Holds(nn.Module):
     """All that a module may hold: parameters that share, buffers, views, a tensor in a list, and layers."""
 
@@ -91,10 +117,18 @@ def test_a_batch_keeps_what_is_one_tensor_one():
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_what_copies_itself_makes_tensors_of_its_own():
+    with QuickFakeMode():
+        made = fake_batch({"table": Table(5)})["table"]
+    assert isinstance(made.values, FakeTensor) and form(made.values) == form(Table(5).values)
+
+
 @pytest.mark.parametrize(
     ("held", "says"),
     [
         (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
+        (Wrapper(torch.rand(3)), "a Wrapper, and what its own operations take"),
+        (torch.rand(3).as_subclass(Packed), "a Packed, and what its own operations take"),
         (torch.rand(2, 5, requires_grad=True) * 2, r"of shape \(2, 5\) that has been computed"),
     ],
 )
