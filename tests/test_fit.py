@@ -1,7 +1,9 @@
 """As few layers run again as a budget allows: tracked within it, and above it with one layer less; the same gradients."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from families import tiny_config
@@ -12,6 +14,7 @@ from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
 from gradmem_lib.course import models
+from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
 from gradmem_lib.planning.cost import count, run_again
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.techniques.layers import find_layers
@@ -131,6 +134,63 @@ def test_a_budget_that_residents_pass_is_refused_after_two_predictions(monkeypat
     tried, said = asked_of(monkeypatch, shape, held - 1)
     assert tried == [None, "first-12"] and "alone need" in said
     assert int(said.split("alone need ")[1].split(" bytes")[0].replace(",", "")) >= held - 1
+
+
+def made_up(monkeypatch, peaks, rows) -> list[int]:
+    """Let ``fit`` ask for predictions with these peaks, by how many layers run again, and these samples; which were asked for."""
+    tried = []
+
+    def predicted(source, recipe):
+        first = int((recipe.checkpointing or "first-0").removeprefix("first-"))
+        tried.append(first)
+        return SimpleNamespace(
+            peak=SimpleNamespace(total=peaks[first]), timeline=SimpleNamespace(rows=np.array(rows))
+        )
+
+    monkeypatch.setattr("gradmem_lib.prediction.fit.predict", predicted)
+    return tried
+
+
+@pytest.mark.parametrize(
+    "peaks",
+    [
+        (9, 8, 7, 6, 5, 4),
+        (9, 7, 5, 3, 2, 4),
+        (9, 5, 4, 6, 7, 8),
+        (9, 3, 4, 5, 6, 7),
+        (3, 4, 5, 6, 7, 8),
+        (9,) * 6,
+    ],
+)
+def test_the_fewest_layers_of_whatever_peaks(peaks, monkeypatch):
+    """Each peak falls with the layers that run again up to the lowest, and rises from there on."""
+    tried = made_up(monkeypatch, peaks, [[0] * 9])
+    for budget in range(1, 11):
+        tried.clear()
+        enough = [first for first, peak in enumerate(peaks) if peak <= budget]
+        if enough:
+            assert fit(FAMILIES["smollm2"](), budget) == with_first(Recipe(), enough[0])
+        else:
+            with pytest.raises(ValueError, match=f"this step needs at least {min(peaks)} bytes"):
+                fit(FAMILIES["smollm2"](), budget)
+            below = max(peaks.index(min(peaks)) - 1, 1)  # one layer less than the lowest peak has
+            assert tried == [0, *range(LAYERS, below - 1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("held", "in_step"), [((20, 30, 40), 0), ((20, 30, 4), 90), ((90, 0, 0), 70), ((0, 0, 90), 70)]
+)
+def test_what_no_checkpoint_takes_away(held, in_step, monkeypatch):
+    """Weights, gradients and states of any sample, and all that there is in the optimizer's step: here 90 bytes."""
+    sample = [0, FORWARD, 500, *held, 300, 400, 500]
+    made_up(
+        monkeypatch, [500, 400, 300, 200, 100, 150], [[0] * 9, sample, [0, OPTIMIZER_STEP, in_step, *[0] * 6]]
+    )
+    with pytest.raises(ValueError, match="optimizer's step alone need 90 bytes"):
+        fit(FAMILIES["smollm2"](), 89)
+    with pytest.raises(ValueError, match="this step needs at least 100 bytes"):
+        fit(FAMILIES["smollm2"](), 90)
+    assert fit(FAMILIES["smollm2"](), 100).checkpointing == "first-4"
 
 
 def loss_and_gradients(model, batch) -> list[torch.Tensor]:
