@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -323,7 +324,9 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
     """The process groups over which ``fully_shard`` averages, and the divisors that its parts were told (torch 2.13)."""
     found, divisors = {}, set()
     for part in parts:
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # since 2.13; before, one at most
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
                 over = getattr(group.mesh_info, name, None)
@@ -332,15 +335,26 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
     return list(found.values()), divisors or {None}
 
 
+@contextmanager
+def shards_of_integers() -> Iterator[None]:
+    """While the block runs, ``fully_shard`` takes weights of whole numbers (4-bit codes), as it does by itself since torch 2.13."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+
+    with patch.object(_fsdp_param, "nn", SimpleNamespace(**vars(nn) | {"Parameter": parameter})):
+        yield
+
+
 # Ranks.
 
 _c10d = torch.ops.c10d
 all_reduce, all_gather = _c10d.allreduce_.default, _c10d._allgather_base_.default
-_all = (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
-collectives = set(map(id, _all))  # by address: an operator's hash is slow
+collectives = (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
 
 
-def settled(func: Callable, args: tuple, kwargs: dict) -> Any:
+def settled(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """What the collective ``func`` returns, when it is done and nobody but the caller holds its tensors any more.
 
     A thread of gloo's lets go of them some time after the wait for it: what is alive would differ from run to run."""

@@ -180,10 +180,10 @@ def test_a_collective_is_over_when_nobody_else_holds_its_tensors():
         return compat.reduced(tensors)
 
     given = [torch.ones(3)]
-    found, work = compat.settled(collective, (given,), {})
+    found, work = compat.settled(collective, given)
     assert not holders and found[0] is given[0]
     torch._C._distributed_c10d.Work.unbox(work).wait()
-    one, _ = compat.settled(lambda out, given: compat.reduced([out]), (given[0], torch.ones(2)), {})
+    one, _ = compat.settled(lambda out, given: compat.reduced([out]), given[0], torch.ones(2))
     assert one is given[0]
 
 
@@ -191,7 +191,7 @@ def test_a_collective_of_fake_tensors_is_not_waited_for():
     with compat.FakeTensorMode():
         fake = torch.ones(3)
     for tensors in ([fake], [torch.ones(3, device="meta")]):
-        assert compat.settled(lambda tensors, more: (tensors, more), (tensors,), {"more": 7}) == (tensors, 7)
+        assert compat.settled(lambda tensors, more: (tensors, more), tensors, more=7) == (tensors, 7)
 
 
 class Replicated(nn.Module):

@@ -1,4 +1,4 @@
-"""The part of ``compat`` that the course alone needs: private names of torch, seen in 2.13.0."""
+"""The part of ``compat`` that the course alone needs: private names of torch, seen in 2.11.0 and 2.13.0."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +63,12 @@ def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> Non
         torch._C._autograd._push_saved_tensors_default_hooks(*before)
 
 
+def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: Any) -> None:
+    """transformers' checkpoints on ``model``, by the name that the installed version has for it (a new one since 5.23)."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")(kwargs, **more)
+
+
 # Process groups whose ranks are threads, for checks.
 
 
@@ -77,6 +83,9 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    communicators = (
+        {} if hasattr(threaded.ThreadLocalWorld, "comms") else {"comms": []}
+    )  # torch 2.11 asks for them at the end
     groups = threaded.ProcessLocalGroup
     begin = groups._start_coll
 
@@ -97,7 +106,10 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
     threaded._install_threaded_pg()
     isolate(True)
     try:
-        with patch.multiple(groups, _start_coll=begun, reduce=reduce, create=True):
+        with (
+            patch.multiple(groups, _start_coll=begun, reduce=reduce, create=True),
+            patch.multiple(threaded.ThreadLocalWorld, **communicators, create=True),
+        ):
             yield lambda group, rank, call, data: begun(call, group).join(rank, data), groups.exception_handle
     finally:
         groups.reset()

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import partial, wraps
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -36,13 +36,26 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
             return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
-        if id(func) in compat.collectives:
-            out = compat.settled(func, args, kwargs or {})
-        else:
-            run = getattr(func, compat.KERNEL, func)
-            out = run(*args, **kwargs) if kwargs else run(*args)
+        run = (_operators.get(id(func)) or _operator(func))[1]
+        out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
         return out
+
+
+# Of each operator, by its address (its hash is slow), which stays its own: itself, what runs it, and whether it returns (a view
+# of) one of its arguments rather than new memory.
+_operators: dict[int, tuple[Any, Callable, bool]] = {}
+
+
+def _operator(func: Any) -> tuple[Any, Callable, bool]:
+    if id(func) not in _operators:
+        run = (
+            partial(compat.settled, func)
+            if func in compat.collectives
+            else getattr(func, compat.KERNEL, func)
+        )
+        _operators[id(func)] = func, run, any(r.alias_info is not None for r in compat.returns(func))
+    return _operators[id(func)]
 
 
 _wrappers: dict[type, bool] = {}
@@ -135,7 +148,7 @@ class Meter:
             elif compat.graph_task() != -1:
                 recording.phase = names.BACKWARD
                 self._in_forward = False  # nor is what follows the backward pass
-                if self._replicated and _is_alias(func):
+                if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
                 recording.phase = names.FORWARD if self._in_forward else names.IDLE
@@ -164,7 +177,7 @@ class Meter:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
         if self._gathers and func == "resize_":
             return recording.enter(storage, names.PARAMETERS, GATHERED, func)
-        if _is_alias(func) or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
+        if _operator(func)[2] or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
             category = names.OTHER  # made before the block, or by code that does not dispatch; or DDP's own
         elif recording.phase == names.FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
@@ -346,9 +359,3 @@ def compiled_error(name: str) -> RuntimeError:
         f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now and afterwards. Track the "
         "original (a module before torch.compile, or compiled._orig_mod); compiled code has its own memory plan"
     )
-
-
-@cache
-def _is_alias(func: Any) -> bool:
-    """Whether ``func`` returns (a view of) one of its arguments rather than new memory."""
-    return any(r.alias_info is not None for r in compat.returns(func))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..compat import shards_of_integers
 from ..names import SHARDING, choose
 from .data_parallel import device_of
 from .layers import find_layers
@@ -82,11 +83,12 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
                 f"trained weights of one {type(part).__name__} are in {' and '.join(dtypes)}, and fully_shard keeps a layer's in one dtype: "
                 "choose a precision in the recipe, such as 'bf16', or cast the model"
             )
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard, **options)
-    # What is left, such as embeddings and the output layer. Backward begins where forward ends: freed between, it would be
-    # gathered again at once.
-    fully_shard(model, reshard_after_forward=False, **options)
+    with shards_of_integers():
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=reshard, **options)
+        # What is left, such as embeddings and the output layer. Backward begins where forward ends: freed between, it would be
+        # gathered again at once.
+        fully_shard(model, reshard_after_forward=False, **options)
 
 
 def cut_states(

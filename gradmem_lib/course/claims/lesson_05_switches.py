@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
 from ...prediction.predict import Prediction
+from ...training.trainer import checkpointing_argument
 from .. import accounting, models
+from ..compat_course import enable_checkpointing
 from ..shapes import SHAPES
 from . import Finding, answers
 from .finding import Figure, fits, in_unit, yes
@@ -159,8 +161,7 @@ def _cached_step(use_cache: bool, change: Callable = lambda model: None) -> tupl
 
 @answers("C43")
 def cache_off() -> Finding:
-    enable = lambda model: model.activation_checkpointing_enable()  # noqa: E731
-    (off, reference), (on, gradient) = _cached_step(False, enable), _cached_step(True, enable)
+    (off, reference), (on, gradient) = (_cached_step(on, enable_checkpointing) for on in (False, True))
 
     def wrong(reentrant: bool) -> float:
         found = _cached_step(True, partial(_by_hand, reentrant))[1]
@@ -194,7 +195,7 @@ def _kind(**kwargs) -> str:
     """Which of torch's two checkpoints a model uses after ``activation_checkpointing_enable(kwargs)``."""
     model, ids = _tiny(), _ids()
     with _quiet():
-        model.activation_checkpointing_enable(kwargs or None)
+        enable_checkpointing(model, kwargs or None)
         todo, seen = [model(input_ids=ids, labels=ids).loss.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -207,7 +208,8 @@ def _kind(**kwargs) -> str:
 @answers("C46")
 def checkpointing_kwargs() -> Finding:
     def given(**kwargs):
-        return _trainer(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+        name = checkpointing_argument()
+        return _trainer(**{name: True, f"{name}_kwargs": kwargs})
 
     second = _switched_on(given(every_n_layers=2))
     swallowed = _switched_on(given(use_reentrant=False, modules=["self_attn"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...measure.tracker import MemoryTracker
 from ...techniques.lora import LoRALinear, add_lora
+from ..compat_course import enable_checkpointing
 from . import Finding, answers
 from .finding import Figure, yes
 from .lesson_05_switches import _by_hand, _ids, _quiet, _tiny
@@ -22,7 +23,7 @@ def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tu
         if by_hand:
             _by_hand(reentrant, model)
         else:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            enable_checkpointing(model, {"use_reentrant": reentrant})
         if enable:
             model.enable_input_require_grads()
         else:
@@ -40,7 +41,7 @@ def _switch_does_it() -> bool:
     """Whether transformers' own switch makes the embedding's output require a gradient, adapters or not."""
     model = _tiny().requires_grad_(False)
     with _quiet():
-        model.activation_checkpointing_enable({"use_reentrant": True})
+        enable_checkpointing(model, {"use_reentrant": True})
     return model.get_input_embeddings()(_ids()).requires_grad
 
 

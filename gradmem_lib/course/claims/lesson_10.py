@@ -12,6 +12,7 @@ from ...compat_groups import one_of
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
 from ...techniques.sharding import shard
+from ..compat_course import enable_checkpointing
 from ..exercises.lesson_10_shards import Calls
 from ..exercises.lesson_10_two_cards import seventy_peak, two_cards
 from . import Finding, answers
@@ -69,7 +70,7 @@ def second_step(
     model = _tiny()
     with _quiet():
         if reentrant is not None and not pairs:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            enable_checkpointing(model, {"use_reentrant": reentrant})
         shard(model, "fsdp")
         if pairs:
             layers = model.model.layers

@@ -10,6 +10,7 @@ from torch import nn
 from ...names import IGNORED
 from ...techniques.losses import count_targets
 from ..compare import difference, plain
+from ..compat_course import enable_checkpointing
 from ..exercise import Exercise, Mistake, measure
 from .layers import count_calls
 from .settings import (
@@ -24,10 +25,7 @@ from .weights import parts_of, weights_of, why, why_loss
 
 
 def _enable(model: nn.Module, kwargs: dict | None = None, **more) -> None:
-    """Checkpointing on, by the name that the installed transformers has for it (a new one since 5.23)."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    kwargs = {"use_reentrant": False} if kwargs is None else kwargs
-    getattr(model, f"{name}_checkpointing_enable")(kwargs, **more)
+    enable_checkpointing(model, {"use_reentrant": False} if kwargs is None else kwargs, **more)
 
 
 def switch_on(model) -> None:

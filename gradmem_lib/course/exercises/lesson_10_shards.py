@@ -15,6 +15,7 @@ from ...compat_groups import one_of
 from ...measure.tracker import MemoryTracker
 from .. import models
 from ..compare import Measured, difference
+from ..compat_course import enable_checkpointing
 from ..exercise import Exercise, Mistake, Unseen
 from .settings import flat, quietly
 from .several_ranks import APART, on_ranks
@@ -199,7 +200,7 @@ def _explain_layer(got, expected):
 
 def wrap(model, mesh):
     """Per layer a checkpoint and ``fully_shard``, then ``fully_shard`` for the rest; the model."""
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     return _sharded()(model, mesh)
 
 
@@ -214,7 +215,7 @@ def _sharded(*, layers=True, root=True, **options):
 
 def _checkpointed(sharded):
     def wrong(model, mesh):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
         return sharded(model, mesh)
 
     return wrong
