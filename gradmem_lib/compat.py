@@ -75,6 +75,10 @@ of_one_dtype = [
     for name in ("mm", "addmm", "mv", "convolution", "index_put", "index_put_", "index_add", "index_add_", "_cdist_forward",
                  "huber_loss_backward")
 ]  # fmt: skip
+try:
+    _aten.mse_loss_backward.default(torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.bfloat16), 1)
+except RuntimeError:  # torch 2.11
+    of_one_dtype.append(_aten.mse_loss_backward.default)
 # Operators of recurrent layers on a card, which bring a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
@@ -325,8 +329,8 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
     found, divisors = {}, set()
     for part in parts:
         state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # since 2.13; before, one at most
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+        one = getattr(state, "_fsdp_param_group", None)  # at most, before torch 2.13
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
                 over = getattr(group.mesh_info, name, None)
@@ -375,3 +379,40 @@ def reduced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(list(tensors))
     return list(tensors), torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+
+class _Reducer(torch.distributed.Reducer):
+    """DDP's, whose buckets stay in the first order, since another is found by reading tensors. They are as large."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+@contextmanager
+def one_of(ranks: int, rank: int) -> Iterator[Any]:
+    """The mesh of ``ranks`` that are not there but for this one, ``rank``; a group that exists is put aside meanwhile."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d = torch.distributed.distributed_c10d
+    there = c10d._world
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    tables = [(getattr(there, name), dict(getattr(there, name))) for name in names]
+    count, hook = there.group_count, sys.excepthook
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(c10d, "_world", c10d._World()))
+        for table, _ in tables:
+            table.clear()
+        try:
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+            undo.enter_context(patch.object(torch.distributed, "Reducer", _Reducer))
+            undo.enter_context(patch("torch.distributed._verify_params_across_processes"))
+            undo.enter_context(patch("torch.nn.parallel.distributed._sync_module_states"))
+            yield torch.distributed.init_device_mesh("cpu", (ranks,))
+        finally:
+            for name in list(there.pg_names.values()):
+                c10d._unregister_process_group(name)
+            for table, was in tables:
+                table.clear()
+                table.update(was)
+            there.group_count, sys.excepthook = count, hook
+            c10d._update_default_pg(there.default_pg)

@@ -22,11 +22,7 @@ THEIRS = ("torch", "transformers", "accelerate", "peft")
 PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_repr_mimebundle_", "_esm", "_css", "_"}
 
 
-OURS = {
-    "compat.py",
-    "compat_groups.py",
-    "course/compat_course.py",
-}  # where private names of others may stand
+OURS = {"compat.py", "course/compat_course.py"}  # where private names of others may stand
 
 
 def is_private(name: str) -> bool:

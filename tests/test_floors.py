@@ -13,7 +13,7 @@ import gradmem_lib
 
 HOME = Path(gradmem_lib.__file__).parent
 FLOORS = (
-    ("units", "names", "compat", "compat_groups", "display"),
+    ("units", "names", "compat", "display"),
     ("measure",),
     ("techniques",),
     ("training",),

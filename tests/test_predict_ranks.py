@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.compat_groups import one_of
+from gradmem_lib.compat import one_of
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.prediction import predict as predict_module

@@ -42,18 +42,14 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
         return out
 
 
-# Of each operator, by its address (its hash is slow), which stays its own: itself, what runs it, and whether it returns (a view
-# of) one of its arguments rather than new memory.
-_operators: dict[int, tuple[Any, Callable, bool]] = {}
+_operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operator's hash is slow
 
 
 def _operator(func: Any) -> tuple[Any, Callable, bool]:
+    """``func``, which keeps its address; what runs it; whether it returns (a view of) one of its arguments, no new memory."""
     if id(func) not in _operators:
-        run = (
-            partial(compat.settled, func)
-            if func in compat.collectives
-            else getattr(func, compat.KERNEL, func)
-        )
+        run = getattr(func, compat.KERNEL, func)
+        run = partial(compat.settled, func) if func in compat.collectives else run
         _operators[id(func)] = func, run, any(r.alias_info is not None for r in compat.returns(func))
     return _operators[id(func)]
 

@@ -166,6 +166,7 @@ _ON_CPU = _EVERYWHERE | {
     **{
         op.default: _in_the_dtype_of(1)
         for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.soft_margin_loss_backward)
+        if op.default not in compat.of_one_dtype
     },
 }
 _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)

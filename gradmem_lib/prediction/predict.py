@@ -79,18 +79,7 @@ class Prediction:
         pictures().show_timeline(self.timeline, title=self.title, budget=None, peak=self.peak)
 
     def _repr_html_(self) -> str:
-        total, moved = self.peak.by_category, {"moved": self.moved} if self.moved else {}
-        rows, after = (
-            "".join(
-                f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items()
-            )
-            for part in (total, moved)
-        )
-        return (
-            f"<table><thead><tr><th style='text-align:left'>bytes, predicted for {self.target}</th>"
-            f"<th>at the peak ({self.peak.phase})</th></tr></thead>"
-            f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{self.peak.total:,}</th></tr>{after}</tbody></table>"
-        )
+        return pictures().prediction_table(self)
 
 
 def predict(

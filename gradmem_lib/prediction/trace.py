@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import compat, compat_groups
+from .. import compat
 from ..compat import storage_key
 from ..measure.recording import Recording
 from ..measure.storages import storages_of
@@ -248,10 +248,9 @@ def _ranks(question: Question, stack: ExitStack):
 
     stack.enter_context(patch.object(Processes, "sums", sums))
     stack.enter_context(warnings.catch_warnings())
-    warnings.filterwarnings(
-        "ignore", "FSDP2-wrapped module"
-    )  # that layers return views: for who runs them to know
-    return stack.enter_context(compat_groups.one_of(question.ranks, question.rank))
+    # That layers return views is for those to know who run them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    return stack.enter_context(compat.one_of(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:

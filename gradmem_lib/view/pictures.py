@@ -2,7 +2,7 @@
 
 from .live import LivePlot, show_timeline
 from .plan_code import plan_code
-from .plan_text import plan_dict, plan_text
+from .plan_text import plan_dict, plan_text, prediction_table
 from .schedules import schedule_bundle
 from .timeline import plot_timeline
 
@@ -12,6 +12,7 @@ __all__ = [
     "plan_dict",
     "plan_text",
     "plot_timeline",
+    "prediction_table",
     "schedule_bundle",
     "show_timeline",
 ]

@@ -1,10 +1,11 @@
-"""What a plan says, as text and as JSON: the recipes that fit, fastest first, and why the others do not."""
+"""What a plan says, as text and as JSON: the recipes that fit, fastest first, and why the others do not. A prediction's table."""
 
 import textwrap
 from dataclasses import asdict
 
 from ..planning.options import Option, method_of
 from ..planning.report import Plan
+from ..prediction.predict import Prediction
 from ..units import format_bytes
 from .plan_code import launch
 
@@ -83,3 +84,17 @@ def _table(options: list[Option]) -> list[str]:
 
 def _wrapped(text: str, bullet: str = "  ") -> str:
     return textwrap.fill(text, 110, initial_indent=bullet, subsequent_indent=" " * len(bullet))
+
+
+def prediction_table(prediction: Prediction) -> str:
+    """Of a prediction, the peak by category, for a notebook."""
+    total, moved = prediction.peak.by_category, {"moved": prediction.moved} if prediction.moved else {}
+    rows, after = (
+        "".join(f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items())
+        for part in (total, moved)
+    )
+    return (
+        f"<table><thead><tr><th style='text-align:left'>bytes, predicted for {prediction.target}</th>"
+        f"<th>at the peak ({prediction.peak.phase})</th></tr></thead>"
+        f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{prediction.peak.total:,}</th></tr>{after}</tbody></table>"
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...compat_groups import one_of
+from ...compat import one_of
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
 from ...techniques.sharding import shard

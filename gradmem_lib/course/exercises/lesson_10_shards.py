@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ...compat import TorchDispatchMode
-from ...compat_groups import one_of
+from ...compat import TorchDispatchMode, one_of
 from ...measure.tracker import MemoryTracker
 from .. import models
 from ..compare import Measured, difference
