@@ -36,12 +36,9 @@ class Settled(compat.Unguarded, compat.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
-        call = (
-            compat.settled
-            if id(func) in compat.collectives
-            else lambda func, args, kwargs: func(*args, **kwargs)
-        )
-        return call(func, args, kwargs or {})
+        if func in compat.collectives:
+            return compat.settled(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def of_a_rank(ways: dict[str, dict]) -> dict[str, tuple]:

@@ -83,9 +83,6 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    communicators = (
-        {} if hasattr(threaded.ThreadLocalWorld, "comms") else {"comms": []}
-    )  # torch 2.11 asks for them at the end
     groups = threaded.ProcessLocalGroup
     begin = groups._start_coll
 
@@ -106,9 +103,10 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
     threaded._install_threaded_pg()
     isolate(True)
     try:
+        # Torch 2.11 looks for ``comms`` at the end.
         with (
             patch.multiple(groups, _start_coll=begun, reduce=reduce, create=True),
-            patch.multiple(threaded.ThreadLocalWorld, **communicators, create=True),
+            patch.object(threaded.ThreadLocalWorld, "comms", [], create=True),
         ):
             yield lambda group, rank, call, data: begun(call, group).join(rank, data), groups.exception_handle
     finally:
