@@ -39,5 +39,5 @@ class Question:
     target: str
     batch: Any
     loss: Callable | None
-    ranks: int = 1
-    rank: int = 0
+    ranks: int
+    rank: int
