@@ -16,6 +16,7 @@ from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.extrapolation import repeated_layers
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.schedules import segments_for
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -174,8 +175,12 @@ def test_remembered_results_have_the_form_of_real_ones():
             assert forms() == real
 
 
-def test_sqrt_is_repeated_where_its_segments_are_equal():
-    assert predict_module._unit(Recipe(checkpointing="sqrt"), 64)[0] == 8
+def test_what_is_repeated_of_a_schedule():
+    for n in range(1, 200):
+        size, recipe = predict_module._unit(Recipe(checkpointing="sqrt"), n)
+        assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(n**0.5)
+    assert predict_module._unit(Recipe(every_n_layers=3), 9)[0] == 3
+    assert predict_module._unit(Recipe(checkpointing="mlp"), 9)[0] == 1
     assert predict_module._unit(Recipe(checkpointing="best"), 64) is None
     assert predict_module._unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
 

@@ -203,8 +203,7 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     if schedule in (None, "per-layer", *SELECTIVE):
         return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
-        first, *others = segments_for("sqrt", n)
-        schedule = first if {*others[:-1]} <= {first} and first >= max(others[-1:], default=0) else None
+        schedule = segments_for("sqrt", n)[0]  # all but the last are of that length
     return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
 
 
