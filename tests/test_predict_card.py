@@ -14,6 +14,7 @@ from gradmem_lib.prediction import allocator, cuda_kernels
 from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.prediction.trace import traced
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -70,6 +71,33 @@ def test_cuda_lines_beside_the_tensors():
     assert reserved >= prediction.peak.total and reserved % allocator.SMALL_SEGMENT == 0
     on_cpu = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, target="cpu")
     assert on_cpu.replay_allocator() is None
+
+
+def live(requests: list[int]) -> list[int]:
+    """The bytes that are held after each request."""
+    sizes, total, held = [], 0, []
+    for request in requests:
+        sizes += [request] if request >= 0 else []
+        total += request if request >= 0 else -sizes[-1 - request]
+        held.append(total)
+    return held
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k):
+    recipe = Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=k)
+    predicted = predict(config("gpt2"), batch_size=2 * k, seq_len=SEQ, target="cuda", recipe=recipe)
+    held = live(predicted.requests())
+    assert (max(held), held[-1]) == (predicted.peak.total, predicted.current.total)
+    every = traced(predicted._question, None).requests
+    assert len(every) > len(predicted.requests()) or k <= 2
+    assert predicted.replay_allocator() == allocator.replayed(every)
+
+
+def test_the_target_is_the_card_where_there_is_one(monkeypatch):
+    for card, target in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card)
+        assert predict(config("gpt2"), batch_size=2, seq_len=8).target == target
 
 
 def test_the_allocators_rules():
