@@ -26,6 +26,7 @@ from gradmem_lib.prediction import corrections
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.prediction.trace import traced
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.training.recipe import Recipe
 
@@ -278,6 +279,8 @@ class Counts(nn.Module):
 def test_every_micro_batch_of_a_module_is_traced():
     """What a module of one's own does may change from one to the next: none stands for others."""
     assert_predicted(Counts(), torch.randn(35, 8), Recipe(accumulation=5))
+    on_card = predict(Counts(), batch=torch.randn(35, 8), recipe=Recipe(accumulation=5), target="cuda")
+    assert on_card.requests() == traced(on_card._question, None).requests
 
 
 @pytest.mark.parametrize("rows", [1, 2])
