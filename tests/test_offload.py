@@ -117,6 +117,15 @@ def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recip
     assert f"<td>{predicted.moved:,}</td>" in predicted._repr_html_()
 
 
+def test_a_module_moves_what_its_config_does():
+    """Of a module the step before is traced as well, and what it moves is not counted."""
+    cfg, ask = config("gpt2"), {"batch_size": 8, "seq_len": 16, "target": "cpu"}
+    there, here = (
+        predict(given, recipe=Recipe(offload="activations"), **ask) for given in (model_class(cfg)(cfg), cfg)
+    )
+    assert there.moved == here.moved > 0
+
+
 def loss_of(model, x):
     return model(x).square().sum()
 

@@ -99,6 +99,14 @@ def test_autocast_belongs_into_the_recipe():
         predict(LlamaConfig(**SMALL), **ASK)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_prediction_is_of_training_wherever_it_is_asked_for(around):
+    x = torch.randn(32, 64)
+    with around():
+        predicted = predict(Flagged(), batch=(x, x), target="cpu")
+    assert predicted.peak == tracked(Flagged(), (x, x)).peak
+
+
 @pytest.mark.parametrize("every", [None, 1, 2, [1, [1, 1]], "best", "transformers"])
 def test_checkpoints_on_a_module_are_predicted(every):
     model = LlamaForCausalLM(LlamaConfig(**SMALL, use_cache=False))

@@ -175,6 +175,19 @@ def test_remembered_results_have_the_form_of_real_ones():
             assert forms() == real
 
 
+def test_a_tensor_that_knows_its_value_keeps_it():
+    with fakes.QuickFakeMode():
+        assert [torch.tensor(n).item() for n in (2, 3, 3, 2)] == [2, 3, 3, 2]
+
+
+def test_results_of_lists_are_those_of_the_tensors_in_them():
+    with fakes.QuickFakeMode():
+        x = torch.ones(2, 3)
+        assert [torch.cat([x, y]).shape[0] for y in (x, x[:1], x)] == [4, 3, 4]
+        x.resize_(5, 3)
+        assert torch.cat([x, x]).shape[0] == 10
+
+
 def test_what_is_repeated_of_a_schedule():
     for n in range(1, 200):
         size, recipe = predict_module._unit(Recipe(checkpointing="sqrt"), n)
