@@ -380,6 +380,7 @@ WRONG["9.4"] = {
     "never": (partial(_clip, coefficient=lambda norm, most: 1.0), "max_norm|clip"),
     "uphill": (partial(_clip, rate=-1.0), "sign|uphill"),
     "no norm": (lambda *given: _clip(*given) and None, "norm|return"),
+    "nan": (lambda *given: _clip(*given) * math.nan, "not yet: the result is not a number"),
     "frozen too": (_clip_frozen, "a frozen parameter is among them"),
     "in eval mode": (
         lambda model, *given: [_clip(model, *given), model.eval()][0],

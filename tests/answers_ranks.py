@@ -186,6 +186,7 @@ WRONG["10.2"] = {
     "one rank": (_only_one_rank, "same calls"),
     "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "for|got|tensor"),
     "None": (lambda model: [_mean(p) for p in model.parameters()], "None"),
+    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients are what they were: all_reduce"),
 }  # fmt: skip
 
 
@@ -248,6 +249,7 @@ WRONG["10.5"] = {
     "own without a guard": (lambda m: 1 / int(_labels(m)), "no label|0"),
     "a share": (lambda m: _labels(m) / _sent(_labels(m)), "share"),
     "one over micro-batches": (lambda m: 1 / len(m), "micro-batches are counted"),
+    "nan": (lambda m: float("nan"), "not yet: the result is not a number"),
     "ranks over micro-batches": (lambda m: dist.get_world_size() / len(m), "micro-batches are counted"),
 }  # fmt: skip
 

@@ -255,6 +255,21 @@ def test_an_answer_too_odd_to_compare_is_still_one_line(capsys):
         check("0.1", answer)
         out = capsys.readouterr().out
         assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
+    told = "contains itself, as a list that was appended to itself does, or is nested hundreds of times: return plain numbers or tensors."
+    assert judge(AREA, lambda w, h: endless).line == f"✗ 0.7 not yet: what area returns {told}"
+    assert judge(LAYERS, {"layers": endless}).line == f"✗ 0.7 not yet: your answer {told}"
+
+
+def test_an_answer_whose_wrapped_leads_back_to_itself_is_judged_like_any_other():
+    def right(w, h):
+        return w * h
+
+    def wrong(w, h):
+        return w + h
+
+    right.__wrapped__, wrong.__wrapped__ = right, wrong
+    assert judge(AREA, right).outcome == PASSED
+    assert judge(AREA, wrong).line.startswith("✗ 0.7 not yet: this adds the sides.")
 
 
 LAYERS = exercise_of(

@@ -23,8 +23,9 @@ from typing import Any
 from . import patience, recognising
 from .compare import Difference, Measured, describe, difference, over_budget
 from .exercise import Calls, Exercise, Mistake, Unseen
-from .stubs import functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
+from .stubs import Endless, functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
 
+_ENDLESS = "{} contains itself, as a list that was appended to itself does, or is nested hundreds of times: return plain numbers or tensors"
 PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
 
 
@@ -44,8 +45,11 @@ def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Ve
     Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through. ``expected`` is what
     ``of_reference`` has found, for those who judge many answers to one exercise.
     """
-    if is_open(exercise, candidate):
-        return _not_attempted(exercise)
+    try:
+        if is_open(exercise, candidate):
+            return _not_attempted(exercise)
+    except Endless:
+        return wrong(exercise, _ENDLESS.format("your answer"))
     complaint = _wrong_kind(exercise, candidate)
     if complaint:
         return wrong(exercise, complaint)
@@ -115,6 +119,7 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
         with _undisturbed(), patience.stopped_after(limit) if limit else contextlib.nullcontext():
             before = traces.switches()
             value = exercise.observe(subject)
+            unfinished = has_ellipsis(value)
             watch.left += traces.left_switched(before)
     except KeyboardInterrupt:
         raise
@@ -127,7 +132,7 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
         failure = _failure(error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit)
         return Run(failure=failure, left=watch.first)
     seconds = time.monotonic() - began
-    return Run(value, has_ellipsis(value), watch.first, watch.returns_none, seconds)
+    return Run(value, unfinished, watch.first, watch.returns_none, seconds)
 
 
 class _Watch:
@@ -198,6 +203,8 @@ def _failure(
     if isinstance(error, patience.TooLong):
         hint, place = "", f", and is at {line}" if line else ""
         says = f"your code was stopped after {limit:.0f} seconds{place}: is there a loop that never ends?"
+    elif isinstance(error, Endless):
+        hint, says = "", _ENDLESS.format(f"what {exercise.name} returns")
     elif hasattr(error, "budget") and hasattr(error, "snapshot"):
         says = (
             f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes it asked for "
@@ -343,6 +350,7 @@ def _recognised(
     values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
     says = (
         recognising.most_alike(got, wanted, values, tolerance, all_of_it=True)
+        or recognising.not_a_number(got, wanted, tolerance)
         or _explained(exercise, got, wanted)
         or recognising.most_alike(got, wanted, values, tolerance)
     )

@@ -117,6 +117,14 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
     return ""
 
 
+def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
+    """What to say where the first wrong number is nan: every other formula is compared with it in vain."""
+    mine = dict(leaves(got))
+    first = next((path for path, same in compared(got, expected, tolerance).items() if not same), None)
+    value = plain(mine.get(first))
+    return fact(got, expected, tolerance) if isinstance(value, Real) and math.isnan(value) else ""
+
+
 def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
     """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` where there are none."""
     import numpy

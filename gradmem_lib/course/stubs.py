@@ -16,6 +16,10 @@ from .exercise import Exercise
 _GIVEN = "__given_by_the_course__"
 
 
+class Endless(ValueError):
+    """An answer that contains itself, or is nested so deep that no comparison comes to its end."""
+
+
 def is_open(exercise: Exercise, candidate: Any) -> bool:
     if candidate is None or candidate is NotImplemented or has_ellipsis(candidate):
         return True
@@ -38,13 +42,21 @@ def functions(candidate: Any) -> list[Any]:
     """The Python functions that make up a function, a class, or an object of some class."""
     while isinstance(candidate, functools.partial):
         candidate = candidate.func
-    candidate = inspect.unwrap(candidate) if callable(candidate) else candidate
+    candidate = _unwrapped(candidate) if callable(candidate) else candidate
     if inspect.isroutine(candidate):
         parts = [candidate]
     else:
         parts = list(vars(candidate if isinstance(candidate, type) else type(candidate)).values())
     parts = [getattr(part, "fget", None) or getattr(part, "__func__", part) for part in parts]
-    return [inspect.unwrap(part) for part in parts if inspect.isfunction(inspect.unwrap(part))]
+    return [part for part in map(_unwrapped, parts) if inspect.isfunction(part)]
+
+
+def _unwrapped(function: Any) -> Any:
+    """What a decorator has wrapped; ``function`` itself where its ``__wrapped__`` leads round in a circle."""
+    try:
+        return inspect.unwrap(function)
+    except ValueError:
+        return function
 
 
 def _does_nothing(function: Any) -> bool:
@@ -64,19 +76,27 @@ def _has_bare_ellipsis(function: Any) -> bool:
     # The compiler drops a bare `...`, so only the source shows it.
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, ValueError, SyntaxError):  # ValueError: __wrapped__ in a circle
         return False
     bare = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     return any(isinstance(value, ast.Constant) and value.value is Ellipsis for value in bare)
 
 
 def has_ellipsis(value: Any) -> bool:
+    """Raises ``Endless`` for what has no end."""
+    try:
+        return _has_ellipsis(value)
+    except RecursionError:
+        raise Endless("it contains itself") from None
+
+
+def _has_ellipsis(value: Any) -> bool:
     if isinstance(value, Measured):
-        return has_ellipsis(value.value)
+        return _has_ellipsis(value.value)
     if isinstance(value, dict):
-        return any(map(has_ellipsis, value.values()))
+        return any(map(_has_ellipsis, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(map(has_ellipsis, value[:10_000]))  # of a long one, a learner has not typed the rest
+        return any(map(_has_ellipsis, value[:10_000]))  # of a long one, a learner has not typed the rest
     return value is Ellipsis or value is NotImplemented
 
 

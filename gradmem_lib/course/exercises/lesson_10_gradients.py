@@ -219,7 +219,7 @@ EXERCISES = (
             Mistake("two", _averaged(over=lambda: 2), "the sum is divided by 2, however many ranks there are: dist.get_world_size() says."),
             Mistake("weights", _weights, "the weights are averaged, not the gradients, so that each rank still steps by its own."),
             Mistake("rank 0's", _averaged(send=_broadcast, over=lambda: 1), "every rank gets rank 0's gradient: what the others have found is lost. all_reduce adds them up."),
-            Mistake("a copy", _averaged(tensor=lambda p: p.grad.clone()), "a copy is averaged, and the gradients are what they were: write the mean back into p.grad."),
+            Mistake("a copy", _averaged(tensor=lambda p: p.grad.clone()), "the gradients are what they were: all_reduce p.grad itself, or write the mean of a copy back into it."),
             Mistake("skips", _averaged(of=_each),
                     "the ranks do not make the same calls: one has left out a weight for which it has no gradient. There its gradient counts as zeros."),
         ),
