@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
+from gradmem_lib.course.models import tiny_llama
 from gradmem_lib.planning.models import find_model, known_model, known_models
 from gradmem_lib.prediction.configs import skeleton
 
@@ -124,3 +126,42 @@ def test_an_unknown_name_is_shown_those_like_it(monkeypatch):
     with pytest.raises(ValueError, match=r"needs\s+a network, and for some") as told:
         find_model("nobody/nothing")
     assert "Known by name" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "written, like", [("mistrl", "Mistral-7B"), ("someone/gemmma", ""), ("phi", "Phi-2"), ("nobody/ba", "")]
+)
+def test_those_like_it_begin_like_it(written, like, monkeypatch):
+    """By five letters, so that a slip after them does not matter; by two, anything would be like anything."""
+    monkeypatch.setattr("gradmem_lib.prediction.configs._hub_answers", lambda: False)
+    with pytest.raises(ValueError, match="no model is known as") as told:
+        find_model(written)
+    shown = str(told.value).partition("Known by name, without a network: ")[2].split(", ")
+    assert like in shown and bool(like) == any(shown)
+
+
+def test_a_model_is_taken_by_its_class_and_a_name_by_its_sizes():
+    """The config that a model has itself stays as it is: what is asked of the copy is not written into it."""
+    model = tiny_llama(layers=1, hidden=16, heads=2, intermediate=32, vocab=64)
+    before = model.config.to_dict()
+    config, title = find_model(model)
+    assert title == "LlamaForCausalLM" and config.architectures == ["LlamaForCausalLM"]
+    assert config is not model.config and model.config.to_dict() == before and config.hidden_size == 16
+    config, title = find_model("gpt2")
+    assert title == "GPT-2" and (config.n_layer, config.n_embd) == (12, 768)
+    with pytest.raises(ValueError, match=r"Linear has no config.*predict\(model, batch=\.\.\., recipe="):
+        find_model(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "said, ends",
+    [("2 fields:\n  one is odd\n  two is odd\n", "AttributeError: two is odd)"), ("", "AttributeError: )")],
+)
+def test_of_what_is_wrong_with_a_config_the_last_line_is_said(said, ends, monkeypatch):
+    def wrong(given):
+        raise AttributeError(said)
+
+    monkeypatch.setattr("gradmem_lib.planning.models.find_config", wrong)
+    with pytest.raises(ValueError, match="the config of folder/ is not valid") as told:
+        find_model("folder/")
+    assert str(told.value).endswith(ends)
