@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 # Settings by the names that most families use; what a family does not know is left out.
 SMALL = {
@@ -88,6 +88,9 @@ KINDS = {
     "pairs": PAIRS, "pictures": PICTURES, "sounds": SOUNDS,
 }  # fmt: skip
 FAMILIES = {name: more for kind in KINDS.values() for name, more in kind.items()}
+
+# Before 5.23: checkpoints by another name and not of one layer in two; encoders that read a number to see whether a layer is left out.
+OLDER = not hasattr(PreTrainedModel, "activation_checkpointing_enable")
 
 
 def tiny_config(family: str):

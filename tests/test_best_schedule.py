@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from families import OLDER
 from nightly import ALL
 from torch import nn
 
@@ -142,7 +143,8 @@ def whisper():
 
 def _two_lists():
     return dict(
-        vocab_size=50, d_model=16, encoder_layers=3, decoder_layers=4, encoder_attention_heads=2, dropout=0.2,
+        vocab_size=50, d_model=16, encoder_layers=3, decoder_layers=4, encoder_attention_heads=2,
+        dropout=0.0 if OLDER else 0.2,  # where each layer is drawn for, other numbers are drawn for its dropout
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
     )  # fmt: skip
 
@@ -193,13 +195,14 @@ def half(model, how):
     return nullcontext()
 
 
-@pytest.mark.parametrize("how", ["ours", "a part of a layer", "every_n_layers"])
+@pytest.mark.parametrize("how", ["ours", "a part of a layer", *([] if OLDER else ["every_n_layers"])])
 def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
     model = language_model("llama")
     with half(model, how), pytest.raises(RuntimeError, match="three times"):
         checkpoint_layers(model, 1)
 
 
+@pytest.mark.skipif(OLDER, reason="has no such option")
 def test_transformers_checkpointing_of_half_the_layers_is_refused_afterwards_too():
     model, ids = language_model("llama"), torch.randint(0, 500, (1, 8))
     with checkpoint_layers(model, [1, 1, 2]):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from claim_moves import MOVES
+from families import OLDER
 
 from gradmem_lib.course import claims
 from gradmem_lib.course.claims import (
@@ -24,7 +25,9 @@ from gradmem_lib.course.claims import (
     lesson_10,
 )
 from gradmem_lib.course.claims.__main__ import main
+from gradmem_lib.course.compat_course import enable_checkpointing
 from gradmem_lib.course.ranks import run_ranks
+from gradmem_lib.training.trainer import checkpointing_argument
 from gradmem_lib.units import MiB
 
 ROOT = Path(__file__).parent.parent
@@ -220,7 +223,7 @@ def test_adapters_under_a_checkpoint():
     assert [combination for combination, some in arrives.items() if not some] == [(True, False)]
     peft = pytest.importorskip("peft")
     model = lesson_05_switches._tiny()
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    enable_checkpointing(model, {"use_reentrant": True})
     model.disable_input_require_grads()
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     assert model.get_input_embeddings()(lesson_05_switches._ids()).requires_grad
@@ -296,7 +299,7 @@ def test_transformers_as_installed():
 
 
 def test_a_trainer_for_a_claim_prints_nothing(capfd):
-    trainer = lesson_05_switches._trainer(activation_checkpointing=True)
+    trainer = lesson_05_switches._trainer(**{checkpointing_argument(): True})
     assert lesson_05_switches._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
     printed = capfd.readouterr()
     assert not printed.out and not printed.err
@@ -315,6 +318,7 @@ def test_the_full_size_trace_sees_what_the_closed_form_leaves_out(monkeypatch):
     assert figures["block with eager attention, traced"] > figures["block with eager attention, closed form"]
 
 
+@pytest.mark.skipif(OLDER, reason="the page's figures are those of the pinned versions")
 def test_ledger_page_is_current():
     assert LEDGER.read_text(encoding="utf-8") == claims.page(), (
         "run: python -m gradmem_lib.course.claims --write"

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny_config
+from families import FAMILIES, OLDER, tiny_config
 from predicted import assert_same, measured
 
 from gradmem_lib.prediction.predict import predict
@@ -48,7 +48,7 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     ("deberta", "autocast-per-layer"): "without overflow",
     **{
-        (family, "autocast-per-layer"): "does not support activation checkpointing"
+        (family, "autocast-per-layer"): "does not support (activation|gradient) checkpointing"
         for family in (
             "openai-gpt",
             "ctrl",
@@ -85,6 +85,15 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 
 
+def reads_a_number(config) -> bool:
+    """Whether each forward decides by a random number which layers run, also where all do."""
+    names = vars(config)
+    return any(name.endswith("layerdrop") for name in names) and config.model_type not in (
+        "wav2vec2",
+        "hubert",
+    )
+
+
 def test_there_are_enough_families():
     assert len(FAMILIES) >= 60 and len(RECIPES) == 6
     assert len({family for family, _ in CASES}) >= 60 and {recipe for _, recipe in CASES} == set(RECIPES)
@@ -93,7 +102,11 @@ def test_there_are_enough_families():
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_family_is_predicted_to_the_byte_or_refused(family, name):
     transformers.logging.set_verbosity_error()
+    if OLDER and family == "zamba2":
+        pytest.skip("transformers 5.17 refuses its own config of two layers")
     config, recipe, why = tiny_config(family), RECIPES[name], REFUSED.get((family, name))
+    if why is None and OLDER and reads_a_number(config):
+        why = "reads a tensor's value.*layerdrop"
     if why is not None:
         with pytest.raises((ValueError, CannotTrace), match=why) as refusal:
             predict(config, batch_size=ROWS, seq_len=TOKENS, recipe=recipe, target="cpu")

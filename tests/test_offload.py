@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from checkpointed import FAMILIES, batch_for, made, same, step
+from families import OLDER
 from nightly import each
 from oracle import allocator_peak
 from predicted import assert_same, config, example_batch, model_class, predict, tracked
@@ -245,6 +246,7 @@ def test_parameters_stay_tied_frozen_and_in_views(tmp_path):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="pins and copies there")
+@pytest.mark.skipif(OLDER, reason="has no such option")
 def test_transformers_own_offload_is_an_error_without_an_accelerator():
     """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's device."""
     model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64).train()

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import itertools
+import re
 import xml.etree.ElementTree as ET
 
 import nbformat
@@ -91,7 +92,9 @@ def test_words_for_those_who_do_not_see_it(record, monkeypatch):
     (data, metadata), (untitled, _) = shown
     assert data["text/plain"] == "Schedule plot: threes" and untitled["text/plain"] == "Schedule plot"
     alt = metadata["image/png"]["alt"]
-    assert alt.startswith("threes: Grid of 8 layers against 23 columns of time")
+    assert re.match(
+        "threes: Grid of 8 layers against 2[34] columns of time", alt
+    )  # PyTorch 2.11 has one event more
     assert "that keep internals: 2, that drop them: 6; in backward, layers run forward again: 6." in alt
     assert f"{record.peak:,} bytes" in alt
     data, _ = record._repr_mimebundle_()

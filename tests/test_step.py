@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from families import OLDER
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
@@ -295,6 +296,7 @@ class Older(LlamaForCausalLM):
         self._activation_checkpointing_disable()
 
 
+@pytest.mark.skipif(OLDER, reason="what the test builds from is not there")
 def test_every_second_layer_is_checkpointed_by_the_older_name_too():
     older = Older(llama().config)
     prepare(older, Recipe(every_n_layers=2))

@@ -278,8 +278,17 @@ def _show_progress(lines: Iterable[str]) -> str:
 def _write_float32(source: str, folder: str) -> None:
     """Dequantize the GGUF file in ``source`` and save plain float32 safetensors and the tokenizer in ``folder``."""
     from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers.integrations import ggml
     from transformers.utils.quantization_config import GgufConfig
 
+    def lacking(file, name: str) -> int:
+        """transformers 5.17 asks the file for a number that is not in it, for both tokens that are put right below."""
+        if name == "bos_token_id" and "eos_token_id" in vars(file):
+            return file.eos_token_id
+        raise AttributeError(name)
+
+    if hasattr(ggml, "GGUFTokenizerSkeleton"):
+        ggml.GGUFTokenizerSkeleton.__getattr__ = lacking
     model = LlamaForCausalLM.from_pretrained(
         source,
         gguf_file=_GGUF_FILE,
@@ -288,6 +297,8 @@ def _write_float32(source: str, folder: str) -> None:
         local_files_only=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF_FILE, local_files_only=True)
+    ends = [model.config.bos_token_id, model.config.eos_token_id]
+    tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends)
     # What is saved is an ordinary model: with this entry left in, the next load would look for quantized weights.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
