@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from families import OLDER
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,7 @@ WRONG["8.1"] = {
     "the others": (lambda: _policy(odd=0), "first"),
     "all": (lambda: lambda ctx, op, *args, **kwargs: SAVE if op in PRODUCTS else AGAIN, "every product|all"),
     "one count": (lambda: _policy(run=lambda ctx: 0), "second run|is_recompute"),
-    "one for all": (lambda: SHARED, "policy of its own|layer"),
+    "one for all": (lambda: SHARED, "second run" if OLDER else "policy of its own|layer"),
     "by kind": (_by_kind, "kind"),
     "packets": (lambda: _policy(is_product=lambda op: op in (aten.mm, aten.addmm, aten.bmm)), "default"),
     "the rest too": (lambda: _policy(rest=SAVE), "no product|rest"),

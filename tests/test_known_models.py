@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from gradmem_lib.course.models import tiny_llama
-from gradmem_lib.planning.models import find_model, known_model, known_models
+from gradmem_lib.planning.models import find_model, known_model, model_table
 from gradmem_lib.prediction.configs import skeleton
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked language models' heads included once.
@@ -79,7 +79,7 @@ PUBLISHED = {
 
 
 def test_sizes_are_the_published_totals():
-    assert sorted(PUBLISHED) == sorted(set(known_models()) - {"tiny Llama"})
+    assert sorted(PUBLISHED) == sorted(set(model_table()) - {"tiny Llama"})
     for name, total in PUBLISHED.items():
         model = skeleton(known_model(name)[1])
         assert sum(p.numel() for p in model.parameters()) == total, name

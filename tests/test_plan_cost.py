@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import OLDER
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
@@ -130,10 +131,11 @@ def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_we
         return seconds_per_token(whole, recipe, FAST, 2, 64) * 2 * 64
 
     plain = Recipe(attention="eager")
-    assert estimated(plain) == counted(plain)
+    positions = 2 * 8 * 64 if OLDER else 0  # times frequencies, as a product of matrices
+    assert estimated(plain) == counted(plain) - positions
     again = replace(plain, checkpointing="per-layer")
     # A checkpoint ends its second forward where the last tensor that it needs is made: without each layer's last product.
-    assert estimated(again) - counted(again) == 2 * (2 * 172 * 64) * (2 * 64)
+    assert estimated(again) - counted(again) + positions == 2 * (2 * 172 * 64) * (2 * 64)
     assert (
         estimated(replace(plain, every_n_layers=2)) - estimated(plain)
         == (estimated(again) - estimated(plain)) / 2

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from families import OLDER
 from nightly import ALL, each
 
 from gradmem_lib.course import models
@@ -68,7 +69,10 @@ def check(everything: list[Option], nbytes: int, made) -> None:
         return
     # A part of each layer that runs again is not in the table: it is taken where it is faster than anything there.
     best = next((o for o in fits if o.recipe == made.best.recipe), made.best)
-    assert best in fits or (best.fits and best.recipe.checkpointing in SELECTIVE)
+    less = (
+        (*SELECTIVE, "first-1") if OLDER else SELECTIVE
+    )  # one layer in two is not among the older one's ways
+    assert best in fits or (best.fits and best.recipe.checkpointing in less)
     assert (made.best.needs, made.best.seconds) == (best.needs, best.seconds)
     assert best.seconds <= min(o.seconds for o in fits) * EQUAL_TIME, nbytes
     least = changes(best.recipe)
@@ -213,7 +217,7 @@ def test_no_smaller_number_of_layers_run_again_is_faster_and_fits(method, cards,
             micro = rows // recipe.accumulation
             seconds = seconds_per_token(work, recipe, CARD, micro, 200, cards=cards)
             assert needs > nbytes or seconds >= made.best.seconds, (nbytes, made.best.recipe, recipe)
-    assert len([way for way in found if str(way).startswith("first-")]) > 2
+    assert len([way for way in found if str(way).startswith("first-")]) > (1 if OLDER else 2)
 
 
 def test_the_layers_run_again_are_as_few_as_really_fit():

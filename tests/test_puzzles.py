@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from families import OLDER
 
 from gradmem_lib import Recipe
 from gradmem_lib.course import progress, puzzle, puzzles, stars
@@ -31,6 +32,7 @@ def test_the_recorded_best_is_right_and_takes_the_time_that_plan_estimates(id):
         assert puzzles.search(one).seconds(recipe) == pytest.approx(weighed.seconds, rel=1e-12)
 
 
+@pytest.mark.skipif(OLDER, reason="the records are those of the pinned versions")
 @pytest.mark.parametrize("id", POSSIBLE if ALL else QUICK)
 def test_what_is_recorded_is_predicted_again_to_the_byte(id):
     for recipe, weighed in list(puzzles._records()[id].items())[: None if ALL else 2]:

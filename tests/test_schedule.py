@@ -29,7 +29,9 @@ def test_each_segment_runs_again_just_before_its_backward():
     ran = [f"{event.kind[0]}{event.layer}" for event in record.events]
     ran = " ".join(ran).removeprefix("o-1 ")  # PyTorch 2.11 makes an empty tensor first
     assert ran == "f0 f1 f2 f3 f4 f5 f6 f7 o-1 b7 b6 r3 r4 r5 b5 b4 b3 r0 r1 r2 b2 b1 b0"
-    assert schedules.looks_of(record)[:9] == ["dropped"] * 6 + ["forward"] * 2 + [""]
+    looks = schedules.looks_of(record)
+    first = looks.index("dropped")
+    assert first <= 1 and looks[first : first + 9] == ["dropped"] * 6 + ["forward"] * 2 + [""]
     stops = [event.stop for event in record.events]
     assert [event.start for event in record.events] == [0, *stops[:-1]] and stops[-1] == len(record.totals)
 

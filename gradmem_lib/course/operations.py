@@ -28,6 +28,11 @@ def _product(first: int, *args, **kwargs) -> int:
     return 2 * math.prod(a) * (b[-1] if len(b) > 1 else 1)
 
 
+def _shared(query, key, value) -> list[tuple]:
+    """The shapes of ``key`` and ``value`` for each head of ``query``; several may share one, which PyTorch 2.11 cannot count."""
+    return [(shape[0], query[1], *shape[2:]) for shape in (key, value)]
+
+
 def _refused(name: str) -> Callable[..., int]:
     def refuse(*args, **kwargs) -> int:
         raise RuntimeError(
@@ -39,9 +44,9 @@ def _refused(name: str) -> Callable[..., int]:
 
 # PyTorch's counter knows the kernels of CUDA, and passes over the CPU's, and over products with a vector, without a word.
 UNKNOWN = {
-    cpu_attention: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value),
-    cpu_attention_backward: lambda out, query, key, value, *args, **kwargs: sdpa_backward_flop_count(
-        out, query, key, value
+    cpu_attention: lambda query, *given, **kwargs: sdpa_flop_count(query, *_shared(query, *given[:2])),
+    cpu_attention_backward: lambda out, query, *given, **kwargs: sdpa_backward_flop_count(
+        out, query, *_shared(query, *given[:2])
     ),
     grouped_mm.overloadpacket: _grouped,
     **{op: partial(_product, first) for op, first in products_uncounted.items()},

@@ -19,11 +19,6 @@ def model_table() -> dict[str, dict[str, Any]]:
     return json.loads(files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
 
 
-def known_models() -> list[str]:
-    """The names that ``known_model`` knows."""
-    return list(model_table())
-
-
 def known_model(name: str) -> tuple[str, Any, str] | None:
     """(name, config, hub id) of a well-known model, in whatever way its name or its id is written; ``None`` for others.
 
@@ -69,7 +64,7 @@ def find_model(given) -> tuple[Any, str]:
         raise
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
-        like = [name for name in known_models() if len(start) > 2 and start in _plain(name)]
+        like = [name for name in model_table() if len(start) > 2 and start in _plain(name)]
         if not like:
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error

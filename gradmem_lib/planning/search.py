@@ -18,9 +18,8 @@ from .cards import Card
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
 # What is run again: less memory at each step. Older transformers cannot checkpoint one layer in two.
-CHECKPOINTS: list[dict] = [{}, {"every_n_layers": 2}, {"checkpointing": "per-layer"}]
-if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
-    del CHECKPOINTS[1]
+_HALF = [{"every_n_layers": 2}] if hasattr(PreTrainedModel, "activation_checkpointing_enable") else []
+CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
 # What is weighed against these once the fastest is known: parts of layers run again, or what waits is moved.
 LESS: list[dict] = [*({"checkpointing": part} for part in SELECTIVE), {"offload": "activations"}]
 TRIED = 2  # of them, the fastest: each takes a prediction
