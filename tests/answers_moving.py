@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-RIGHT, WRONG = {}, {}
-aten = torch.ops.aten
+RIGHT, WRONG, aten = {}, {}, torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
