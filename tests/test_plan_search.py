@@ -15,11 +15,20 @@ from gradmem_lib.course import models
 from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.cost import beyond, count, resident_bytes, run_again, seconds_per_token
+from gradmem_lib.planning.cost import (
+    beyond,
+    count,
+    kept_by_a_token,
+    resident_bytes,
+    run_again,
+    seconds_per_token,
+)
 from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
 from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.units import MiB
 
 LLAMA = dict(layers=2, hidden=32, heads=4, intermediate=64, vocab=256)
 CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
@@ -251,3 +260,153 @@ def test_what_one_recipe_says_that_another_needs_at_least_it_really_needs():
         for other in options:
             least = search._least(other.recipe, known)
             assert least <= 1.01 * other.prediction.peak.total, (known.recipe, other.recipe)
+
+
+@pytest.fixture
+def searching(predicted, monkeypatch):
+    """A search with bytes from a formula, of 4 rows on each of its cards."""
+    work = count(predicted[0])
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", pretended(work))
+    return lambda seq_len=64, cards=1, card=CARD: Search(work, card, seq_len, 4 * cards, "cpu", cards)
+
+
+BF16 = Recipe(precision="bf16", optimizer="adamw-fused", attention="fused")
+
+
+@pytest.mark.parametrize("pieces, others", [(1, (2, 4)), (2, (4,)), (4, (4,))])
+def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching):
+    """All but what does not shrink with them (64 bytes and what is rounded), gradients waiting at every moment."""
+    search = searching()
+    known = search.option(replace(BF16, accumulation=pieces))
+    for n in others:
+        recipe = replace(BF16, accumulation=n)
+        peak = search.option(recipe).prediction.peak.total
+        least = search._least(recipe, known)
+        assert peak - 70 <= least <= peak
+        rows = known.prediction.timeline.rows.copy()
+        known.prediction.timeline.rows[1, 4] += 2**30  # those that are about to be cut
+        assert search._least(recipe, known) == least
+        known.prediction.timeline.rows[:] = rows
+
+
+def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(searching):
+    search = searching()
+    known = search.option(replace(BF16, accumulation=4))
+    rows = known.prediction.timeline.rows
+    assert search._least(BF16, known) == (rows[:, 2] - rows[:, 4]).max()
+
+
+def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searching):
+    search = searching(seq_len=1)
+    known = search.option(replace(BF16, optimizer="adafactor-torch"))
+    other = search.option(BF16)
+    assert known.prediction.peak.phase == "optimizer_step" and other.prediction.peak.phase == "backward"
+    assert search._least(BF16, known) == other.prediction.peak.total > known.prediction.peak.total
+    back = search._least(known.recipe, other)
+    assert back == max(row[2] for row in known.prediction.timeline.rows[:3]) < known.prediction.peak.total
+
+
+def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):
+    search = searching(seq_len=4096)
+    held = resident_bytes(search.work, BF16)
+    for n in (1, 4):
+        recipe = replace(BF16, accumulation=n)
+        kept = kept_by_a_token(search.work, recipe) * 4096 * 4 / n
+        assert kept > held["gradients"]
+        waiting = held["gradients"] * (n > 1)
+        assert search._least(recipe) == held["parameters"] + held["optimizer"] + waiting + kept
+
+
+def test_the_lightest_is_the_lightest_of_all(searching):
+    """One that steps after backward, and one that steps in it, by trying every way of every family."""
+    for methods in (["full"], ["lora", "full"], ["qlora"]):
+        search = searching()
+        every = [way for m in methods for f in search.families(m) for way in search.ways(f)]
+        kinds = sorted({way.in_backward for way in every})
+        bytes_of = {
+            k: [sum(search.residents(w).values()) for w in every if w.in_backward == k] for k in kinds
+        }
+        found = search.lightest(methods)
+        assert [recipe.in_backward for recipe in found] == kinds
+        assert [sum(search.residents(recipe).values()) for recipe in found] == [
+            min(bytes_of[k]) for k in kinds
+        ]
+
+
+def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(searching):
+    families = list(searching().families("full"))
+    held = [min(sum(searching().residents(way).values()) for way in searching().ways(f)) for f in families]
+    search = searching(card=replace(CARD, nbytes=min(held)))
+    search.run("full")
+    assert not search.fits()
+    assert [r.recipe for r in search.ruled_out] == [
+        f for f, h in zip(families, held, strict=True) if h > min(held)
+    ]
+
+
+@pytest.mark.parametrize(
+    "mib, says",
+    [
+        (2, "weights 3.00 MiB alone, and the card has 2.00 MiB"),
+        (4, "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB"),
+        (5, "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are 9.00 MiB"),
+    ],
+)
+def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, monkeypatch):
+    search = searching(card=replace(CARD, nbytes=mib * MiB))
+    held = {"parameters": 3 * MiB, "gradients": 2 * MiB, "optimizer": 4 * MiB}
+    monkeypatch.setattr(search, "residents", lambda recipe: held)
+    assert search._too_many(BF16).startswith(says)
+    held["gradients"] = 0
+    assert "gradients" not in search._too_many(BF16)
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("layers", [8, 40])
+def test_the_fewest_layers_are_found_on_the_line_or_beside_it_in_two_looks(
+    layers, beside, searching, monkeypatch
+):
+    """Where every layer that runs again saves as much; or where one more has to than the line says."""
+    for fewest in range(1, layers - beside):
+        search = searching(card=replace(CARD, nbytes=1000 * (layers - fewest) + 500))
+        search.work = replace(search.work, layers=layers)
+        asked = []
+        monkeypatch.setattr(search, "_fits", lambda k, n=fewest, a=asked: a.append(k) or k >= n + beside)
+        none = SimpleNamespace(needs=1000 * layers, fits=False)
+        every = SimpleNamespace(needs=0, recipe=replace(BF16, checkpointing="per-layer"))
+        ways = list(range(1, layers))
+        assert ways[search._fewest(ways, none, every)] == fewest + beside
+        assert len(asked) <= 2
+
+
+def test_master_weights_are_for_those_that_gather_and_train_all_of_them(searching):
+    search = searching(cards=2)
+    for method, masters in (("full", {"zero2", "fsdp"}), ("lora", set())):
+        family = next(f for f in search.families(method) if f.precision == "autocast-bf16")
+        found = {(way.sharding, way.precision) for way in search.ways(family)}
+        assert {how for how, precision in found if precision == "float32-master"} == masters
+        assert {how for how, precision in found if precision == "autocast-bf16"} == {
+            way.sharding for way in search.ways(family)
+        } - masters
+
+
+@pytest.mark.parametrize(
+    "cards, fits, asks",
+    [(1, False, {"boundaries"}), (2, False, {"boundaries", "parameters"}), (2, True, set())],
+)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_moves_to_the_host_where_nothing_fits(method, cards, fits, asks, predicted, monkeypatch):
+    """Inputs of checkpoints on any number of cards; of several, what they share. Neither where there is no room for a context."""
+    work = replace(count(predicted[0]), chunked=False)  # as of a model whose loss is not taken in pieces
+    for nbytes, asks_here in ((2**31, asks), (2**20, set())):
+        search, asked = Search(work, replace(CARD, nbytes=nbytes), 64, 4 * cards, "cuda", cards), []
+        monkeypatch.setattr(
+            search, "option", lambda recipe, a=asked: a.append(recipe) or SimpleNamespace(fits=fits)
+        )
+        search.move([method])
+        lightest = search.lightest([method])
+        assert [recipe for recipe in asked if not recipe.offload] == lightest
+        assert {recipe.offload for recipe in asked} - {None} == asks_here
+        moved = [recipe for recipe in asked if recipe.offload]
+        assert all(r.checkpointing == "per-layer" and r.every_n_layers is None for r in moved)
+        assert all(r.sharding == "fsdp" for r in moved if r.offload == "parameters")
