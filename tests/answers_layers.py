@@ -161,6 +161,26 @@ def _frozen(embedding, layers, ids, *, first=lambda x: x.requires_grad_(), each=
     return x
 
 
+def _all_from_the_first(e, layers, ids):
+    x = out = e(ids).requires_grad_()
+    for layer in layers:
+        out = checkpoint(layer, x, use_reentrant=True)
+    return out
+
+
+def _detached_once(i, layer, x):
+    return checkpoint(layer, x.detach().requires_grad_() if i == 2 else x, use_reentrant=True)
+
+
+def _looked_at_before(i, layer, x):
+    layer(x)
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def _each_twice(i, layer, x):
+    return checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+
+
 RIGHT["4.3"] = {
     "detached": partial(_frozen, first=lambda x: x.detach().requires_grad_(True)),
     "clone": partial(_frozen, first=lambda x: x.clone().requires_grad_()),
@@ -176,6 +196,12 @@ WRONG["4.3"] = {
     "plain": (partial(_frozen, each=lambda i, layer, x: layer(x)), "nothing is checkpointed"),
     "last plain": (partial(_frozen, each=lambda i, layer, x: layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)), "layer 4 runs once"),
     "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "one of its own"),
+    "all from the first": (_all_from_the_first, "not yet: layer 1 and layer 2 and layer 3 get no gradient"),
+    "detached once": (partial(_frozen, each=_detached_once), "not yet: layer 1 and layer 2 get no gradient"),
+    "looked at before": (partial(_frozen, each=_looked_at_before), "not yet: layer 1 runs 3 times"),
+    "each twice": (partial(_frozen, each=_each_twice), "not yet: layer 1 runs 4 times"),
+    "outputs alone": (partial(_frozen, first=lambda x: x, each=lambda i, layer, x: checkpoint(layer, x, use_reentrant=True).requires_grad_()), "the first layer gets no gradient"),
+    "two and two": (lambda e, layers, ids: _frozen(e, [layers[:2], layers[2:]], ids), "several layers are in one checkpoint"),
     "detached in between": (partial(_frozen, each=lambda i, layer, x: checkpoint(layer, x.detach().requires_grad_(), use_reentrant=True)), "cuts the chain"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Answers to exercise 9.9 as people write them, and such to 8.2 and 9.3 as heard too little; see answers_numbers.py."""
+"""Answers to exercise 9.9 as people write them, and such to 2.3, 8.2 and 9.3 as heard too little; see answers_numbers.py."""
 
 from functools import partial
 
@@ -284,4 +284,28 @@ WRONG["9.3"] = {
     "less, whatever p is": (_lion(decay=lambda p, lr, share: p.sub_(lr * share)), "itself is subtracted"),
     "shrinks by lr": (_lion(decay=lambda p, lr, share: p.mul_(1 - lr)), "without decay"),
     "first group": (_lion(groups=lambda self: self.param_groups[:1]), "one group alone"),
+}  # fmt: skip
+
+
+def _by_the_formula(step):
+    def rule(p, grad, state, lr, beta1, beta2, eps):
+        t = state["t"] = state.get("t", 0) + 1
+        m = state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * grad
+        v = state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * grad**2
+        p -= lr * step(m, v, 1 - beta1**t, 1 - beta2**t, eps, grad)
+
+    return rule
+
+
+def _of_an_empty_state(p, grad, state, lr, beta1, beta2, eps):
+    state["t"] += 1
+
+
+WRONG["2.3"] = {
+    "of an empty state": (_of_an_empty_state, "not yet: `state` is an empty dict before the first step.*KeyError at line"),
+    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are crossed"),
+    "the gradient for m": (_by_the_formula(lambda m, v, c1, c2, eps, g: g / c1 / ((v / c2).sqrt() + eps)), "not yet: the gradient is corrected here"),
+    "root of m's": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)), "not yet: m is divided by the root of its correction"),
+    "precedence": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps), "look at what eps is added to"),
+    "root first": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v.sqrt() / c2 + eps)), "the root is taken before the correction"),
 }  # fmt: skip

@@ -46,6 +46,29 @@ WRONG["5.1"] = {
     "gone": (lambda a, g, f: {k: _card(a, g, f)[k] for k in (TRAIN, STEPS, EVAL)}, "is gone"),
     "text": (lambda a, g, f: _card(a, g, f) | {TRAIN: str(_card(a, g, f)[TRAIN])}, "text"),
     "eval": (lambda a, g, f: _card(a, g, f) | {EVAL: a[EVAL]}, "evaluation"),
+    "other names": (lambda a, g, f: a | {"batch_size": f}, "not yet: 'batch_size' is no field"),
+    "a pair": (
+        lambda a, g, f: (_card(a, g, f)[TRAIN], _card(a, g, f)[STEPS]),
+        "not yet: all fields are asked for, in a dict",
+    ),
+    "parts of steps": (
+        partial(_card, micro=lambda batch, fits: fits, steps=lambda batch, size: batch / size),
+        "24 rows are no whole number of micro-batches of 7",
+    ),
+    "power of two": (
+        partial(
+            _card, micro=lambda batch, fits: max(2**i for i in range(5) if 2**i <= fits and batch % 2**i == 0)
+        ),
+        "more rows at a time would fit",
+    ),
+    "the run's own": (
+        lambda a, g, f: a | {STEPS: a[STEPS] * g, EVAL: a[TRAIN]},
+        "4 rows at a time do not fit",
+    ),
+    "both as text": (
+        lambda a, g, f: _card(a, g, f) | {key: str(_card(a, g, f)[key]) for key in (TRAIN, STEPS)},
+        "this is text, '2'",
+    ),
 }
 
 

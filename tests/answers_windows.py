@@ -154,6 +154,42 @@ def _by_another(model, optimizer, micro_batches, window, f):
     return _epoch(model, other, micro_batches, window, f)
 
 
+def _over_before_it_begins(model, optimizer, micro_batches, window, f):
+    total, losses = sum(f(micro)[1] for micro in micro_batches), []
+    for i, micro in enumerate(micro_batches, 1):
+        (f(micro)[0] / total).backward()
+        if i % window == 0:
+            optimizer.step()
+            losses.append(1.0)
+    return losses
+
+
+def _by_all(model, optimizer, micro_batches, window, f):
+    micro_batches = list(micro_batches)
+    total = sum(f(micro)[1] for micro in micro_batches)
+    return _epoch(
+        model,
+        optimizer,
+        iter(micro_batches),
+        window,
+        f,
+        one=lambda held, f: _window(held, f, part=lambda loss, *_: loss / total),
+    )
+
+
+def _by_length(model, optimizer, micro_batches, window, f):
+    return [_step(optimizer, micro_batches[i : i + window], f) for i in range(0, len(micro_batches), window)]
+
+
+def _after_the_update(model, optimizer, micro_batches, window, f):
+    losses = []
+    while held := list(islice(micro_batches, window)):
+        _step(optimizer, held, f)
+        losses.append(_no_grad_first(held, f))
+        optimizer.zero_grad()
+    return losses
+
+
 def _as_they_come(model, optimizer, micro_batches, window, f):
     yield from _epoch(model, optimizer, micro_batches, window, f)
 
@@ -168,6 +204,12 @@ WRONG["3.4"] = {
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
     "another optimizer": (_by_another, "not by the optimizer that was given"),
+    "over before it begins": (_over_before_it_begins, "not yet: nothing was read: micro_batches is an iterator"),
+    "by all": (_by_all, "not yet: this divides by the items of all micro-batches"),
+    "by length": (_by_length, "not yet: micro_batches is an iterator, which has no length"),
+    "after the update": (_after_the_update, "before the update"),
+    "by K again": (partial(_epoch, one=lambda held, f: _window(held, f) / len(held)), "updates are right; the first of the losses is the mean, divided by K once more"),
+    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "2 entries are asked for, and there are 1"),
     "yields": (_as_they_come, "`yield`.*runs nothing"),
     "one, then three": (lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)], "first update is made of 1 micro-batch,"),
     "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),

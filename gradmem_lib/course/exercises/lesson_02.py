@@ -166,6 +166,7 @@ def _explain_frugal(got, expected):
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
+_EMPTY = (("KeyError", "`state` is an empty dict before the first step: put into it what you read from it."),)
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
 _COPIES = "`/`, `*` and `+` make a new tensor beside those they read, and a name keeps it alive; div_, mul_ and add_ do not."
 
@@ -203,6 +204,7 @@ EXERCISES = (
         reference=momentum,
         observe=_MOMENTUM,
         changes=("p", "state", "grad"),
+        raises=_EMPTY,
         explain=rules.read_off(_MOMENTUM, rules.momentum, rules.MOMENTUM),
         mistakes=_known(rules.momentum, rules.MOMENTUM, "sum", "swapped", "re-created", "by the gradient", "uphill"),
     ),
@@ -212,6 +214,7 @@ EXERCISES = (
         reference=second_moment,
         observe=_SECOND_MOMENT,
         changes=("p", "state", "grad"),
+        raises=_EMPTY,
         explain=rules.read_off(_SECOND_MOMENT, rules.second_moment, rules.SECOND_MOMENT),
         mistakes=_known(rules.second_moment, rules.SECOND_MOMENT, "not squared", "no root", "eps inside", "old v", "sum", "re-created"),
     ),
@@ -221,6 +224,7 @@ EXERCISES = (
         reference=adam,
         observe=_ADAM,
         changes=("p", "state", "grad"),
+        raises=_EMPTY,
         explain=rules.read_off(_ADAM, rules.adam, rules.ADAM),
         mistakes=(
             *_known(rules.adam, rules.ADAM, "no correction", "v not corrected", "t stays 1", "eps inside", "re-created"),
@@ -233,6 +237,7 @@ EXERCISES = (
         reference=adamw,
         observe=_ADAMW,
         changes=("p", "state", "grad"),
+        raises=_EMPTY,
         explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5)),
         mistakes=_known(
             rules.adam, rules.ADAMW,

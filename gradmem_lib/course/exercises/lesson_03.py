@@ -186,12 +186,18 @@ def _explain_train(got, expected):
         )
         counts = [count_targets(rows(*each)) for each in lengths]
         if not updates:
+            if plain(got[name]["losses"]) == ():
+                return "nothing was read: micro_batches is an iterator, and whoever has read it to its end finds nothing more. Keep each window in a list."
             moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
             return ANOTHER_STEP if moved else NO_STEP
         if says := _why_updates(updates, right, counts, window):
             return says
     losses, right = next((got[name]["losses"], expected[name]["losses"]) for name in _EPOCHS)
     if isinstance(plain(losses), tuple) and len(losses) == len(right):
+        lengths, window = next(iter(_EPOCHS.values()))
+        first = [bigram_loss(Bigrams())(rows(*each, seed=i)) for i, each in enumerate(lengths[:window])]
+        if what := why_loss(plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]):
+            return f"the updates are right; the first of the losses is {what}."
         return "the updates are right, and the losses are not: each is the mean that backward was called on, before the update."
     return None
 
@@ -217,6 +223,8 @@ def _why_updates(updates, right, counts, window) -> str | None:
         if mine > theirs and min(mine) < min(theirs):
             return "without zero_grad between windows, every update repeats the gradients of all those before it."
         inside = sorted(theirs)
+        if mine == theirs and all(math.isclose(u[i] * sum(counts), 1, rel_tol=1e-3) for i in inside):
+            return "this divides by the items of all micro-batches: an update is the mean over those of its own window."
         says = why([u[i].item() for i in inside], [counts[i] for i in inside]) if len(u) > 1 else None
         if says:
             return says if len(inside) == window else f"in the last window, which is not full, {says}"
@@ -255,6 +263,7 @@ EXERCISES = (
         reference=train,
         observe=_observe_train,
         explain=_explain_train,
+        raises=((r"has no len\(\)|not subscriptable", "micro_batches is an iterator, which has no length and no [ ]: islice reads a window of it, and list() all."),),
         mistakes=(
             Mistake("zeroes inside", _trains(first=True, zero=False),
                     "this zeroes the gradients inside the window: only the last micro-batch's survive."),

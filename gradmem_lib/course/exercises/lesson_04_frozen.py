@@ -75,6 +75,9 @@ _NO_NODE = "no layer gets a gradient: a reentrant checkpoint whose input needs n
 
 
 def _explain_frozen(got, expected):
+    for name, n in got["forward calls"].items():
+        if n > 2:
+            return f"{name.removeprefix('of ')} runs {n} times, where a checkpoint runs it twice: call each layer once, inside its checkpoint."
     gradients, right = (next(iter(seen.values())) for seen in (got, expected))
     if any(difference(gradients[name], right[name]) for name in right):
         learns = [name for name in right if gradients[name].any()]
@@ -86,6 +89,10 @@ def _explain_frozen(got, expected):
             if got["the first layer's input"]["requires a gradient"]:
                 return "no layer gets a gradient, though the first one's input requires one: are the checkpoints under torch.no_grad()?"
             return _NO_NODE
+        if cut := [name.removeprefix("gradient of ") for name in right if name not in learns]:
+            gets = "gets no gradient, though a later one does"
+            gets = gets if len(cut) == 1 else gets.replace("gets", "get")
+            return f"{' and '.join(cut)} {gets}: hand each layer's output to the next one, and detach nothing on the way."
         return None
     calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
     once = [name for name, n in calls.items() if n == 1]

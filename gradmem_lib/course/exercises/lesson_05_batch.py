@@ -60,9 +60,11 @@ def _explain_one_card(got, expected):
     case = next(case for case in expected if got[case] != expected[case])
     given, right = plain(got[case]), expected[case]
     if not isinstance(given, dict):
-        return None
+        return "all fields are asked for, in a dict: hand back arguments | {...}, with new numbers for three of them."
     if lost := [name for name in right if name not in given]:
         return f"{lost[0]} is gone: hand back all fields, arguments | {{...}}."
+    if new := [name for name in given if name not in right]:
+        return f"{new[0]!r} is no field of these arguments: the new numbers go under {TRAIN}, {STEPS} and {EVAL}."
     ours = [plain(given[name]) for name in (TRAIN, STEPS)]
     if all(isinstance(number, (int, float)) for number in ours):
         theirs = [right[name] for name in (TRAIN, STEPS)]
@@ -90,6 +92,8 @@ def _why_rows(ours, theirs, gpus, fits) -> str | None:
         return "this forgets the other GPUs: each of them had rows of its own, and one card now has to work through them all."
     if rows != wanted:
         return f"your update has {rows:g} rows, and the run's had {wanted}: the global batch has changed."
+    if ours[1] != int(ours[1]):
+        return f"{rows:g} rows are no whole number of micro-batches of {ours[0]:g}: take the largest number that fits and divides them."
     if ours[0] > fits:
         return f"the batch is right, and {ours[0]:g} rows at a time do not fit: the card takes {fits}."
     if ours[0] < theirs[0]:

@@ -247,13 +247,20 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     c1, c2 = 1 - first**t, 1 - second**t
     if "multiplied" in wrong:
         c1, c2 = 1 / c1, 1 / c2
-    corrections = {"both by beta1": (c1, c1), "both by beta2": (c2, c2), "without 1 -": (1 - c1, 1 - c2)}
+    corrections = {
+        "both by beta1": (c1, c1),
+        "both by beta2": (c2, c2),
+        "without 1 -": (1 - c1, 1 - c2),
+        "crossed": (c2, c1),
+        "root of c1": (c1**0.5, c2),
+    }
     c1, c2 = _one_of(corrections, wrong, (c1, c2))
     if "stored" in wrong:
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
     m_hat = m if {"no correction", "m not corrected"} & wrong else m / c1
     v_hat = v if {"no correction", "v not corrected"} & wrong else v / c2
+    m_hat = grad / c1 if "gradient corrected" in wrong else m_hat
     divisors = {
         "eps inside": (v_hat + eps).sqrt(),
         "no root": v_hat + eps,
@@ -305,6 +312,9 @@ ADAM = {
     "a decay of 0.01": "this decays p by 0.01 as well: there is no weight decay in this exercise, or another one.",
     "both by beta1": "both moments are corrected with beta1: v has filled up by 1 - beta2**t.",
     "both by beta2": "both moments are corrected with beta2: m has filled up by 1 - beta1**t.",
+    "crossed": "the corrections are crossed: m is divided by 1 - beta1**t, and v by 1 - beta2**t.",
+    "root of c1": "m is divided by the root of its correction: the root is for v alone, and comes after its own.",
+    "gradient corrected": "the gradient is corrected here, and m is not used: m_hat is m / (1 - beta1**t).",
     "multiplied": "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t.",
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
     "v unused": "v is kept and not used: divide m_hat by the root of v_hat.",
