@@ -214,6 +214,20 @@ SECOND_MOMENT = {
 }
 
 
+def _corrections(c1: float, c2: float, wrong: set) -> tuple[float, float]:
+    """What m and v are divided by."""
+    if "multiplied" in wrong:
+        c1, c2 = 1 / c1, 1 / c2
+    table = {
+        "both by beta1": (c1, c1),
+        "both by beta2": (c2, c2),
+        "without 1 -": (1 - c1, 1 - c2),
+        "crossed": (c2, c1),
+        "root of c1": (c1**0.5, c2),
+    }
+    return _one_of(table, wrong, (c1, c2))
+
+
 def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     """Adam, or AdamW, with what is ``wrong`` in it."""
     begin = p.clone()
@@ -244,17 +258,7 @@ def adam(p, grad, state, lr, beta1, beta2, eps, weight_decay=0.0, *, wrong):
     v.mul_(second).add_(
         grad if "not squared" in wrong else grad * grad, alpha=1.0 if "sums" in wrong else 1 - second
     )
-    c1, c2 = 1 - first**t, 1 - second**t
-    if "multiplied" in wrong:
-        c1, c2 = 1 / c1, 1 / c2
-    corrections = {
-        "both by beta1": (c1, c1),
-        "both by beta2": (c2, c2),
-        "without 1 -": (1 - c1, 1 - c2),
-        "crossed": (c2, c1),
-        "root of c1": (c1**0.5, c2),
-    }
-    c1, c2 = _one_of(corrections, wrong, (c1, c2))
+    c1, c2 = _corrections(1 - first**t, 1 - second**t, wrong)
     if "stored" in wrong:
         m.div_(c1), v.div_(c2)
         c1 = c2 = 1.0
