@@ -1,4 +1,4 @@
-"""Answers to exercise 9.9 as people write them, and such to 2.3, 8.2 and 9.3 as heard too little; see answers_numbers.py."""
+"""Answers to exercise 9.9 as people write them, and such to 1.2, 2.3, 8.2 and 9.3 as heard too little; see answers_numbers.py."""
 
 from functools import partial
 
@@ -308,4 +308,36 @@ WRONG["2.3"] = {
     "root of m's": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)), "not yet: m is divided by the root of its correction"),
     "precedence": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps), "look at what eps is added to"),
     "root first": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v.sqrt() / c2 + eps)), "the root is taken before the correction"),
+}  # fmt: skip
+
+
+def _packed(size, *, key=lambda t: t.untyped_storage().data_ptr(), own=False, again=False):
+    """``saved_bytes`` by a hook that writes a saved tensor's ``size`` down under its ``key``, or each time ``again``."""
+
+    def saved(model, x):
+        counted, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(t):
+            if own or t.untyped_storage().data_ptr() not in weights:
+                counted[len(counted) if again else key(t)] = size(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(x)
+        return sum(counted.values())
+
+    return saved
+
+
+def _whole(t):
+    return t.untyped_storage().nbytes()
+
+
+WRONG["1.2"] = {
+    "each time, weights too": (_packed(_whole, own=True, again=True), "not yet: this counts a storage as often.*And this counts the parameters"),
+    "each time, of the view": (_packed(lambda t: t.nbytes, again=True), "not yet: this counts a storage as often"),
+    "weights too, of the view": (_packed(lambda t: t.nbytes, own=True), "not yet: this counts the parameters too"),
+    "weights too, elements": (_packed(lambda t: _whole(t) // t.itemsize, own=True), "not yet: this counts the parameters.*And this counts elements"),
+    "elements of the view": (_packed(torch.numel), "not yet: this counts the view.*And this counts elements"),
+    "all of it": (_packed(torch.numel, own=True, again=True), "not yet: this counts a storage.*And this counts the parameters.*And this counts elements"),
 }  # fmt: skip

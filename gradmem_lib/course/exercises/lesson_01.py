@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import torch
 from torch import nn
@@ -165,10 +166,34 @@ def _observe_saved(candidate):
     return {name: candidate(model, x) for name, (model, x) in _saving().items()}
 
 
+_EACH = "this counts a storage as often as it is saved: a ReLU and the Linear after it save the same one."
+_PARAMETERS = (
+    "this counts the parameters too: they are saved, but they were there before and stay afterwards."
+)
+_VIEW = "this counts the view: a saved slice keeps its whole storage alive."
+_ELEMENTS = "this counts elements, not bytes."
+
+
+def _several(got) -> str:
+    """The sentences of the mistakes that together count what ``got`` has."""
+    sizes = {
+        lambda t: t.untyped_storage().nbytes(): "",
+        lambda t: t.nbytes: _VIEW,
+        lambda t: t.untyped_storage().nbytes() // t.itemsize: _ELEMENTS,
+        torch.numel: f"{_VIEW} And {_ELEMENTS}",
+    }
+    for each, parameters, size in product((False, True), (False, True), sizes):
+        if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
+            return " And ".join(filter(None, (each * _EACH, parameters * _PARAMETERS, sizes[size])))
+    return ""
+
+
 def _explain_saved(got, expected):
     numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
     if len(numbers) < len(expected):
         return None
+    if says := _several(numbers):
+        return says
     given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
     for what, size, says in (
         ("input", {case: x.nbytes for case, (_, x) in given.items()}, "the first layer saves it, for its weight's gradient."),
@@ -280,12 +305,12 @@ EXERCISES = (
         explain=_explain_saved,
         mistakes=(
             Mistake("every time", _saves(each=True),
-                    "this counts a storage as often as it is saved: a ReLU and the Linear after it save the same one."),
+                    _EACH),
             Mistake("with parameters", _saves(parameters=True),
-                    "this counts the parameters too: they are saved, but they were there before and stay afterwards."),
+                    _PARAMETERS),
             Mistake("size of the view", _saves(lambda t: t.nbytes),
-                    "this counts the view: a saved slice keeps its whole storage alive."),
-            Mistake("elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), "this counts elements, not bytes."),
+                    _VIEW),
+            Mistake("elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), _ELEMENTS),
             Mistake("outputs of layers", _outputs_of_layers,
                     "this adds up the layers' outputs: what is saved is what backward needs, which is something else."),
         ),
