@@ -1,5 +1,6 @@
 """Ranks that are threads: their numbers, and how they end when their code does not."""
 
+import sys
 import threading
 
 import pytest
@@ -17,8 +18,9 @@ def summed(rank: int):
 
 
 def test_ranks_talk_and_leave_no_group():
+    hook = sys.excepthook
     assert on_ranks(summed, 3) == [[3.0, 3.0]] * 3
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and sys.excepthook is hook
 
 
 @pytest.mark.parametrize("calls", [(1, 2), (2, 1), (0, 1)])

@@ -1,5 +1,6 @@
 """The part of ``compat`` that the course alone needs: private names of torch, seen in 2.11.0 and 2.13.0."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,7 +84,7 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    groups = threaded.ProcessLocalGroup
+    groups, hook = threaded.ProcessLocalGroup, sys.excepthook
     begin = groups._start_coll
 
     def begun(call, group):
@@ -110,6 +111,7 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
         ):
             yield lambda group, rank, call, data: begun(call, group).join(rank, data), groups.exception_handle
     finally:
+        sys.excepthook = hook  # each group has put its rank before what the one before it prints
         groups.reset()
         threaded._uninstall_threaded_pg()
         isolate(False)
