@@ -166,7 +166,7 @@ PROGRAMS = {
     "NeoX, views of buckets": neox, "tied T5": tied_t5, "ViT, states cut": vit, "PEFT, mixed policy": peft_mixed,
     "experts, uneven rows": uneven_experts, "sent once": sent_once, "gathered once, checkpoints": gathered_once,
 }  # fmt: skip
-PROGRAMS = dict(each(3, PROGRAMS.items()))
+PROGRAMS = dict(each(7, PROGRAMS.items()))
 
 
 def prepared(fields: dict) -> tuple:
