@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,7 +97,12 @@ def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k):
 
 def test_the_target_is_the_card_where_there_is_one(monkeypatch):
     for card, target in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card)
+        cuda = SimpleNamespace(
+            is_available=lambda card=card: card
+        )  # asked by predict alone: PyTorch itself would look for the card
+        monkeypatch.setattr(
+            "gradmem_lib.prediction.predict.torch", SimpleNamespace(**vars(torch) | {"cuda": cuda})
+        )
         assert predict(config("gpt2"), batch_size=2, seq_len=8).target == target
 
 
