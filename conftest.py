@@ -46,6 +46,7 @@ SECONDS = {
     "07_mixed_precision.ipynb": 48,
     "test_claims.py": 41,
     "test_browser_lessons.py": 38,
+    "test_plan_peft.py": 38,
     "01_memory_accounting.ipynb": 37,
     "test_plan_cards.py": 36,
     "test_families.py": 33,
