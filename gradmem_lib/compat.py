@@ -1,6 +1,6 @@
 """Every private or internal name of torch and transformers that the library touches, each under a public name of ours.
 
-All of them were seen in torch 2.13.0 and transformers 5.23.0. When a new version moves one, this is the file to change, and
+All of them were seen in torch 2.13.0 and transformers 5.23.0, and in 2.11.0 and 5.17.0 but for what is said. When a new version moves one, this is the file to change, and
 tests/test_compat.py fails for a private name anywhere else. transformers is imported only by the functions that need it.
 """
 
@@ -76,7 +76,8 @@ of_one_dtype = [
                  "huber_loss_backward")
 ]  # fmt: skip
 try:
-    _aten.mse_loss_backward.default(torch.ones(1), torch.ones(1), torch.ones(1, dtype=torch.bfloat16), 1)
+    _one = torch.ones(1, dtype=torch.float32, device="cpu")
+    _aten.mse_loss_backward.default(_one, _one, _one.bfloat16(), 1)
 except RuntimeError:  # torch 2.11
     of_one_dtype.append(_aten.mse_loss_backward.default)
 # Operators of recurrent layers on a card, which bring a workspace of their own.

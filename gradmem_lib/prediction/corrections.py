@@ -33,7 +33,8 @@ def _contiguous_gradient(args, out):
 def _filled(args, out):
     """A value beyond the tensor's dtype is an error for real, and none of a fake tensor's."""
     with compat.without_modes():
-        torch.zeros(1, dtype=out.dtype).masked_fill_(torch.zeros(1, dtype=torch.bool), args[2])
+        one = torch.zeros(1, dtype=out.dtype, device="cpu")
+        one.masked_fill_(torch.zeros(1, dtype=torch.bool, device="cpu"), args[2])
     return out
 
 
