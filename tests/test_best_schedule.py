@@ -79,6 +79,23 @@ def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
         assert all(b <= s for b, s in zip(best, single, strict=True)), (shape, trained, handle)
 
 
+def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_their_hidden_state():
+    """Bloom's return the attention's weights too, which are kept for backward and which no gradient comes from."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(
+        hidden_size=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
+    )
+    model, ids, found = transformers.BloomForCausalLM(config).train(), torch.randint(0, 64, (2, 128)), {}
+    for every in (1, "best"):
+        with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
+            model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+        found[every] = tracker.peak.total
+    assert found["best"] <= found[1]
+    weights = 2 * 4 * 128 * 128 * 4  # rows, heads, tokens, tokens, bytes
+    assert min(handle.internal) > weights
+
+
 def test_best_is_below_one_a_layer_where_layers_keep_little():
     model = language_model("smollm2", vocab=64, num_hidden_layers=16)
     model.requires_grad_(False)

@@ -193,7 +193,7 @@ def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with low:
-        found, out = layer_bytes(layer, (x,), {"mask": mask}, x)
+        found, out = layer_bytes(layer, (x,), {"mask": mask}, x, lambda out: out)
     assert all(torch.equal(value, layer.state_dict()[name]) for name, value in state.items())
     assert all(p.grad is None for p in layer.parameters()) and out.is_leaf and out.requires_grad
     saved = []
@@ -213,7 +213,7 @@ def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
     if not autocast:
         assert found.temporaries == tracker.peak.total - before
     layer.requires_grad_(False)
-    assert layer_bytes(layer, (x.detach(),), {}, x)[0] == (x.nbytes, 0, 0, 0, False)
+    assert layer_bytes(layer, (x.detach(),), {}, x, lambda out: out)[0] == (x.nbytes, 0, 0, 0, False)
 
 
 def test_a_layer_with_a_weight_and_an_argument_that_it_does_not_use_is_measured():
@@ -226,6 +226,6 @@ def test_a_layer_with_a_weight_and_an_argument_that_it_does_not_use_is_measured(
             return super().forward(x)
 
     layer, x = Wide(), torch.ones(2, 8, requires_grad=True)
-    found, _ = layer_bytes(layer, (x, torch.ones(2, requires_grad=True)), {}, x)
+    found, _ = layer_bytes(layer, (x, torch.ones(2, requires_grad=True)), {}, x, lambda out: out)
     assert found.trained and found.gradients == layer.weight.nbytes + layer.unused.nbytes
     assert layer.weight.grad is layer.unused.grad is x.grad is None

@@ -262,7 +262,7 @@ class _Segments:
                 'every="best" measures one layer alone, and here FSDP has spread its weights over processes: give an int, '
                 '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of an unspread layer)'
             )
-        size, out = layer_bytes(self.layers[i], *_joined(x, rest), x)
+        size, out = layer_bytes(self.layers[i], *_joined(x, rest), x, self._hidden)
         self.measured.append((i, size, self._problem(i, x, rest, waiting) is None))
         self.waiting = i + 1, len(self.layers), out, rest
         return out
@@ -359,9 +359,7 @@ _TWICE = (
 )
 
 
-CACHE_LEFT_OUT = (
-    "training with checkpoints leaves the key-value cache out: set model.config.use_cache = False"
-)
+CACHE_LEFT_OUT = "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
 
 
 def refuse_checkpointed(layers: list[nn.Module]) -> None:

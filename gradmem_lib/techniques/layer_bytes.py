@@ -30,17 +30,17 @@ class LayerBytes(NamedTuple):
     trained: bool
 
 
-def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any) -> tuple[LayerBytes, Any]:
+def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any) -> tuple[LayerBytes, Any]:
     """The bytes of ``layer(*args, **kwargs)``, whose input ``x`` is one of these; and its output, without a graph.
 
-    Nothing is left behind but the output: no gradient, and every buffer is what it was. Hooks on the layer do not fire. The
-    caller looks after random states.
+    ``hidden(output)`` is what the next layer gets of it, and what a gradient comes from. Nothing is left behind but the output:
+    no gradient, and every buffer is what it was. Hooks on the layer do not fire. The caller looks after random states.
     """
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
     buffers = [(b, b.clone()) for b in layer.buffers()]
     try:
-        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights)
+        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights, hidden)
         with torch.no_grad():  # only now: beside a backward, no output waits but the one it began with
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
@@ -55,7 +55,7 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any) -> tuple[La
 
 
 def _forward_and_backward(
-    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor]
+    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor], hidden: Any
 ) -> tuple[int, int, list[bool]]:
     """Bytes kept, the most beside them at once, and which tensors of the output have a gradient."""
     given = list(tensors_in((args, kwargs)))
@@ -66,9 +66,9 @@ def _forward_and_backward(
         # Without autocast's cache, in which casts would stay that no backward needs.
         with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
             out = layer.forward(*args, **kwargs)
-        internal = _nbytes(made.alive.difference(storages_of(out)))  # the output is the next layer's boundary
+        internal = _nbytes(made.alive.difference(storages_of(hidden(out))))  # the next layer's boundary
         trained = [t.requires_grad for t in tensors_in((out,))]
-        outputs = [t for t in tensors_in((out,)) if t.requires_grad]
+        outputs = [t for t in tensors_in((hidden(out),)) if t.requires_grad]
         # While a layer runs again, the gradient of its output waits beside it.
         most = made.most + sum(t.nbytes for t in outputs)
         if outputs:
