@@ -86,7 +86,7 @@ def loss_on(model, rows) -> float:
 
 def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, memory):
     """A ``Trainer`` of ``way``. Ours brings a ``MemoryCallback`` of its own; the others get ``memory``."""
-    from gradmem_lib.training.trainer import checkpointing_argument, make_trainer
+    from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, make_trainer
 
     common = {"max_steps": steps, "logging_strategy": "no"}
     if way == OURS:
@@ -97,7 +97,7 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, m
     cut = {"per_device_train_batch_size": BATCH}
     if way == DEFAULTS:
         cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH}
-        cut[checkpointing_argument()] = True
+        cut[CHECKPOINTING_ARGUMENT] = True
     arguments = transformers.TrainingArguments(
         folder, **common, **cut, learning_rate=NAIVE_RATE, report_to="none", save_strategy="no",
         disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,

@@ -1,7 +1,8 @@
 """Every private or internal name of torch and transformers that the library touches, each under a public name of ours.
 
-All of them were seen in torch 2.13.0 and transformers 5.23.0, and in 2.11.0 and 5.17.0 but for what is said. When a new version moves one, this is the file to change, and
-tests/test_compat.py fails for a private name anywhere else. transformers is imported only by the functions that need it.
+All of them were seen in torch 2.13.0 and transformers 5.23.0, and in 2.11.0 and 5.17.0 but for what is said. When a new
+version moves one, this is the file to change, and tests/test_compat.py fails for a private name anywhere else. transformers
+is imported only by the functions that need it.
 """
 
 import sys
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch._subclasses import fake_tensor
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
 
+tree_flatten, tree_leaves, tree_map_only = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map_only
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 
 
@@ -46,6 +46,8 @@ NO_VALUES = (
 
 # The address of a storage's C++ object: the same for every Python wrapper of it, and used again once it is freed.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
+# How often a tensor, or what it is a view of, has been changed in place.
+version: Callable[[Tensor], int] = attrgetter("_version")
 # An operator's arguments and results, with what each aliases.
 schema: Callable[[Any], Any] = attrgetter("_schema")
 KERNEL = "_op"  # the attribute that calling an operator calls; a higher-order one has none
@@ -124,7 +126,7 @@ def under_transform(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def base_of(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
 
@@ -241,6 +243,12 @@ def attention_of(model_or_config) -> str | None:
     """The name of the attention that a transformers model runs; ``None`` for a model that has no such choice."""
     config = getattr(model_or_config, "config", model_or_config)
     return getattr(config, "_attn_implementation", None)
+
+
+def checkpointing_name(of: Any) -> str | None:
+    """What a model, or its class, calls checkpoints: transformers by another name since 5.23; ``None`` where it has none."""
+    names = "activation_checkpointing", "gradient_checkpointing"
+    return next((name for name in names if hasattr(of, f"{name}_enable")), None)
 
 
 def takes_fused_attention(model: nn.Module) -> bool:

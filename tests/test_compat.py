@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import gradmem_lib
@@ -17,12 +18,27 @@ from gradmem_lib import compat
 HOME = Path(gradmem_lib.__file__).parent
 FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 THEIRS = ("torch", "transformers", "accelerate", "peft")
-# Of Python and Jupyter: a named tuple's fields, a process's end, where its threads are, a picture in every form, a widget's
+# Ends of longer names. Of Python and Jupyter: a named tuple's fields, a process's end, where its threads are, a picture in every form, a widget's
 # code and looks.
-PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_repr_mimebundle_", "_esm", "_css", "_"}
+PUBLIC = {
+    "_kwargs",
+    "_MAPPING",
+    "_asdict",
+    "_replace",
+    "_exit",
+    "_current_frames",
+    "_repr_mimebundle_",
+    "_esm",
+    "_css",
+    "_",
+}
 
 
 OURS = {"compat.py", "course/compat_course.py"}  # where private names of others may stand
+# What has private names that the library gives to objects of its own too: there they are the objects' own.
+OTHERS = set().union(
+    *map(dir, (torch, torch.Tensor, torch.UntypedStorage, nn.Module, torch.optim.Optimizer, transformers.PreTrainedModel))
+)  # fmt: skip
 
 
 def is_private(name: str) -> bool:
@@ -52,6 +68,11 @@ def defined(nodes) -> set[str]:
 OWN = defined(node for path in FILES.values() for node in ast.walk(tree(path)))
 
 
+def is_private_string(value) -> bool:
+    """For getattr, patch or a comparison."""
+    return isinstance(value, str) and value.isidentifier() and is_private(value) and value not in OWN | PUBLIC
+
+
 def private_names(path: Path):
     """(line, what) of every private name in a file that the library has not given itself."""
     for node in ast.walk(tree(path)):
@@ -68,17 +89,12 @@ def private_names(path: Path):
                 if alias.name.split(".")[0] in THEIRS and any(map(is_private, alias.name.split("."))):
                     yield node.lineno, alias.name
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            if node.attr not in OWN | PUBLIC or ast.unparse(node.value).startswith("torch."):
+            holder = ast.unparse(node.value)
+            others = node.attr in OTHERS - PUBLIC and holder not in ("self", "cls", "super()")
+            if node.attr not in OWN | PUBLIC or others or holder.startswith("torch."):
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
-            "getattr",
-            "setattr",
-            "hasattr",
-            "delattr",
-        ):
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            if is_private(name) and name not in OWN | PUBLIC:
-                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and is_private_string(node.value):
+            yield node.lineno, repr(node.value)
 
 
 @pytest.mark.parametrize("file", sorted({*FILES} - OURS))

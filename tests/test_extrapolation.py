@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.measure.timeline import Timeline
+from gradmem_lib.measure.timeline import BY, OP, TOTAL, Timeline
 from gradmem_lib.names import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER_STEP
-from gradmem_lib.prediction.extrapolation import BY, OP, TOTAL, Part, Trace, extrapolate, repeated_layers
+from gradmem_lib.prediction.extrapolation import Part, Trace, extrapolate, repeated_layers
 
 
 def made_up(layers: int, first: int = 5, last: int = 9, ends: int = 0, odd: int | None = None) -> Trace:

@@ -19,7 +19,7 @@ from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.training.prepare import RELATIVE_RATE, make_optimizer, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
-from gradmem_lib.training.trainer import arguments, checkpointing_argument
+from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, arguments
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 RECIPES = {
@@ -239,10 +239,10 @@ def test_arguments_are_transformers_own():
     every = replace(RECIPES["all"], chunked_loss=False)
     found = arguments(every, 2)
     assert found["per_device_train_batch_size"] == 2 and found["gradient_accumulation_steps"] == 4
-    assert found[checkpointing_argument()] is True
+    assert found[CHECKPOINTING_ARGUMENT] is True
     assert set(found) <= set(TrainingArguments.__dataclass_fields__)
     assert arguments(Recipe(precision="autocast-fp16"), 1)["fp16"] is True
-    kwargs = arguments(Recipe(every_n_layers=2), 1)[f"{checkpointing_argument()}_kwargs"]
+    kwargs = arguments(Recipe(every_n_layers=2), 1)[f"{CHECKPOINTING_ARGUMENT}_kwargs"]
     assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
 
 

@@ -5,6 +5,8 @@ Its files and functions stay small, its public names import from its root, and l
 
 import ast
 import importlib
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,26 @@ def test_a_file_uses_only_its_own_floor_and_those_below(module):
         f"{module}.py:{line} uses {name}" for name, line in imports(module) if level(name) > level(module)
     ]
     assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if level(name) < LEVEL["course"]])
+def test_no_file_below_the_course_reaches_up_by_a_name_in_a_string(module):
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    said = [
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in said:
+            named = re.findall(r"\bgradmem_lib\.([\w.]+)", node.value)
+            assert not [name for name in named if name.split(".")[0] in LEVEL], (module, node.lineno)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            given = node.args[0]
+            assert isinstance(given, ast.Constant) and not given.value.startswith((".", "gradmem")), (
+                module,
+                node.lineno,
+            )
 
 
 def test_no_circle_of_imports():
@@ -161,6 +183,28 @@ PUBLIC = [
 def test_a_public_name_imports_from_the_root(name):
     assert name in gradmem_lib.__all__
     assert getattr(gradmem_lib, name) is not None
+
+
+@pytest.mark.parametrize("name", [*gradmem_lib.__all__])
+def test_what_is_public_says_the_types_of_what_it_takes_and_returns(name):
+    thing = getattr(gradmem_lib, name)
+    methods = [
+        value.fget if isinstance(value, property) else value
+        for own, value in (vars(thing).items() if inspect.isclass(thing) else ())
+        if own == "__init__" or not own.startswith("_")
+    ]
+    for function in [thing, *methods]:
+        if not inspect.isfunction(function) or not function.__module__.startswith("gradmem_lib"):
+            continue
+        signature = inspect.signature(function)
+        without = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"
+        ]
+        assert not without, f"{function.__qualname__}: {without}"
+        returns = (
+            function.__name__ == "__init__" or signature.return_annotation is not inspect.Signature.empty
+        )
+        assert returns, function.__qualname__
 
 
 def test_every_listed_name_is_there():

@@ -156,7 +156,7 @@ def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch)
         with pytest.raises(ValueError, match=says):
             make_trainer(model, Recipe(**fields), batch_size=2, output_dir=str(tmp_path), **more)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="accelerate launch was told to use FSDP"):
+    with pytest.raises(ValueError, match="accelerate was told to use FSDP"):
         make_trainer(model, Recipe(), batch_size=2, output_dir=str(tmp_path))
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..compat import checkpointing_name
+
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook
 _aten = torch.ops.aten
 cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -65,9 +67,8 @@ def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> Non
 
 
 def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: Any) -> None:
-    """transformers' checkpoints on ``model``, by the name that the installed version has for it (a new one since 5.23)."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    getattr(model, f"{name}_checkpointing_enable")(kwargs, **more)
+    """transformers' checkpoints on ``model``, by the name that the installed version has for it."""
+    getattr(model, f"{checkpointing_name(model)}_enable")(kwargs, **more)
 
 
 # Process groups whose ranks are threads, for checks.

@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..names import ATTENTION
 from ..planning.cards import CARDS, find_card
@@ -326,7 +327,7 @@ def _key(settings: dict) -> tuple:
     return tuple(settings[name] for name in DEFAULTS if name != "card")
 
 
-def explore(**settings) -> None:
+def explore(**settings: Any) -> None:
     """Display the explorer, starting from ``settings`` (see ``Explorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
     explorer = Explorer(**settings)
     show_explorer(explorer, PLAIN_TEXT)

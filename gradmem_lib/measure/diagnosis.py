@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..names import CATEGORIES, PHASES
-from .timeline import Holder, MemorySnapshot
+from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
 PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
 
@@ -58,10 +58,10 @@ def lowest_peaks(
 
 
 def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holders) -> int:
-    left = rows[:, 2].copy()
+    left = rows[:, TOTAL].copy()
     for name, phases in technique.takes.items():
-        acts = np.isin(rows[:, 1], [PHASES.index(phase) for phase in phases])
-        left -= np.where(acts, rows[:, 3 + CATEGORIES.index(name)], 0)
+        acts = np.isin(rows[:, PHASE], [PHASES.index(phase) for phase in phases])
+        left -= np.where(acts, rows[:, BY][:, CATEGORIES.index(name)], 0)
     lowest = int(left.max())
     if technique.part and holders is not None:
         taken = (h for h in holders if peak.phase in technique.takes.get(h.category, ()))

@@ -9,6 +9,8 @@ import numpy as np
 
 from ..names import CATEGORIES, PHASES
 
+OP, PHASE, TOTAL, BY = 0, 1, 2, slice(3, None)  # columns of a timeline's rows
+
 
 @dataclass(frozen=True)
 class MemorySnapshot:
@@ -47,31 +49,31 @@ class Timeline:
 
     @property
     def events(self) -> list[int]:
-        return self.rows[:, 0].tolist()
+        return self.rows[:, OP].tolist()
 
     @property
     def phases(self) -> list[str]:
-        return [PHASES[code] for code in self.rows[:, 1]]
+        return [PHASES[code] for code in self.rows[:, PHASE]]
 
     @property
     def totals(self) -> list[int]:
-        return self.rows[:, 2].tolist()
+        return self.rows[:, TOTAL].tolist()
 
     @property
     def by_category(self) -> dict[str, list[int]]:
-        return {name: self.rows[:, 3 + i].tolist() for i, name in enumerate(CATEGORIES)}
+        return dict(zip(CATEGORIES, self.rows[:, BY].T.tolist(), strict=True))
 
     @property
     def peak_index(self) -> int:
         """Index of the first largest sample. Raises ``ValueError`` on an empty timeline."""
-        return int(self.rows[:, 2].argmax())
+        return int(self.rows[:, TOTAL].argmax())
 
     def decimate(self, max_points: int) -> Timeline:
         """At most ``max_points`` samples, each the largest of its window."""
         n = len(self.rows)
         if n <= max_points:
             return self
-        return Timeline(self.rows[largest_of_windows(self.rows[:, 2], -(-n // max_points))])
+        return Timeline(self.rows[largest_of_windows(self.rows[:, TOTAL], -(-n // max_points))])
 
 
 def largest_of_windows(values: np.ndarray, window: int) -> np.ndarray:

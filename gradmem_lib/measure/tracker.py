@@ -156,9 +156,7 @@ class MemoryTracker:
 
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
-            raise RuntimeError(
-                "this MemoryTracker has measured its block already: make a new one for the next block"
-            )
+            raise RuntimeError("this MemoryTracker has measured its block: make a new one for the next")
         if MemoryTracker._running is not None:
             raise RuntimeError(
                 "a MemoryTracker is running already, and two would count the same bytes: end the outer `with` block "

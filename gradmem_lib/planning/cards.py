@@ -14,8 +14,8 @@ BUS_KEPT = 0.8  # of that: what copies of pinned memory, and NCCL between cards,
 @dataclass(frozen=True)
 class Card:
     """``nbytes``: what the driver lets a program have. ``half`` and ``single``: operations a second in 16 and 32 bits;
-    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way; ``nvlink``: to other
-    cards, 0 where they talk over the bus."""
+    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way;
+    ``nvlink``: to other cards, 0 where they talk over the bus."""
 
     name: str
     nbytes: int

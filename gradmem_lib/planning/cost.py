@@ -12,6 +12,7 @@ from ..prediction import allocator
 from ..prediction.configs import skeleton, title_of
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
+from ..techniques import optimizers, quantized
 from ..techniques.checkpointing import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
@@ -169,8 +170,8 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     if work.adapts(recipe):
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
-        weights += round((0.5 + 1 / 64) * work.matrices) - width * work.matrices
-    states = {"adamw-8bit": 2 + 8 / 256, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
+        weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
+    states = {"adamw-8bit": 2 + 8 / optimizers.BLOCK, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
     if recipe.optimizer.startswith("adafactor"):
         own = 4 if recipe.optimizer == "adafactor" else width
         states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
@@ -208,8 +209,9 @@ def seconds_per_token(
     cards=1,
 ) -> float:  # fmt: skip
     """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
-    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what ``cards`` send each
-    other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone. ``micro_batch`` is a card's.
+    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what
+    ``cards`` send each other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone.
+    ``micro_batch`` is a card's.
 
     Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
     """

@@ -11,7 +11,7 @@ from .search import Search
 
 
 def plan(
-    model_or_config,
+    model_or_config: object,
     *,
     card: Card | str | int,
     seq_len: int | None = None,
@@ -32,12 +32,13 @@ def plan(
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
         cards: how many such cards of one machine train together: each key of ``SHARDING`` is tried.
 
-    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in backward
-    where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
-    divides the global batch. In place of the best one's checkpoints, as few layers as fit, parts of each layer or the host's memory
-    are tried where they are faster; where nothing fits, the inputs of checkpoints go to the host, or what cards share. Attention is always fused where the model can: eager needs more bytes and more time.
-    ``float32-master`` is not tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW
-    in bf16. On several, no loss is in chunks, and AdamW alone steps in backward.
+    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in
+    backward where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every
+    micro-batch that divides the global batch. In place of the best one's checkpoints, as few layers as fit, parts of each layer
+    or the host's memory are tried where they are faster; where nothing fits, the inputs of checkpoints go to the host, or what
+    cards share. Attention is always fused where the model can: eager needs more bytes and more time. ``float32-master`` is not
+    tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW in bf16. On
+    several, no loss is in chunks, and AdamW alone steps in backward.
 
     Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take, and ``RuntimeError`` for a
     model with LoRA in it that is checkpointed or compiled already.

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from ..names import PHASES, SELECTIVE, SHARDING
+from ..compat import checkpointing_name
+from ..measure.timeline import BY, PHASE
+from ..names import ACTIVATIONS, GRADIENTS, OPTIMIZER, OPTIMIZER_STEP, PARAMETERS, SELECTIVE, SHARDING
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
@@ -18,7 +20,7 @@ from .cards import Card
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
 # What is run again: less memory at each step. Older transformers cannot checkpoint one layer in two.
-_HALF = [{"every_n_layers": 2}] if hasattr(PreTrainedModel, "activation_checkpointing_enable") else []
+_HALF = [{"every_n_layers": 2}] if checkpointing_name(PreTrainedModel) != "gradient_checkpointing" else []
 CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
 # What is weighed against these once the fastest is known: parts of layers run again, or what waits is moved.
 LESS: list[dict] = [*({"checkpointing": part} for part in SELECTIVE), {"offload": "activations"}]
@@ -223,15 +225,16 @@ class Search:
             return 0
         rows = known.prediction.timeline.rows
         if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
-            rows = rows[rows[:, 1] != PHASES.index("optimizer_step")]
+            rows = rows[rows[:, PHASE] != OPTIMIZER_STEP]
         states = [self.residents(r)["optimizer"] for r in (known.recipe, recipe)]
-        fixed, gradients = rows[:, 3] + rows[:, 5] + states[1] - states[0], rows[:, 4]
+        by = rows[:, BY]
+        fixed, gradients = by[:, PARAMETERS] + by[:, OPTIMIZER] + states[1] - states[0], by[:, GRADIENTS]
         if recipe.accumulation > 1:
             # From the second micro-batch on, all are there from the beginning; not those that are about to be cut.
             gradients = min(gradients.max(), self.residents(recipe)["gradients"])
         elif known.recipe.accumulation > 1:
             gradients = 0
-        grows = rows[:, 6:].sum(axis=1) * min(1, known.recipe.accumulation / recipe.accumulation)
+        grows = by[:, ACTIVATIONS:].sum(axis=1) * min(1, known.recipe.accumulation / recipe.accumulation)
         return (fixed + gradients + grows).max()
 
     def _alike(self, known: Recipe, recipe: Recipe) -> bool:

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from ..compat import hook_counts, own_tensors
-from ..names import CATEGORIES
+from ..measure.timeline import PHASE
 
-OP, PHASE, TOTAL = 0, 1, 2
-BY = slice(3, 3 + len(CATEGORIES))
 Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
 
 

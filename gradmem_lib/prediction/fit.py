@@ -1,20 +1,22 @@
 """As few layers run again as a budget allows, by prediction."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from ..names import OPTIMIZER_STEP
+from ..measure.timeline import BY, PHASE, TOTAL
+from ..names import ACTIVATIONS, OPTIMIZER_STEP
 from ..techniques import checkpointing
 from ..techniques.layers import find_layers
 from ..training.recipe import Recipe
 from ..units import format_bytes, parse_bytes
-from .extrapolation import PHASE, TOTAL
 from .predict import predict, source_of
 
 
-def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **asked) -> Recipe:
+def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **asked: Any) -> Recipe:
     """``recipe`` with as few layers run again as ``budget`` allows: ``checkpointing`` is ``None`` or ``"first-k"``.
 
     Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``), and above it for one layer less. Counted are live
@@ -37,7 +39,7 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
             found = predict(source, recipe=recipes[k], **asked)
             peaks[k], rows = found.peak.total, found.timeline.rows
             in_step = rows[rows[:, PHASE] == OPTIMIZER_STEP, TOTAL]
-            fixed = int(max(fixed, rows[:, 3:6].sum(axis=1).max(), in_step.max(initial=0)))
+            fixed = int(max(fixed, rows[:, BY][:, :ACTIVATIONS].sum(axis=1).max(), in_step.max(initial=0)))
         return peaks[k] <= limit
 
     most = 0 if fits(0) else None
@@ -60,7 +62,8 @@ def fit(model_or_config, budget: int | str, *, recipe: Recipe | None = None, **a
 
 
 def checkpoint_layers(
-    layers_or_model: nn.Module, every, *, keep_last: bool | None = None, budget: int | str | None = None, **asked
+    layers_or_model: nn.Module, every: str | int | Sequence, *, keep_last: bool | None = None, budget: int | str | None = None,
+    **asked: Any,
 ) -> checkpointing.CheckpointedLayers:  # fmt: skip
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
 

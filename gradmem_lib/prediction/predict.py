@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..display import pictures
-from ..measure.timeline import MemorySnapshot, Timeline
+from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
 from ..names import CATEGORIES, PHASES, SELECTIVE, choose
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
 from ..units import whole
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
-from .extrapolation import BY, PHASE, TOTAL, Part, extrapolate
+from .extrapolation import Part, extrapolate
 from .question import CannotTrace, Question, Source
 from .trace import traced
 
@@ -70,7 +70,7 @@ class Prediction:
         few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
         return traced(self._question, None, REPLAYED if few else None).requests
 
-    def plot(self, ax=None):
+    def plot(self, ax: Any = None) -> Any:
         """The timeline as a matplotlib ``Figure``."""
         return pictures().plot_timeline(self.timeline, title=self.title, ax=ax)
 
@@ -83,7 +83,7 @@ class Prediction:
 
 
 def predict(
-    model_or_config,
+    model_or_config: Any,
     *,
     batch_size: int | None = None,
     seq_len: int | None = None,
@@ -181,7 +181,7 @@ def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -
     return batch_size, seq_len
 
 
-def source_of(given) -> Source:
+def source_of(given: Any) -> Source:
     if isinstance(given, Source):
         return given
     if isinstance(given, nn.Module):

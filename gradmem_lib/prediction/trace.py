@@ -142,11 +142,11 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
         trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
     except compat.NO_VALUES as error:
-        name = str(getattr(error, "func", error))
+        func = getattr(error, "func", error)
         reads = "reads a tensor's value, as .item(), int(), bool() and if do"
-        what = reads if "_local_scalar_dense" in name else "has a result whose size depends on values"
+        what = reads if func is compat.read_value else "has a result whose size depends on values"
         raise CannotTrace(
-            f"the operation {name} {what}{_where(error)}, and a prediction has shapes but no values. Predict a variant of the "
+            f"the operation {func} {what}{_where(error)}, and a prediction has shapes but no values. Predict a variant of the "
             "model without it, or measure one real step with MemoryTracker"
         ) from error
     except (ValueError, CannotTrace):

@@ -59,7 +59,7 @@ def accumulate_gradients(
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(
-            f"reduction={reduction!r}: loss_and_count returns a 'sum' over its items or their 'mean'"
+            f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' over its items"
         )
     processes = processes_of(model)
     if count_items is not None:
@@ -172,9 +172,7 @@ def split(batch: Any, size: int) -> Iterator[Any]:
     """
     rows = count_rows(batch)
     if size < 1:
-        raise ValueError(
-            f"cannot cut {rows} rows into micro-batches of {size}: a micro-batch has at least one row"
-        )
+        raise ValueError(f"cannot cut {rows} rows into micro-batches of {size}: each has at least one row")
 
     def cut(start: int) -> Any:
         return tree_map_only(Tensor, lambda t: t[start : start + size] if t.dim() else t, _plain(batch))

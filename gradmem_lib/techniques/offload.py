@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
-from ..compat import for_a_checkpoint, storage_key, whole
+from ..compat import base_of, for_a_checkpoint, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, choose
 
@@ -75,7 +75,7 @@ class offload_activations(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> tuple:
         if not self._moves(tensor):
             # With its graph it would keep itself alive.
-            return None, (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return None, (tensor if tensor.is_leaf else tensor.detach(), version(tensor))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         moved = self._known.get(key, lambda: None)()
@@ -88,7 +88,7 @@ class offload_activations(saved_tensors_hooks):
     def _moves(self, tensor: Tensor) -> bool:
         if self._what == "boundaries" and not for_a_checkpoint():
             return False
-        if isinstance(whole(tensor), nn.Parameter):
+        if isinstance(base_of(tensor), nn.Parameter):
             return False
         storage = own_storage(tensor) if tensor.layout == torch.strided else None
         if storage is None or not storage.nbytes() or storage_key(storage) in self._stay:
@@ -106,8 +106,8 @@ def _unpack(packed: tuple) -> Tensor:
     moved, form = packed
     if moved is not None:
         return moved.tensor(*form)
-    tensor, version = form
-    if tensor._version != version:  # which autograd itself does not ask where hooks are
+    tensor, before = form
+    if version(tensor) != before:  # which autograd itself does not ask where hooks are
         raise RuntimeError(
             f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this backward, has been changed in "
             "place since the forward: run backward first, or change a copy"
@@ -120,7 +120,7 @@ class _Moved:
 
     def __init__(self, tensor: Tensor, new_path: Callable[[], Path]):
         storage = tensor.untyped_storage()
-        self._of, self._version = weakref.ref(whole(tensor)), tensor._version
+        self._of, self._version = weakref.ref(base_of(tensor)), version(tensor)
         self._nbytes, self._device = storage.nbytes(), tensor.device
         self._host: Tensor | None = None
         self._back: Any = lambda: None
@@ -137,13 +137,13 @@ class _Moved:
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.
-        return self._of() is whole(tensor) and self._version == tensor._version
+        return self._of() is base_of(tensor) and self._version == version(tensor)
 
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
-        """The saved tensor of this dtype, offset, shape and stride. All of a storage share one copy while any is alive and unchanged."""
+        """The saved tensor of this dtype, offset, shape and stride. Those of a storage share a copy while any lives unchanged."""
         with torch.enable_grad():  # by which a tracker knows an activation, as it knows what runs again
             storage = self._back()
-            if storage is None or self._empty._version:
+            if storage is None or version(self._empty):
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
                 storage, self._empty = flat.untyped_storage(), flat.detach()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .adam import adam_step
 from .precision import OwnDtypes
 
 BLOCK = 256
@@ -84,6 +85,8 @@ def _adamw_8bit():
         flat_p, flat_grad = p.view(-1), grad.reshape(-1)
         flat_m, flat_v = exp_avg.view(-1), exp_avg_sq.view(-1)
         slice_size = BLOCK * 4096
+        group = {"lr": lr, "betas": (beta1, beta2), "eps": eps}
+        group |= {"weight_decay": weight_decay, "decoupled_weight_decay": True}
         for start in range(0, flat_p.numel(), slice_size):
             part = slice(start, start + slice_size)
             blocks = slice(start // BLOCK, (start + slice_size) // BLOCK)
@@ -93,11 +96,9 @@ def _adamw_8bit():
                 v = dequantized_blocks(flat_v[part], absmax_sq[blocks], code_sq)
             else:
                 m, v = flat_m[part], flat_v[part]
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            w = flat_p[part].float() * (1 - lr * weight_decay)
-            denominator = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-            flat_p[part] = w.addcdiv_(m, denominator, value=-lr / (1 - beta1**step)).to(p.dtype)
+            w = flat_p[part].float()
+            adam_step(w, g, m, v, step, group)
+            flat_p[part] = w
             if code.numel():
                 flat_m[part], absmax[blocks] = quantized_blocks(m, code)
                 flat_v[part], absmax_sq[blocks] = quantized_blocks(v, code_sq)

@@ -103,7 +103,8 @@ def best_segments(
 
     The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward, so below 1.0 it must be
     longer. Above 1.0, for layers of equal size and a tail that is no larger than temporaries, segments may be made of
-    segments (the result then has lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where fewer are allowed.
+    segments (the result then has lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where
+    fewer are allowed.
 
     Among schedules of equal peak, the one with the fewest extra forward calls, then the one that keeps the fewest bytes
     of boundaries. Exact: dynamic programming finds what fits below a limit, which is halved until nothing fits.
@@ -247,7 +248,7 @@ def segments_for(every: Any, n: int) -> Schedule | None:
         return uniform_segments(n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every))
     if total_layers(every) != n:
         raise ValueError(
-            f"the segments {_nest(list, every)} hold {total_layers(every)} layers, and there are {n}"
+            f"segments {_nest(list, every)} hold {total_layers(every)} layers, and there are {n}"
         )
     return _nest(list, every)
 
@@ -284,9 +285,7 @@ def _numbers(name: str, value: Sizes, n: int) -> list:
     """``value`` as a list of ``n`` whole numbers of at least 0."""
     numbers = [value] * n if isinstance(value, (Real, str)) else list(value)
     if len(numbers) != n:
-        raise ValueError(
-            f"{name} has {len(numbers)} numbers for {n} layers: give one number, or one for each layer"
-        )
+        raise ValueError(f"{name} has {len(numbers)} numbers for {n} layers: give one, or one for each layer")
     real = all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers)
     if not real or not all(0 <= v < math.inf and v == math.floor(v) for v in numbers):
         raise ValueError(f"{name} must be a whole number of bytes, or a list of them, and was {value!r}")

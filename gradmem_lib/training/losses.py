@@ -87,9 +87,7 @@ def _compared(cls: type, config: Any) -> str | None:
         except Exception as error:  # whatever the model's own code raises
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
-        return (
-            f"no tiny copy of {cls.__name__} could be trained, to see whether chunks have its loss ({said})"
-        )
+        return f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its loss ({said})"
     if all(math.isclose(a, b, rel_tol=limit) for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)):
         return None
     return (

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import compat
-from ..compat import is_persistent, own_tensors
 from ..names import SELECTIVE
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
@@ -35,7 +34,7 @@ ADAFACTOR_EPS = (1e-16, 1e-3)
 
 class Prepared(NamedTuple):
     """``model`` (the one given, changed in place, or the ``DistributedDataParallel`` around it), ``optimizer`` (an ``Optimizer``,
-    or a list of them for ``in_backward``), and ``undo``: ``undo.close()`` takes away checkpointing and the hooks that step in backward."""
+    or a list of them for ``in_backward``), and ``undo``: its ``close()`` takes away checkpoints and the hooks that step."""
 
     model: nn.Module
     optimizer: Optimizer | list[Optimizer]
@@ -122,8 +121,8 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters and persistent floating-point buffers to ``dtype``, in place; ties stay ties, and rotary frequencies float32, as
     ``from_pretrained`` leaves them."""
     for module in model.modules():
-        for name, tensor in own_tensors(module):
-            if tensor.is_floating_point() and is_persistent(module, name):
+        for name, tensor in compat.own_tensors(module):
+            if tensor.is_floating_point() and compat.is_persistent(module, name):
                 tensor.data = tensor.data.to(dtype)
 
 
@@ -132,17 +131,11 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     if recipe.checkpointing in SELECTIVE:
         undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
         return
-    every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
+    every, name = recipe.one_in, compat.checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
-    # Transformers had the second pair of names alone before 5.23, and takes every_n_layers by either.
-    named = [
-        f"{kind}_checkpointing"
-        for kind in ("activation", "gradient")
-        if hasattr(model, f"{kind}_checkpointing_enable")
-    ]
-    if every is not None and named:
-        enable, disable = (getattr(model, f"{named[0]}_{verb}") for verb in ("enable", "disable"))
+    if every is not None and name is not None:
+        enable, disable = (getattr(model, f"{name}_{verb}") for verb in ("enable", "disable"))
         enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
         undo.callback(disable)
     elif recipe.every_n_layers is not None:

@@ -19,7 +19,8 @@ class Recipe:
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
         checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's
-            number of layers, or a list of them (``checkpointing.checkpoint_layers`` says what each means); or a key of ``SELECTIVE`` for a part of each layer.
+            number of layers, or a list of them (``checkpointing.checkpoint_layers`` says what each means); or a key of
+            ``SELECTIVE`` for a part of each layer.
         every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
         offload: a key of ``OFFLOAD``: what waits for its backward, or its step, outside the memory that computes.
         sharding: a key of ``SHARDING``: how several processes train one model together, each on rows of its own; ``None``: one process.
@@ -166,16 +167,19 @@ class Recipe:
         return self.sharding in ("zero2", "fsdp")
 
     @property
+    def one_in(self) -> int | None:
+        """Of so many layers, one runs again; ``None`` for segments, parts of layers and no checkpoints."""
+        return self.every_n_layers or (1 if self.checkpointing == "per-layer" else None)
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         return {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(self.precision)
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """That the weights are cast to; ``None`` where they stay. Of float32-master with shards, these are the float32 weights."""
-        master = torch.float32 if self.fully_sharded else torch.bfloat16
-        return {None: None, "bf16": torch.bfloat16, "float32-master": master}.get(
-            self.precision, torch.float32
-        )
+        held = torch.float32 if self.fully_sharded else torch.bfloat16
+        return {None: None, "bf16": torch.bfloat16, "float32-master": held}.get(self.precision, torch.float32)
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. ``ValueError`` where the batch cannot be cut evenly."""

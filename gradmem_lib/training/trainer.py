@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
@@ -22,6 +23,7 @@ from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpoint
 from .recipe import Recipe
 from .step import moving
 
+CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 OPTIM = {
     "adamw": "adamw_torch",
     "adamw-foreach": "adamw_torch",
@@ -43,18 +45,12 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
         chosen["optim"] = OPTIM[recipe.optimizer]
     if recipe.autocast_dtype is not None:
         chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
-    every = recipe.every_n_layers or (1 if recipe.checkpointing == "per-layer" else None)
+    every = recipe.one_in
     if every:
-        name = checkpointing_argument()
-        chosen[name] = True
-        chosen[f"{name}_kwargs"] = {"use_reentrant": False} | ({"every_n_layers": every} if every > 1 else {})
+        chosen[CHECKPOINTING_ARGUMENT] = True
+        more = {"every_n_layers": every} if every > 1 else {}
+        chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = {"use_reentrant": False} | more
     return chosen
-
-
-def checkpointing_argument() -> str:
-    """``"activation_checkpointing"``, which transformers has since 5.23, else ``"gradient_checkpointing"``."""
-    newer = "activation_checkpointing"
-    return newer if newer in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
 
 
 class MemoryCallback(TrainerCallback):
@@ -93,7 +89,7 @@ class MemoryCallback(TrainerCallback):
             )
         return self.tracker.peak
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **more: Any) -> None:  # fmt: skip
         if self._open is None:
             raise RuntimeError(
                 "MemoryCallback works inside its with block, which takes the tracker away also after an error: write "
@@ -105,13 +101,13 @@ class MemoryCallback(TrainerCallback):
         self.tracker = MemoryTracker(model, own, **self._given)
         self._open.enter_context(self.tracker)
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.tracker.lap()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.by_step[state.global_step] = self.tracker.lap()
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._open.close()
 
 
@@ -135,9 +131,7 @@ class RecipeTrainer(Trainer):
                 "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-            raise ValueError(
-                f"accelerate launch was told to use FSDP, which is not set up by make_trainer{_CUT}"
-            )
+            raise ValueError(f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}")
         if recipe.sharding == "ddp" and not dist.is_initialized():
             raise ValueError(ALONE.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
@@ -354,14 +348,14 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
 
 def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
     """``given`` for ``TrainingArguments``, with what ``recipe`` decides. ``ValueError`` where the two do not agree."""
-    chosen, checkpointing = arguments(recipe, micro_batch), checkpointing_argument()
-    decided = {"bf16": False, "fp16": False, checkpointing: False} | chosen
+    chosen = arguments(recipe, micro_batch)
+    decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
     for name, value in given.items():
         if name in _NOT_TAKEN and value:
             raise ValueError(
                 f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or use Trainer itself"
             )
-        own = name.replace("gradient_checkpointing", checkpointing)
+        own = name.replace("gradient_checkpointing", CHECKPOINTING_ARGUMENT)
         if value != decided.get(own, value):
             raise ValueError(
                 f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or batch_size, and leave it out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..measure.diagnosis import TECHNIQUES
 from ..units import format_bytes, parse_bytes
@@ -21,7 +21,7 @@ PART = {"layers": ", of the layers", "outside": ""}
 LAST = 9.3  # from the prices to the column of bytes
 
 
-def show_decisions(run=None, card: int | str | None = None) -> Figure:
+def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
     """Each technique's row: the parts of a peak that it can shrink, in each phase, and its price.
 
     ``run``, as for ``diagnose``: beside it the lowest peak that each can reach, marked where that is within ``card`` bytes.

@@ -113,7 +113,13 @@ def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smoot
     return figure
 
 
-def show_paths(surface, paths, *, title: str = "", marks=None) -> None:
+def show_paths(
+    surface: Callable[[torch.Tensor], torch.Tensor],
+    paths: Mapping[str, torch.Tensor],
+    *,
+    title: str = "",
+    marks: Mapping[str, Sequence[float]] | None = None,
+) -> None:
     """Display ``plot_paths`` with words for those who do not see it."""
     ends = "; ".join(
         f"{name} ends at ({float(p[-1, 0]):.2f}, {float(p[-1, 1]):.2f})" for name, p in paths.items()
@@ -124,7 +130,7 @@ def show_paths(surface, paths, *, title: str = "", marks=None) -> None:
     _show(plot_paths(surface, paths, title=title, marks=marks), title, words)
 
 
-def show_losses(curves, *, title: str = "", smooth: int = 1) -> None:
+def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> None:
     """Display ``plot_losses`` with words for those who do not see it."""
     ends = "; ".join(f"{name} from {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in curves.items())
     _show(plot_losses(curves, title=title, smooth=smooth), title, f"Training loss over the steps: {ends}.")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..display import in_kernel, live_enabled
+from ..measure.timeline import BY, OP, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
 from .style import COLORS, HATCHES, MAX_POINTS, display_size, png
 from .timeline import PHASE_LABELS, describe, peak_of, plot_timeline
@@ -54,14 +55,14 @@ def encode_frame(
     points = timeline.decimate(MAX_POINTS).rows
     last = timeline.rows[-1]
     header[1] = len(points)
-    header[3:6] = total, timeline.rows[at, 0], PHASES.index(phase)
-    header[6:8] = last[2], last[1]
+    header[3:6] = total, timeline.rows[at, OP], PHASES.index(phase)
+    header[6:8] = last[TOTAL], last[PHASE]
     header[8:14] = [parts[name] for name in CATEGORIES]
-    header[14:20] = last[3:]
+    header[14:20] = last[BY]
     if current is not None:
         header[6:8] = current.total, PHASES.index(current.phase)
         header[14:20] = [current.by_category[name] for name in CATEGORIES]
-    columns = np.delete(points, 2, axis=1)  # the total is the sum of its categories
+    columns = np.delete(points, TOTAL, axis=1)  # the total is the sum of its categories
     return header.tobytes() + np.ascontiguousarray(columns.T, "<f4").tobytes()
 
 

@@ -7,6 +7,7 @@ import math
 from contextlib import ExitStack
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -239,7 +240,7 @@ class ScheduleExplorer:
         self._draw()
 
 
-def explore_schedule(**settings) -> None:
+def explore_schedule(**settings: Any) -> None:
     """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
     explorer = ScheduleExplorer(**settings)
     show_explorer(explorer, EXPLORER_TEXT)

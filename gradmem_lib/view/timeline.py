@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..measure.timeline import BY, PHASE, TOTAL
 from ..names import CATEGORIES, PHASES
 from ..units import format_bytes
 from .style import (
@@ -46,9 +47,9 @@ def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[
     at = timeline.peak_index
     if peak is None:
         row = timeline.rows[at].tolist()
-        return row[2], dict(zip(CATEGORIES, row[3:], strict=True)), PHASES[row[1]], at
+        return row[TOTAL], dict(zip(CATEGORIES, row[BY], strict=True)), PHASES[row[PHASE]], at
     # The peak's sample may be another than the largest, after reset_peak().
-    same = (timeline.rows[:, 2] == peak.total).nonzero()[0]
+    same = (timeline.rows[:, TOTAL] == peak.total).nonzero()[0]
     return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
 
 

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...measure.timeline import TOTAL
 from ...prediction import allocator, cuda_kernels, fakes
 from ...prediction.copies import fake_copy
-from ...prediction.extrapolation import TOTAL
 from ...prediction.predict import Prediction, predict
 from ...prediction.trace import CudaRecorder
 from ...training.prepare import prepare

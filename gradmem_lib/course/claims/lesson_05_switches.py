@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ...measure.tracker import MemoryTracker
 from ...planning.cards import CARDS
 from ...prediction.predict import Prediction
-from ...training.trainer import checkpointing_argument
+from ...training.trainer import CHECKPOINTING_ARGUMENT
 from .. import accounting, models
 from ..compat_course import enable_checkpointing
 from ..shapes import SHAPES
@@ -208,7 +208,7 @@ def _kind(**kwargs) -> str:
 @answers("C46")
 def checkpointing_kwargs() -> Finding:
     def given(**kwargs):
-        name = checkpointing_argument()
+        name = CHECKPOINTING_ARGUMENT
         return _trainer(**{name: True, f"{name}_kwargs": kwargs})
 
     second = _switched_on(given(every_n_layers=2))
