@@ -93,7 +93,9 @@ def calls(*cases: tuple, unseen: tuple[tuple, ...] = ()) -> Calls:
     return Calls(cases, unseen)
 
 
-def measure(run: Callable[[], Any], *, budget: int | str, model=None, optimizer=None) -> Measured:
+def measure(
+    run: Callable[[], Any], *, budget: int | str, model: Any = None, optimizer: Any = None
+) -> Measured:
     """Run ``run()`` under a ``MemoryTracker`` and return its value and its peak in bytes, beside ``budget``.
 
     For use inside ``observe``: ``check`` then accepts the right value only if the peak is at most the budget, and says

@@ -39,7 +39,7 @@ class RanksFailed(RuntimeError):
 
 def run_ranks(
     function: Callable,
-    *args,
+    *args: Any,
     ranks: int = 2,
     live: bool | None = None,
     everyone: bool = False,

@@ -6,6 +6,7 @@ A tiny Llama is trained for two steps with each of them; larger models are predi
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from .lesson_06 import predicted, recipe
 PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
 
 
-def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags) -> tuple[dict[str, str], int]:
+def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[dict[str, str], int]:
     """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a plain ``Trainer`` on the CPU with
     ``flags`` as ``TrainingArguments``, and an evaluation; and the second step's peak in bytes."""
     from transformers import PrinterCallback, Trainer, TrainingArguments

@@ -13,7 +13,9 @@ from ..exercise import Exercise, Mistake, Seen, Unseen
 STEPS = 4  # with one renewal of P in each case
 
 
-def adam_update(g, state, beta1=0.9, beta2=0.999, eps=1e-8) -> Tensor:
+def adam_update(
+    g: Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> Tensor:
     """Adam's update (without lr) for a gradient ``g`` of any shape, whose moments live in ``state``."""
     state["t"] = t = state.get("t", 0) + 1
     m = state.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)

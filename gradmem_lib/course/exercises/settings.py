@@ -84,7 +84,7 @@ def bigram_loss(model: Bigrams):
     return loss_and_count
 
 
-def train_setting():
+def train_setting() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
     """The tiny Llama, its optimizer and three batches of exercise 1.6."""
     model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=2048)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
@@ -95,7 +95,7 @@ def train_setting():
 CARD = "8 MiB"
 
 
-def batch_setting():
+def batch_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """Exercise 3.7's tiny Llama, its optimizer and a batch of 64 sequences of unequal lengths."""
     model = models.tiny_llama(layers=1, hidden=64, heads=4, intermediate=172, vocab=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def trainer_setting(kind: str):
 
 
 @contextlib.contextmanager
-def quiet_arguments(**given):
+def quiet_arguments(**given: Any) -> Any:
     """``TrainingArguments`` for the CPU that print, write and report nothing; the random numbers outside stay what they are."""
     from transformers import TrainingArguments
 
@@ -66,7 +67,7 @@ def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
     return {name: trainer.state.log_history[0][name] for name in ("loss", "grad_norm")}
 
 
-def trainer_factors(kind: str, steps: int, prepare=None) -> dict[str, float]:
+def trainer_factors(kind: str, steps: int, prepare: Any = None) -> dict[str, float]:
     """How many times larger ``Trainer`` logs ``loss`` and ``grad_norm`` in ``steps`` accumulation steps than in one.
 
     ``prepare(model, batch)`` returns the model of the run in steps; all that differ by rounding only are 1.0.
