@@ -11,6 +11,7 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_STORAGE = (NotImplementedError, RuntimeError)
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
@@ -29,10 +30,13 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
     """What holds the bytes of a tensor, or of those in a list, tuple or dict: its storage, or those of the tensors inside it
     (sparse, DTensor, quantized)."""
-    if isinstance(value, torch.Tensor):
-        storage = own_storage(value)
-        if storage is not None:
-            return (storage,)
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        try:  # `own_storage`, without the call: every operation comes here
+            storage = value.untyped_storage()
+            if type(value) in _PLAIN or has_memory(storage):
+                return (storage,)
+        except _NO_STORAGE:
+            pass
         value = _parts(value)
     elif isinstance(value, dict):
         value = value.values()
@@ -45,7 +49,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of ``tensor``; ``None`` for one that has none of its own, or one with a size and no memory (a wrapper)."""
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except _NO_STORAGE:
         return None
     return storage if type(tensor) in _PLAIN or has_memory(storage) else None
 
@@ -53,7 +57,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def has_memory(storage: torch.UntypedStorage) -> bool:
     """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
     try:
-        return storage.device == _META or storage.nbytes() == 0 or storage.data_ptr() != 0
+        return storage.device == _META or storage.data_ptr() != 0 or storage.nbytes() == 0
     except RuntimeError:
         return storage.device == _META  # a fake tensor's, which is what it is taken for
 

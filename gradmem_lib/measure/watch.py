@@ -16,8 +16,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as steps
 
 from .. import compat, names
+from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
 from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
+
+# Looked up in every operation.
+graph_task, read_device, storage_key = compat.graph_task, compat.read_device, compat.storage_key
 
 GATHERED = "gathered parameters"  # FSDP's, whole while a layer needs them
 
@@ -32,7 +36,7 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
         self._observe = observe
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is compat.read_device and type(args[0]) is compat.FakeTensor:
+        if func is read_device and type(args[0]) is compat.FakeTensor:
             return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
@@ -140,22 +144,24 @@ class Meter:
             if recording.freed:
                 recording.drain()
             if self._stepping:
-                recording.phase = names.OPTIMIZER_STEP
-            elif compat.graph_task() != -1:
-                recording.phase = names.BACKWARD
+                recording.phase = OPTIMIZER_STEP
+            elif graph_task() != -1:
+                recording.phase = BACKWARD
                 self._in_forward = False  # nor is what follows the backward pass
                 if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
-                recording.phase = names.FORWARD if self._in_forward else names.IDLE
+                recording.phase = FORWARD if self._in_forward else IDLE
             for storage in storages_of(out):
-                entry = recording.live.get(compat.storage_key(storage))
+                entry = recording.live.get(storage_key(storage))
                 if entry is None or entry.size != storage.nbytes():
                     asked += self._add(storage, entry, func, args)
             if self._gathers and func is compat.all_gather:  # FSDP's buffer, which no backward needs
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
-                self.sample(asked, func)
+                recording.sample(func)
+                if self.after_sample is not None:
+                    self.after_sample(asked, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
                 recording.take_and_give(scratch, func)
         finally:
@@ -175,33 +181,33 @@ class Meter:
             return recording.enter(storage, names.PARAMETERS, GATHERED, func)
         if _operator(func)[2] or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
             category = names.OTHER  # made before the block, or by code that does not dispatch; or DDP's own
-        elif recording.phase == names.FORWARD:
+        elif recording.phase == FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
-        elif recording.phase == names.BACKWARD:
+        elif recording.phase == BACKWARD:
             # Autograd computes gradients with grad mode off; on means that a forward is being recomputed.
             category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
-        elif recording.phase == names.OPTIMIZER_STEP:
+        elif recording.phase == OPTIMIZER_STEP:
             category = names.TEMPORARIES
         elif (
             storage.nbytes()
             and torch.is_grad_enabled()
             and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         ):
-            recording.phase = names.FORWARD  # a forward pass written without modules
+            recording.phase = FORWARD  # a forward pass written without modules
             category = names.ACTIVATIONS
         else:
             category = names.OTHER
-        in_backward = category == names.TEMPORARIES and recording.phase == names.BACKWARD
+        in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
         owner = "(backward)" if in_backward else self.stack[-1] if self.stack else ""
         return recording.enter(storage, category, owner, func)
 
     def _find_bucket(self, out: Any, func: Any) -> int:
         """DDP's buckets, made where nobody looks, are first seen when a gradient is written into them; the bytes found."""
         storage, recording = own_storage(out) if isinstance(out, torch.Tensor) else None, self.recording
-        if storage is None or compat.storage_key(storage) in recording.live:
+        if storage is None or storage_key(storage) in recording.live:
             return 0
         nbytes = recording.enter(storage, names.OTHER, "DistributedDataParallel", func)
-        recording.were_there([recording.live[compat.storage_key(storage)]] if nbytes else [])
+        recording.were_there([recording.live[storage_key(storage)]] if nbytes else [])
         return nbytes
 
     # Who owns what
@@ -290,10 +296,10 @@ class Meter:
     def _told_of_calls(self, call: Callable) -> Callable:
         # A hook on the model would be copied and pickled with it, and hooks on all modules cost twice as much as this.
         def __call__(module, *args, **kwargs):
-            if threading.get_ident() != self._thread and compat.graph_task() == -1 and not compat.listening():
+            if threading.get_ident() != self._thread and graph_task() == -1 and not compat.listening():
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
-            if not self.stack and compat.graph_task() == -1:
+            if not self.stack and graph_task() == -1:
                 self._begin_forward(module, args, kwargs)
             self.stack.append(module)
             try:
@@ -301,7 +307,7 @@ class Meter:
             finally:
                 if self.stack:
                     self.stack.pop()
-                if not self.stack and not self._with_grad and compat.graph_task() == -1:
+                if not self.stack and not self._with_grad and graph_task() == -1:
                     self._in_forward = False
 
         return __call__
@@ -323,7 +329,7 @@ class Meter:
             # A batch that was made before the block; what is known stays what it is.
             for tensor in tensors_in((args, kwargs)):
                 for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
-                    if compat.storage_key(storage) not in self.recording.live:
+                    if storage_key(storage) not in self.recording.live:
                         self.recording.enter(storage, names.OTHER, "inputs")
                         self.sample()
 
@@ -334,7 +340,7 @@ class Meter:
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                entry = self.recording.live.get(compat.storage_key(storage))
+                entry = self.recording.live.get(storage_key(storage))
                 asked = self._add(storage, entry, "resize_", ())
                 if self.recording.total != before:
                     self.sample(asked, "resize_")
