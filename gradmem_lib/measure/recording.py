@@ -72,9 +72,8 @@ class Recording:
     def size(self, storage: torch.UntypedStorage) -> int:
         """Bytes to count for ``storage``; 0 for one that is to be left out."""
         device = storage.device
-        if device != self.device and (self._index is not None or device.type != self._type):
-            return 0
-        return storage.nbytes() if has_memory(storage) else 0
+        here = device == self.device or (self._index is None and device.type == self._type)
+        return storage.nbytes() if here and has_memory(storage) else 0
 
     # ``scratch(func, args)``: bytes that an operation took and gave back, unseen by anyone but who knows its kernel.
     scratch: Any = None

@@ -64,8 +64,7 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The tensors inside a tensor without a storage; nothing for those that hide their memory or have none."""
-    under = under_transform(tensor)
-    if under is not None:
+    if (under := under_transform(tensor)) is not None:
         return (under,)
     if tensor.layout == torch.sparse_coo:
         return sparse_parts(tensor)

@@ -20,10 +20,8 @@ from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
 from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
 
-# Looked up in every operation.
-graph_task, read_device, storage_key = compat.graph_task, compat.read_device, compat.storage_key
-
 GATHERED = "gathered parameters"  # FSDP's, whole while a layer needs them
+graph_task, storage_key = compat.graph_task, compat.storage_key  # nearer, for every operation
 
 
 class Watch(compat.Unguarded, compat.TorchDispatchMode):
@@ -36,7 +34,7 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
         self._observe = observe
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is read_device and type(args[0]) is compat.FakeTensor:
+        if func is compat.read_device and type(args[0]) is compat.FakeTensor:
             return args[0].fake_device  # an operation that no real run has
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
             return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
@@ -159,9 +157,7 @@ class Meter:
             if self._gathers and func is compat.all_gather:  # FSDP's buffer, which no backward needs
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
-                recording.sample(func)
-                if self.after_sample is not None:
-                    self.after_sample(asked, func)
+                self.sample(asked, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
                 recording.take_and_give(scratch, func)
         finally:
@@ -287,8 +283,7 @@ class Meter:
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
         with self.lock:
             self._tag_states(optimizer)
-            if self._stepping:
-                self._stepping.pop()
+            del self._stepping[-1:]
             self._in_forward = False
 
     # Modules
@@ -305,8 +300,7 @@ class Meter:
             try:
                 return call(module, *args, **kwargs)
             finally:
-                if self.stack:
-                    self.stack.pop()
+                del self.stack[-1:]
                 if not self.stack and not self._with_grad and graph_task() == -1:
                     self._in_forward = False
 

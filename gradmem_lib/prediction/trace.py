@@ -91,8 +91,7 @@ class CudaRecorder(CpuRecorder):
         return 0 if storage_key(storage) in self._on_host else allocator.rounded(super().size(storage))
 
     def scratch(self, func, args) -> int:
-        nbytes = cuda_kernels.scratch(func, args)
-        if nbytes:
+        if nbytes := cuda_kernels.scratch(func, args):
             self.requests += [nbytes, -1 - self._asked]
             self._asked += 1
         return nbytes
@@ -190,10 +189,8 @@ def _traced(
             model.config.use_cache = True  # a module is taken as it is, and so is what its own loop would do
         if compat.attention_of(model) == "sdpa":
             set_attention(model, name)
-        if question.batch is None:
-            batch = example_batch(model, question.batch_size, question.seq_len)
-        else:
-            batch = fake_batch(question.batch)
+        given, sizes = question.batch, (question.batch_size, question.seq_len)
+        batch = example_batch(model, *sizes) if given is None else fake_batch(given)
         if question.target == "cuda":
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
