@@ -379,6 +379,32 @@ def test_the_fewest_layers_are_found_on_the_line_or_beside_it_in_two_looks(
         assert len(asked) <= 2
 
 
+@pytest.mark.parametrize("first, tried", [(0.9, 1), (1.0, 2), (1.1, 2), (None, 2)])
+def test_the_next_is_tried_where_what_seemed_faster_is_not_or_does_not_fit(
+    first, tried, searching, monkeypatch
+):
+    """How much is moved is known once it is predicted, and with it the time."""
+    search = searching(seq_len=1024)
+    best = search.option(replace(BF16, checkpointing="per-layer"))
+    guessed = {part: search.seconds(replace(BF16, checkpointing=part)) for part in SELECTIVE}
+    faster = sorted(
+        (part for part in SELECTIVE if guessed[part] * EQUAL_TIME < best.seconds), key=guessed.get
+    )
+    assert len(faster) > 1
+    found = {faster[0]: (first is not None, best.seconds * (first or 0.9))}
+    asked = []
+
+    def option(recipe):
+        asked.append(recipe.checkpointing)
+        fits, seconds = found.get(recipe.checkpointing, (False, 0.0))
+        return SimpleNamespace(fits=fits, seconds=seconds)
+
+    search._known.clear()
+    monkeypatch.setattr(search, "option", option)
+    search.refine(best)
+    assert {part for part in asked if part in SELECTIVE} == {*faster[:tried]}
+
+
 def test_master_weights_are_for_those_that_gather_and_train_all_of_them(searching):
     search = searching(cards=2)
     for method, masters in (("full", {"zero2", "fsdp"}), ("lora", set())):
