@@ -11,7 +11,7 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NO_STORAGE = (NotImplementedError, RuntimeError)
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # the last: a lazy module's, without a size yet
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
@@ -21,10 +21,8 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+        elif isinstance(value, (tuple, list, dict)):
+            yield from tensors_in(value.values() if isinstance(value, dict) else value)
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:

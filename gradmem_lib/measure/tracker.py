@@ -4,9 +4,11 @@
 the bytes did (``recording.py``).
 
 What it cannot see: scratch memory that a kernel takes and returns inside one operation, the random-number states
-that checkpointing keeps, operations of threads other than the block's (a module's forward there is refused), and whatever
-an allocator rounds up or holds in reserve. On a CUDA card ``tracker.allocator`` has the allocator's own figures, to be read
-beside the tracker's.
+that checkpointing keeps, the sizes inside a strided nested tensor, operations of threads other than the block's (a module's
+forward there is refused), whatever an allocator rounds up or holds in reserve, and that two storages share their memory
+(``torch.from_numpy(tensor.numpy())``, DLPack): each counts. What PyTorch does only while any dispatch mode watches, it counts as
+it happens: autograd then adds gradients up out of place, and copies a sparse gradient, after which its indices (8 bytes an
+id) are no longer those of the batch. On a CUDA card ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ class MemoryTracker:
         recording, meter = self._recording, self._meter
         if asked and self.budget is not None and recording.total > self.budget:
             meter.sync()
-            where = f" in {name_of(meter.stack[-1], meter.module_names())}" if meter.stack else ""
+            where = f" in {name_of(lambda: meter.stack[-1], meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.

@@ -4,7 +4,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from typing import Any, Self
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as steps
 
@@ -93,7 +94,6 @@ class Meter:
         self._thread = threading.get_ident()
         self._in_forward = self._with_grad = False
         self._stepping: list[Optimizer] = []
-        self._replicated = self._gathers = False
         self._names: dict[int, str] = {}
         self._hooked: dict[int, weakref.ref] = {}
         self.inside = ExitStack()
@@ -109,8 +109,6 @@ class Meter:
         self._gathers = any(isinstance(module, kinds) for module in modules)
         with self.inside as undo:
             self.sync()
-            for optimizer in self.optimizers:
-                self._tag_states(optimizer)
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(steps.register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(steps.register_optimizer_step_post_hook(self._after_step).remove)
@@ -123,6 +121,8 @@ class Meter:
         return self
 
     def __exit__(self, *error) -> None:
+        with suppress(RuntimeError):  # of a model that has moved since its last step
+            self.sync()
         self.inside.close()
 
     def close(self) -> None:
@@ -184,17 +184,14 @@ class Meter:
             category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
         elif recording.phase == OPTIMIZER_STEP:
             category = names.TEMPORARIES
-        elif (
-            storage.nbytes()
-            and torch.is_grad_enabled()
-            and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        ):
+        elif storage.nbytes() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
             recording.phase = FORWARD  # a forward pass written without modules
             category = names.ACTIVATIONS
         else:
             category = names.OTHER
         in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
-        owner = "(backward)" if in_backward else self.stack[-1] if self.stack else ""
+        # A weak reference: a module that is held for its name keeps its weights alive.
+        owner = "(backward)" if in_backward else weakref.ref(self.stack[-1]) if self.stack else ""
         return recording.enter(storage, category, owner, func)
 
     def _find_bucket(self, out: Any, func: Any) -> int:
@@ -208,17 +205,26 @@ class Meter:
 
     # Who owns what
 
-    def sync(self) -> None:
+    def sync(self, states: bool = True) -> None:
         """Put parameters, gradients, buffers and new states where they belong: they may have been replaced since the last look."""
         recording = self.recording
         before = recording.total
         recording.drain()
-        for name, parameter in self.model.named_parameters() if self.model is not None else ():
-            if parameter.device != recording.device and parameter.device.type != recording.device.type:
+        parameters = dict(self.model.named_parameters()) if self.model is not None else {}
+        for name, parameter in parameters.items():
+            if parameter.device.type != recording.device.type:
                 raise RuntimeError(
                     f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
                     f"{parameter.device}. Move the model first, then start a new MemoryTracker"
                 )
+        weights = {*self._names.values()}
+        for entry in recording.live.values():
+            if entry.category == names.PARAMETERS and entry.module in weights:
+                entry.category = names.OTHER  # unless it is a parameter still
+        # First, for one that is a view of a parameter is that parameter.
+        for name, buffer in self.model.named_buffers() if self.model is not None else ():
+            recording.tag(buffer, names.OTHER, name)
+        for name, parameter in parameters.items():
             self._names[id(parameter)] = name
             self._tag_parameter(parameter)
             state = getattr(parameter, "quant_state", None)
@@ -226,12 +232,10 @@ class Meter:
                 recording.tag(vars(state), names.PARAMETERS, name)
                 state = state.state2
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
-            if not known and parameter.requires_grad and parameter.is_leaf:
+            if not known and parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
-        for name, buffer in self.model.named_buffers() if self.model is not None else ():
-            self.recording.tag(buffer, names.OTHER, name)
-        for optimizer in self._stepping:
+        for optimizer in self.optimizers if states else ():
             self._tag_states(optimizer)
         if recording.total != before:
             self.sample()
@@ -258,9 +262,8 @@ class Meter:
                 recording.were_there([entry for key, entry in recording.live.items() if key not in known])
                 self.sample(recording.total, "the states of an optimizer that was not given")
             self._stepping.append(optimizer)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._tag_parameter(parameter)
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                self._tag_parameter(parameter)
             self._tag_states(optimizer)
             self.sample()
         return tuple(map(self._apart, args)), {name: self._apart(value) for name, value in kwargs.items()}
@@ -272,11 +275,8 @@ class Meter:
 
         @wraps(value)
         def closure(*args, **kwargs):
-            stepping, self._stepping = self._stepping, []
-            try:
+            with patch.object(self, "_stepping", []):
                 return value(*args, **kwargs)
-            finally:
-                self._stepping = stepping
 
         return closure
 
@@ -319,13 +319,12 @@ class Meter:
         with self.lock:
             self._stepping.clear()  # a step that raised never came to its end
             self._in_forward, self._with_grad = True, torch.is_grad_enabled()
-            self.sync()
+            self.sync(states=False)  # which would take as long as the rest of it
             # A batch that was made before the block; what is known stays what it is.
-            for tensor in tensors_in((args, kwargs)):
-                for storage in storages_of(tensor) if tensor.layout == torch.strided else ():
-                    if storage_key(storage) not in self.recording.live:
-                        self.recording.enter(storage, names.OTHER, "inputs")
-                        self.sample()
+            for storage in storages_of((args, kwargs)):
+                if storage_key(storage) not in self.recording.live:
+                    self.recording.enter(storage, names.OTHER, "inputs")
+                    self.sample()
 
     def _told_of_sizes(self, resize: Callable) -> Callable:
         # No dispatch shows it, and FSDP frees memory by it.
@@ -334,8 +333,7 @@ class Meter:
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                entry = self.recording.live.get(storage_key(storage))
-                asked = self._add(storage, entry, "resize_", ())
+                asked = self._add(storage, self.recording.live.get(storage_key(storage)), "resize_", ())
                 if self.recording.total != before:
                     self.sample(asked, "resize_")
             return out
@@ -343,11 +341,13 @@ class Meter:
         return resize_
 
     def module_names(self) -> dict[int, str]:
-        return {id(m): name for name, m in self.model.named_modules()} if self.model is not None else {}
+        modules = self.model.named_modules() if self.model is not None else ()
+        return {id(None): "(a module that is gone)"} | {id(m): name for name, m in modules}
 
 
-def name_of(owner: nn.Module | str, names: dict[int, str]) -> str:
-    return owner if isinstance(owner, str) else names.get(id(owner)) or type(owner).__name__
+def name_of(owner: Callable[[], nn.Module | None] | str, names: dict[int, str]) -> str:
+    module = owner if isinstance(owner, str) else owner()
+    return module if isinstance(module, str) else names.get(id(module)) or type(module).__name__
 
 
 def compiled_error(name: str) -> RuntimeError:
