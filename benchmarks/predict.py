@@ -30,7 +30,7 @@ import psutil
 import torch
 from record import record
 
-from gradmem_lib.compat import attention_without_mask
+from gradmem_lib.compat import attention_by_values
 from gradmem_lib.course.shapes import SHAPES, Shape
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
@@ -135,7 +135,7 @@ def mem_tracker(name: str, without_mask: bool) -> dict:
     found = {}
 
     def run() -> None:
-        hidden = attention_without_mask() if without_mask else nullcontext()
+        hidden = attention_by_values() if without_mask else nullcontext()
         with hidden as attention, FakeTensorMode(allow_non_fake_inputs=True):
             config = config_of(name)
             model = model_class(config)(copy.deepcopy(config))
@@ -259,7 +259,7 @@ def against_formulas(name: str) -> dict:
     shape = Shape.from_config(config, name)
     found = {}
     for setting, recipe in SETTINGS.items():
-        fakes.forget()
+        fakes.known.clear()
         ask = {"batch_size": BATCH, "seq_len": seq_len, "recipe": recipe}
         traces = {}
         seconds = timed(lambda: traces.update(full=predict(config, **ask, target="cpu", full=True)))  # noqa: B023

@@ -256,12 +256,12 @@ def takes_fused_attention(model: nn.Module) -> bool:
 
 
 @contextmanager
-def attention_without_mask() -> Iterator[str]:
+def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[str]:
     """A name for fused attention that transformers knows while the block runs, and that is the same under fake tensors.
 
     With real tensors, transformers looks whether any token is masked or several sequences are packed in a row, and leaves the
     mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
-    bytes that no real run has. Here both questions are answered with no. A window shorter than the sequence has its mask.
+    bytes that no real run has. Here both questions are answered. A window shorter than the sequence has its mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -269,21 +269,24 @@ def attention_without_mask() -> Iterator[str]:
     name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
 
     def mask(*args, attention_mask=None, **kwargs):
-        return masking_utils.sdpa_mask(*args, **kwargs)
+        return masking_utils.sdpa_mask(*args, attention_mask=attention_mask if masked else None, **kwargs)
 
-    def none_packed(position_ids):
-        find_packed(position_ids)  # for the memory that looking takes
+    def are_packed(position_ids):
+        found = find_packed(position_ids)  # also for the memory that looking takes
+        return found if packed else None
 
     def left_out(padding_mask, kv_length, local_attention_size=None):
         if padding_mask is not None:
             padding_mask.all()  # for the same
+            if masked:
+                return False
         return local_attention_size is None or kv_length < local_attention_size
 
     with ExitStack() as undo:
         for table, function in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, mask)):
             table.register(name, function)
             undo.callback(table._global_mapping.pop, name, None)  # there is no public way
-        undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", none_packed))
+        undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
         undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
         yield name
 
@@ -342,8 +345,7 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
         for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
-                over = getattr(group.mesh_info, name, None)
-                if over is not None:
+                if (over := getattr(group.mesh_info, name, None)) is not None:
                     found[name] = over
     return list(found.values()), divisors or {None}
 

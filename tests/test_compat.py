@@ -148,7 +148,7 @@ def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     own = masking_utils.find_packed_sequence_indices
-    with pytest.raises(RuntimeError), compat.attention_without_mask() as name:
+    with pytest.raises(RuntimeError), compat.attention_by_values() as name:
         assert name in list(AttentionInterface()) and name in list(AttentionMaskInterface())
         assert masking_utils.find_packed_sequence_indices is not own
         raise RuntimeError
@@ -173,7 +173,7 @@ def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
     names: list[str] = []
     questions = ("_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
     padding, packed = (getattr(masking_utils, name) for name in questions)
-    with compat.attention_without_mask():
+    with compat.attention_by_values():
         our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
     for mask in (None, torch.ones(2, 8, dtype=torch.bool)):
         for window in (None, 7, 8, 9):
@@ -181,6 +181,13 @@ def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
     position_ids = torch.arange(8)[None]
     assert told(our_packed, position_ids)[1:] == told(packed, position_ids)[1:] != (False, 0)
     assert our_packed(position_ids) is None
+    with compat.attention_by_values(masked=True, packed=True):
+        our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
+    hidden, two = torch.arange(16).view(2, 8) < 12, position_ids % 5
+    for mask in (None, hidden):
+        for window in (None, 8, 9):
+            assert told(our_padding, mask, 8, window)[:2] == told(padding, mask, 8, window)[:2]
+    assert torch.equal(our_packed(two), packed(two))
 
 
 def test_a_collective_is_over_when_nobody_else_holds_its_tensors():

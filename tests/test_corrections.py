@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradmem_lib.compat import FakeTensor, tree_leaves, tree_map_only
-from gradmem_lib.prediction.fakes import QuickFakeMode, forget
+from gradmem_lib.prediction.fakes import QuickFakeMode, known
 
 aten = torch.ops.aten
 bf16, half, double = torch.bfloat16, torch.float16, torch.float64
@@ -18,7 +18,7 @@ def said(op, *args, target: str | None) -> list:
         if target is None:
             out = op(*args)
         else:
-            forget()
+            known.clear()
             with QuickFakeMode(target) as mode:
                 faked = tree_map_only(torch.Tensor, mode.from_tensor, args)
                 out = op(*faked)

@@ -123,9 +123,9 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
 )
 def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
-    fakes.forget()
+    fakes.known.clear()
     quick = predict(config(family), **ask).timeline.rows
-    fakes.forget()
+    fakes.known.clear()
     monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
     assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
 
@@ -169,7 +169,7 @@ def test_remembered_results_have_the_form_of_real_ones():
         ]  # fmt: skip
 
     real = forms()
-    fakes.forget()
+    fakes.known.clear()
     for _ in range(3):
         with fakes.QuickFakeMode():
             assert forms() == real

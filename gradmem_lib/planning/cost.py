@@ -155,8 +155,7 @@ def _patches(model: nn.Module) -> int | None:
 def _experts(model: nn.Module) -> float:
     """Entries of the experts' matrices (experts, out, in) that one token goes through."""
     text = model.config.get_text_config()
-    most = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    if not most:
+    if not (most := getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)):
         return 0.0
     entries = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == most)
     return entries * (getattr(text, "num_experts_per_tok", None) or most) / most

@@ -44,8 +44,7 @@ def find_model(given) -> tuple[Any, str]:
     """(config, title) of a model, a config, a well-known name, a folder or a hub id; else a ``ValueError``."""
     if isinstance(given, nn.Module):
         inside = compat.inside_peft(given)
-        config = getattr(inside, "config", None)
-        if config is None:
+        if (config := getattr(inside, "config", None)) is None:
             raise ValueError(
                 f"{type(given).__name__} has no config: plan is for transformers models. For other modules, predict each recipe "
                 "with predict(model, batch=..., recipe=Recipe(...))"
@@ -54,8 +53,7 @@ def find_model(given) -> tuple[Any, str]:
         config.architectures = [type(inside).__name__]
         return config, type(inside).__name__
     named = isinstance(given, str) and not os.path.exists(given)
-    known = known_model(given) if named else None
-    if known is not None:
+    if (known := known_model(given) if named else None) is not None:
         return known[1], known[0]
     try:
         config = find_config(given)

@@ -85,8 +85,7 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
         if search.may_fit(asked) and (option := search.option(asked)).fits:
             advice.append(f"method={method!r} would fit: {option} needs {format_bytes(option.needs)}.")
             break
-    in_backward = [option for option in refused if option.recipe.in_backward]
-    if in_backward:
+    if in_backward := [option for option in refused if option.recipe.in_backward]:
         fewer = range(search.global_batch - search.cards, 0, -search.cards)
         rows = [n for n in fewer if search.global_batch % n == 0]
         why = " An optimizer that steps in backward cannot accumulate: its batch goes through in one piece."

@@ -28,8 +28,7 @@ def model_class(config):
     from transformers.models.auto import modeling_auto as auto
 
     for name in config.architectures or ():
-        known = getattr(transformers, name, None)
-        if known is not None:
+        if (known := getattr(transformers, name, None)) is not None:
             return known
     for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})

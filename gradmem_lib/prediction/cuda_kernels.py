@@ -84,8 +84,7 @@ def _attention(
     size, options = query.shape[-1], {"scale": scale}
     even = query.shape[-1] == value.shape[-1]
     if attn_mask is None and query.dtype != torch.float32 and size <= 256 and even:
-        padding = -size % 8
-        if padding:
+        if padding := -size % 8:
             options["scale"] = size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
         out = flash_attention(query, key, value, dropout_p, is_causal, False, **options)[0]

@@ -20,8 +20,8 @@ _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came out, made anew
-# By what is the same for a whole trace: its target, and what is set around it.
-_known: dict[tuple, dict[tuple | None, Again]] = {}
+# By what is the same for a whole trace: its target, and what is set around it. Every answer may be dropped at any time.
+known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
 def _settings() -> tuple:
@@ -31,11 +31,6 @@ def _settings() -> tuple:
         torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
     )  # fmt: skip
-
-
-def forget() -> None:
-    """Drop all answers."""
-    _known.clear()
 
 
 class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
@@ -50,7 +45,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         self._corrections = corrections.OF.get(target, {})
         self.value: float | None = None
         self._blank: dict[torch.device, dict] = {}
-        self._answers = _known.setdefault((target, _settings()), {})
+        self._answers = known.setdefault((target, _settings()), {})
         if len(self._answers) > KEPT:
             self._answers.clear()
 
@@ -60,16 +55,14 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         if func is compat.read_value and self.value is not None:
             return self.value
         key = self._key(func, args, kwargs or {})
-        again = self._answers.get(key)
-        if again is not None:
+        if (again := self._answers.get(key)) is not None:
             return again(self, args)
         if func in compat.marks:
             return func(*args, **kwargs or {})  # for a profiler's record, with no tensors
         out = self._asked(func, types, args, kwargs or {})
         if func in self._corrections:
             out = self._corrections[func](args, out)
-        again = None if key is None else _again(func, args, out)
-        if again is not None:
+        if (again := None if key is None else _again(func, args, out)) is not None:
             self._answers[key] = again
         return out
 

@@ -107,7 +107,8 @@ def predict(
         target: ``"cpu"``: what ``MemoryTracker`` measures on this machine. ``"cuda"``: what a card's allocator counts as
             allocated. ``None``: ``"cuda"`` where there is a card, else ``"cpu"``.
         batch: for modules that are no transformers models: tensors as the module takes them (a dict by name, a tuple, or one
-            tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes, its values are not read.
+            tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes. Of values, it is read whether a real
+            ``attention_mask`` hides a token, and whether ``position_ids`` begin anew within a row: masks are built for these.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
         full: trace every layer, also where short traces would do.
         ranks: processes that train together as ``recipe.sharding`` says, of which this is one: ``rank``. Then ``batch_size`` is
@@ -124,8 +125,7 @@ def predict(
             "predict was called inside torch.autocast, whose copies of the weights would stay from one step to the next: leave "
             "that block, and ask for autocast in the recipe, Recipe(precision='autocast-bf16')"
         )
-    if target is None:
-        target = "cuda" if torch.cuda.is_available() else "cpu"
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if target is None else target
     choose("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(
@@ -154,16 +154,14 @@ def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:
 def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
     """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit."""
     if batch is not None:
-        tensors = [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        if not tensors:
+        if not (tensors := [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]):
             raise ValueError(
                 f"batch is {type(batch).__name__} without a tensor in it: give a dict, a tuple or a tensor; "
                 "torch.empty(..., device='meta') costs no memory"
             )
         recipe.micro_batch(len(tensors[0]))
         return len(tensors[0]), None
-    config = getattr(source.skeleton, "config", None)
-    if config is None:
+    if getattr(source.skeleton, "config", None) is None:
         raise ValueError(
             f"{type(source.skeleton).__name__} is no transformers model, so its inputs are not known: give batch=, a dict, a "
             "tuple or a tensor as the module takes it (torch.empty(..., device='meta') costs no memory)"
@@ -228,8 +226,7 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
             raise
         except Exception:
             break  # this model cannot do with fewer layers: the full trace will say so, or work
-        steps = extrapolate(one, two, pair[0], n // size)
-        if steps is not None:
+        if (steps := extrapolate(one, two, pair[0], n // size)) is not None:
             moved += (more - moved) * (n // size - pair[0])
             return _joined(steps, folded), moved, (short, long)
     parts, folded, moved = _step_parts(question, None)

@@ -4,7 +4,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Self
 from unittest.mock import patch
@@ -81,8 +81,7 @@ class CudaRecorder(CpuRecorder):
     def __enter__(self) -> Self:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
         for optimizer in self.optimizers:
-            fused = [getattr(optimizer, "fused", False), *(g.get("fused") for g in optimizer.param_groups)]
-            if not any(fused):
+            if not any(getattr(optimizer, "fused", False) or g.get("fused") for g in optimizer.param_groups):
                 counters = [state.get("step") for state in optimizer.state.values()]
                 self._on_host |= {storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)}
         return super().__enter__()
@@ -177,7 +176,7 @@ def _traced(
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        name = stack.enter_context(compat.attention_without_mask())
+        name = stack.enter_context(compat.attention_by_values(*_hidden(question)))
         mesh = _ranks(question, stack)
         real_warm_up |= mesh is not None  # in a first step, PyTorch's engines make what they keep
         mode = stack.enter_context(fakes.QuickFakeMode(question.target))
@@ -224,6 +223,29 @@ def _traced(
         settled = len(used) == len(trained) and kept == _kept(model)
         moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what goes comes back
         return recorder.trace(moved) if real_warm_up or settled else None
+
+
+def _hidden(question: Question) -> tuple[bool, bool]:
+    """Whether the batch hides tokens, and whether its rows hold several sequences; ``CannotTrace`` where a part of it does."""
+    batch, model = question.batch if isinstance(question.batch, Mapping) else {}, question.source.skeleton
+    if (own := compat.attention_of(model)) is None or (question.recipe.attention or own) == "eager":
+        return False, False  # with a mask in any case
+
+    def said(look: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
+        real = [t for t in map(batch.get, names) if isinstance(t, Tensor) and t.dim() == 2 and not t.is_meta]
+        return {bool(look(part)) for tensor in real for part in tensor.chunk(question.recipe.accumulation)}
+
+    whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
+    in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
+    if getattr(model.config, "is_encoder_decoder", False) and batch.get("decoder_attention_mask") is None:
+        whole |= {True}  # the decoder makes its own, of ones
+    if len(whole) > 1 or len(in_a_row) > 1:
+        raise CannotTrace(
+            "some micro-batches, or one of encoder and decoder, have hidden tokens (attention_mask) or several sequences in a row "
+            "(position_ids), others have not, and attention builds a mask for the former alone: predict a batch that is of one "
+            "kind, such as attention_mask=None, or measure one real step with MemoryTracker"
+        )
+    return False in whole, False in in_a_row
 
 
 def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> None:

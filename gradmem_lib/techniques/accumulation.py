@@ -143,8 +143,7 @@ class _Window:
         # Of a sharded gradient, what lies in this process.
         existing = sum(bool((g.to_local() if hasattr(g, "to_local") else g).any()) for g in old)
         # Over all processes: where one has some and raises, the others must not wait for it.
-        found = int(self.processes.sums(existing)[0])
-        if found:
+        if found := int(self.processes.sums(existing)[0]):
             raise ValueError(
                 f"{found} parameters have gradients from before, and the correction at the end would scale them too: "
                 "call optimizer.zero_grad() first or, to add to them, give total_items= or count_items="

@@ -98,8 +98,7 @@ class Adam(Optimizer):
                     "the gradient dense (nn.Embedding(sparse=False)), or give it to torch.optim.SparseAdam"
                 )
         for p, group in updates:
-            state = self.state[p]
-            if not state:
+            if not (state := self.state[p]):
                 self._start(p, state)
             state["step"] += 1
             self._update(p, state, group)

@@ -142,8 +142,7 @@ def check_trained_together(model: nn.Module, optimizer: Any) -> None:
 def _fully_sharded(model: nn.Module, parts: list) -> Sharded:
     from torch.distributed.tensor import DTensor
 
-    plain = [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if plain:
+    if plain := [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]:
         raise ValueError(
             f"{len(plain)} trained parameters ({plain[0]}, ...) are not sharded while others are, and nobody averages "
             "their gradients over the processes: call fully_shard on the whole model too, after its layers"

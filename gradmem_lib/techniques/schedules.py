@@ -124,8 +124,7 @@ def best_segments(
     low, high = 0, _peak([n], sizes)
     while low < high:
         middle = (low + high) // 2
-        found = below(middle, n, again, keep_last, sizes)
-        if found is None:
+        if (found := below(middle, n, again, keep_last, sizes)) is None:
             low = middle + 1
         else:
             high = _peak(found, sizes)  # often much lower than the limit
@@ -241,8 +240,7 @@ def segments_for(every: Any, n: int) -> Schedule | None:
     every = checked_schedule(every)
     if every == "best":
         return None
-    first = first_layers(every)
-    if first is not None:
+    if (first := first_layers(every)) is not None:
         every = (1,) * first + (n - first,) * (first < n)
     if not isinstance(every, tuple):
         return uniform_segments(n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every))

@@ -118,8 +118,7 @@ def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
 
 def count_items(model: nn.Module, micro: Any) -> int:
     """How many items the mean loss of ``micro`` is taken over: its labels that count, or its rows where it has none."""
-    labels = label_count(model, micro)
-    if labels is not None:
+    if (labels := label_count(model, micro)) is not None:
         return int(labels)
     try:
         return count_rows(micro)

@@ -45,8 +45,7 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
         chosen["optim"] = OPTIM[recipe.optimizer]
     if recipe.autocast_dtype is not None:
         chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
-    every = recipe.one_in
-    if every:
+    if every := recipe.one_in:
         chosen[CHECKPOINTING_ARGUMENT] = True
         more = {"every_n_layers": every} if every > 1 else {}
         chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = {"use_reentrant": False} | more
@@ -153,8 +152,7 @@ class RecipeTrainer(Trainer):
                 own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             groups = []
             for decays in (True, False):
-                part = [p for name, p in trained if (name in decayed) == decays]
-                if part:
+                if part := [p for name, p in trained if (name in decayed) == decays]:
                     groups.append({"params": part, "weight_decay": decays * args.weight_decay, **own})
             self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
         return self.optimizer
@@ -312,8 +310,7 @@ def make_trainer(
     _check_recipe(recipe, given["use_cpu"])
     own = inspect.signature(Trainer.__init__).parameters
     for_trainer = {name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN}
-    if progress is None:
-        progress = live_enabled() or not in_kernel()
+    progress = live_enabled() or not in_kernel() if progress is None else progress
     given = {
         "output_dir": output_dir,
         "prediction_loss_only": predicts_next_token(model) and "compute_metrics" not in for_trainer,
