@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -173,6 +174,118 @@ def test_remembered_results_have_the_form_of_real_ones():
     for _ in range(3):
         with fakes.QuickFakeMode():
             assert forms() == real
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The operations that PyTorch's own fakes are asked for, from an empty memory on."""
+    found, own = [], fakes.QuickFakeMode._asked
+
+    def _asked(self, func, *rest):
+        found.append(func)
+        return own(self, func, *rest)
+
+    fakes.forget()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_asked", _asked)
+    yield found
+    fakes.forget()
+
+
+KNOWN = {
+    "new": lambda x: x + 1,
+    "a view": lambda x: x[1:],
+    "written to": lambda x: x.add_(1),
+    "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
+    "none": lambda x: torch.ops.aten.native_layer_norm_backward(
+        x, x, [6], x[:, :1], x[:, :1], x[0], None, [True, True, False]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much(name, asked, monkeypatch):
+    def times(target=None):
+        with fakes.QuickFakeMode(target):
+            x = torch.empty(4, 6)
+            asked.clear()
+            KNOWN[name](x)
+            return len(asked)
+
+    assert times() > 0 and times() == 0 and times("cuda") > 0
+    fakes.forget()
+    assert times() > 0 and times() == 0
+    monkeypatch.setattr(fakes, "KEPT", 1)
+    assert times() > 0
+
+
+@pytest.mark.parametrize(
+    "change, back",
+    [
+        (torch.set_default_dtype, torch.float64),
+        (torch.use_deterministic_algorithms, True),
+        (torch.backends.cuda.enable_flash_sdp, False),
+        (torch.backends.cuda.enable_mem_efficient_sdp, False),
+        (torch.backends.cuda.enable_math_sdp, False),
+    ],
+)
+def test_what_is_set_for_the_process_has_answers_of_its_own(change, back, asked):
+    def times():
+        with fakes.QuickFakeMode():
+            asked.clear()
+            torch.ones(3)
+            return len(asked)
+
+    assert times() == 1 and times() == 0
+    change(back)
+    try:
+        assert times() == 1 and times() == 0
+    finally:
+        change(torch.float32 if back is torch.float64 else not back)
+    assert times() == 0
+
+
+UNUSUAL = {
+    "number": ("-> (Tensor, float)", lambda x: (x.clone(), 0.5)),
+    "halves": ("-> (Tensor, Tensor)", lambda x: tuple(x.new_empty(2, *x.shape).unbind())),
+    "within": ("-> Tensor", lambda x: x.new_empty(9, *x.shape)[1]),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_results_of_an_unusual_form_keep_it(name):
+    """A number beside a tensor, two tensors in one storage, and one that begins within its own."""
+    returns, made = UNUSUAL[name]
+    with torch.library._scoped_library("unusual", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x) {returns}")
+        library.impl(name, made, "CompositeExplicitAutograd")
+        forms = []
+        for around in (nullcontext(), *[fakes.QuickFakeMode()] * 3):
+            with around:
+                out = getattr(torch.ops.unusual, name)(torch.ones(4, 6))
+                tensors = [t for t in (out if type(out) is tuple else [out]) if isinstance(t, torch.Tensor)]
+                storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+                numbers = [n for n in out if not isinstance(n, torch.Tensor)]
+                forms.append(([*storages.values()], [t.storage_offset() for t in tensors], numbers))
+        assert forms == [forms[0]] * 4
+
+
+def test_a_conjugate_stays_one():
+    with fakes.QuickFakeMode():
+        x = torch.ones(3, dtype=torch.complex64)
+        assert [y.is_conj() for _ in range(3) for y in (x.conj(), x[1:], x.conj()[1:])] == [
+            True,
+            False,
+            True,
+        ] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_in_groups_have_results_of_their_own_dtype(dtype):
+    with fakes.QuickFakeMode():
+        x, w = torch.ones(16, 8, dtype=dtype), torch.ones(2, 8, 24, dtype=dtype)
+        for _ in range(2):
+            out = torch._grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
+            assert (out.shape, out.dtype) == ((16, 24), dtype)
 
 
 def test_a_tensor_that_knows_its_value_keeps_it():
