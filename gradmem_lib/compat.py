@@ -186,8 +186,8 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """While the block runs, a call of a compiled function raises ``refuse(its name)``.
 
-    Compiled functions ask ``torch._dynamo.eval_frame._callback_from_stance`` what to do each time that they are called. Those
-    that torch itself compiles (in ``torch.cond``, ``flex_attention``) run uncompiled, which is what it does without a compiler.
+    Compiled functions ask ``torch._dynamo.eval_frame._callback_from_stance`` what to do each time that they are called. What
+    ``torch.cond`` compiles runs uncompiled where no gradients are asked for: what its branches close over would get none.
     """
     undo, compiler = ExitStack(), torch.compile
 
@@ -198,10 +198,10 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         def asked(callback):
             if callback is None or callback is False:
                 return before(callback)
-            function = sys._getframe(1).f_locals.get("fn")
-            if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
+            name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
+            if name == "cond.<locals>._cond_op_wrapper" and not torch.is_grad_enabled():
                 return None
-            raise refuse(getattr(function, "__qualname__", "a function"))
+            raise refuse(name)
 
         eval_frame._callback_from_stance = asked
         undo.callback(setattr, eval_frame, "_callback_from_stance", before)

@@ -186,3 +186,60 @@ def test_two_storages_on_the_same_memory_count_twice():
         other.add_(1)
     assert other.data_ptr() == one.data_ptr()
     assert tracker.current.total == 2 * one.nbytes
+
+
+# What torch compiles by itself, or from its own functions.
+
+
+def branches(layer, x):
+    return torch.cond(x.sum() > 0, lambda row: layer(row), lambda row: -layer(row), (x,))
+
+
+def test_a_branch_without_gradients_is_counted_and_one_with_them_refused():
+    """Uncompiled, its layer would get none, and nothing would say so."""
+    layer, x = nn.Linear(6, 6), torch.ones(6)
+    branches(layer, x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.zero_grad()
+    with MemoryTracker(layer, live=False) as tracker:
+        with torch.no_grad():
+            kept = branches(layer, x)
+        with pytest.raises(RuntimeError, match=r"cond.*torch\.no_grad"):
+            branches(layer, x)
+    assert tracker.current.total == nbytes(layer.parameters()) + nbytes([x, kept])
+
+
+def test_flex_attention_is_refused_in_a_sentence_that_names_it():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 128, 16)
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with (
+            MemoryTracker(live=False),
+            mode,
+            pytest.raises(RuntimeError, match=r"flex_attention.*uncompiled"),
+        ):
+            flex_attention(q, q, q)
+
+
+@pytest.mark.parametrize("name", ["step", "gelu"])
+def test_functions_of_torch_that_a_program_compiles_are_refused_too(name):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = SGD([weight], lr=0.1, foreach=False)
+    weight.grad = torch.ones(3)
+    function, given = {
+        "step": (optimizer.step, ()),
+        "gelu": (torch.nn.functional.gelu, (torch.ones(3),)),
+    }[name]
+    function = torch.compile(function, backend=backend)
+    with MemoryTracker(live=False), pytest.raises(RuntimeError, match=r"torch\.compile"):
+        function(*given)
+    assert not compiled and weight[0] == 1
+    function(*given)
+    assert compiled

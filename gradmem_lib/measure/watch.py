@@ -353,5 +353,5 @@ def name_of(owner: Callable[[], nn.Module | None] | str, names: dict[int, str]) 
 def compiled_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now and afterwards. Track the "
-        "original (a module before torch.compile, or compiled._orig_mod); compiled code has its own memory plan"
+        "original (before torch.compile, or ._orig_mod; torch.cond under torch.no_grad()): compiled code has its own memory plan"
     )
