@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from predicted import assert_predicted, tracked
+from predicted import assert_predicted, config, tracked
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -334,3 +334,9 @@ def test_other_heads_from_a_config(family, head):
 def test_a_compiled_module_is_refused():
     with pytest.raises(CannotTrace, match=r"torch\.compile"):
         predict(torch.compile(nn.Linear(4, 1)), batch=torch.randn(2, 4), target="cpu")
+
+
+def test_a_mask_that_masks_nothing_is_looked_at_and_left_out():
+    cfg = config("llama", 2)
+    model, ids = model_class(cfg)(cfg), torch.arange(256).view(2, 128) % 90
+    assert_predicted(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
