@@ -56,6 +56,34 @@ def test_buckets_of_a_card_are_rounded_as_a_whole():
     )
 
 
+def test_buckets_of_whole_blocks_are_predicted_from_a_few_layers():
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 128, "num_attention_heads": 4}
+    cfg = LlamaConfig(**sizes, num_hidden_layers=9)
+    asked = {"batch_size": 2, "seq_len": 8, "recipe": Recipe(sharding="ddp"), "target": "cuda", "ranks": 2}
+    short, full = predict(cfg, **asked), predict(cfg, full=True, **asked)
+    assert short.traced_layers and not full.traced_layers and figures(short) == figures(full)
+
+
+def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypatch):
+    reduce, sent = dist.all_reduce, []
+
+    def all_reduce(tensor, *args, **kwargs):
+        sent.append((tensor.dtype, tensor.nbytes))
+        return reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    predict(
+        config("llama"),
+        batch_size=2,
+        seq_len=8,
+        recipe=Recipe(sharding="ddp"),
+        target="cpu",
+        ranks=2,
+        full=True,
+    )
+    assert (torch.float64, 8) in sent
+
+
 @pytest.mark.parametrize("family", ["t5"] if OLDER else ["t5", "opt"])
 def test_layers_that_return_views_are_predicted_without_a_warning(family, recwarn):
     predict(config_of(family), batch_size=2, seq_len=8, recipe=Recipe(sharding="fsdp"), target="cpu", ranks=2)
