@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 KiB, MiB, GiB, TiB = (1024**n for n in (1, 2, 3, 4))
 _FACTORS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
 _FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"(?i)\s*([0-9][0-9_]*(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*")
 
 
 def parse_bytes(size: int | float | str) -> int:

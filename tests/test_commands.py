@@ -135,6 +135,7 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
             "takes input_features",
         ),
         ({"size": 1}, "no model is known as"),
+        (None, "the config of .* is not valid"),
     ],
 )
 def test_command_plan_refuses_models_in_a_sentence(capsys, tmp_path, fields, says):

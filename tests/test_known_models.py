@@ -91,6 +91,8 @@ def test_sizes_are_the_published_totals():
         ("qwen2.5 7b", "Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"),
         ("qwen3_8B", "Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("QWEN 3 1.7b", "Qwen3-1.7B", "Qwen/Qwen3-1.7B"),
+        ("phi-1_5", "Phi-1.5", "microsoft/phi-1_5"),
         ("Mistral 7B", "Mistral-7B", "mistralai/Mistral-7B-v0.1"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
         ("llama3-8B", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
@@ -109,8 +111,12 @@ def test_names_as_people_type_them(written, name, hub_id):
 
 
 @pytest.mark.parametrize(
-    "other", ["Llama-9", "bert-base-cased", "Qwen2.5-8B", "qwen", "someone/my-Qwen2.5-7B", ""]
-)
+    "other",
+    [
+        "Llama-9", "bert-base-cased", "Qwen2.5-8B", "qwen", "someone/my-Qwen2.5-7B", "",
+        "Qwen3-17B", "Qwen2.5-15B", "Qwen2-57B", "Llama-27B", "Gemma-31B", "SmolLM2-17B",  # of other sizes, written nearly so
+    ],
+)  # fmt: skip
 def test_what_is_not_known_is_not_taken_for_what_is(other):
     assert known_model(other) is None
 

@@ -12,6 +12,7 @@ from gradmem_lib.units import format_bytes, parse_bytes
         ("1.5 MB", 1_500_000),
         ("1_000", 1000),
         ("1,000 B", 1000),
+        ("24,576 MiB", 24 * 1024**3),
         ("6e8", 600_000_000),
         (1.5e9, 1_500_000_000),
         ("2 TB", 2 * 10**12),
@@ -26,6 +27,7 @@ def test_parse(text, nbytes):
     "bad",
     [
         "2 gigs",
+        "24,5 GiB",  # a decimal comma, or a slip: not 245
         "",
         "GiB",
         -1,

@@ -37,7 +37,7 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return " ".join(re.findall(r"[0-9]+(?:\.[0-9]+)?|[a-z]+", name.lower()))  # 1.7 is not 17
 
 
 def find_model(given) -> tuple[Any, str]:
@@ -58,8 +58,6 @@ def find_model(given) -> tuple[Any, str]:
     try:
         config = find_config(given)
         return config, title_of(given, config)
-    except TypeError:
-        raise
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
         like = [name for name in model_table() if len(start) > 2 and start in _plain(name)]
@@ -67,5 +65,7 @@ def find_model(given) -> tuple[Any, str]:
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
     except Exception as error:  # transformers checks a config's fields in ways of its own
+        if not isinstance(given, str | os.PathLike):
+            raise
         said = (str(error).strip().splitlines() or [""])[-1].strip()
         raise ValueError(f"the config of {given} is not valid ({type(error).__name__}: {said})") from error
