@@ -243,3 +243,27 @@ def test_functions_of_torch_that_a_program_compiles_are_refused_too(name):
     assert not compiled and weight[0] == 1
     function(*given)
     assert compiled
+
+
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_a_script_module_peaks_as_the_allocator_says(way):
+    def build():
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, 2)), torch.ones(8, 40)
+        script = torch.jit.script(model) if way == "script" else torch.jit.trace(model, x)
+
+        def step():
+            script(x).sum().backward()
+            script.zero_grad()
+
+        return script, x, step
+
+    *_, step = build()
+    expected = allocator_peak(step, before=2)
+    script, x, step = build()
+    step()
+    step()
+    with MemoryTracker(script, live=False) as tracker:
+        step()
+    assert 0 <= expected - (tracker.peak.total - nbytes(script.parameters()) - x.nbytes) <= 16
+    assert tracker.current.by_category["parameters"] == nbytes(script.parameters())
