@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from predicted import assert_predicted, config, tracked
+from families import OLDER
+from predicted import assert_predicted, assert_same, config, measured, tracked
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -340,3 +341,11 @@ def test_a_mask_that_masks_nothing_is_looked_at_and_left_out():
     cfg = config("llama", 2)
     model, ids = model_class(cfg)(cfg), torch.arange(256).view(2, 128) % 90
     assert_predicted(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def test_what_a_first_step_leaves_in_a_module_is_there_before_the_second():
+    """Rotary frequencies of long sequences, which a first long one makes."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+    cfg = LlamaConfig(**SMALL, **{"rope_scaling" if OLDER else "rope_parameters": rope})
+    assert_same(predict(cfg, **ASK), measured(cfg, batch_size=2))
