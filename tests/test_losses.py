@@ -126,6 +126,56 @@ def test_labels_that_count(kind, counted):
     assert label_count(model, (labels,)) is None
 
 
+SMALL = {"vocab_size": 60, "d_model": 32}
+HEADS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 60,
+}
+PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
+        {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("XLNetLMHeadModel", SMALL | {"n_layer": 1, "n_head": 2, "d_inner": 32}),
+        ("BartForCausalLM", SMALL | PAIR),
+        ("BertGenerationDecoder", HEADS | {"is_decoder": True}),
+        ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
+        ("SegformerForSemanticSegmentation", {
+            "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3], "strides": [2],
+            "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
+    ],
+)  # fmt: skip
+def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
+    """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces, the whole batch's loss."""
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**options)).eval()
+    for p in model.parameters():  # else some give every label the same loss
+        torch.nn.init.normal_(p, std=0.3)
+    ids = torch.randint(3, 60, (4, 12))
+    batch = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(torch.arange(12) > 1 + 3 * torch.arange(4)[:, None], -100),
+    }
+    if name.startswith("Bert") and "num_labels" in options:
+        batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
+    elif name.startswith("Segformer"):
+        rows = torch.arange(16)[:, None] > 4 * torch.arange(4)[:, None, None]
+        labels = torch.randint(0, 2, (4, 16, 16)).masked_fill(rows, 255)
+        batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": labels}
+    whole = model(**batch).loss.item()
+    parts = [{key: tensor[[row]] for key, tensor in batch.items()} for row in range(4)]
+    counts = [label_count(model, part).item() for part in parts]
+    losses = [model(**part).loss.item() for part in parts]
+    found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("width", "most", "heads", "factor"),
     [

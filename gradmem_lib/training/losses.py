@@ -12,25 +12,33 @@ from ..names import IGNORED
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
 from .tiny import VOCABULARY, tiny_model
 
+# Named like those that shift labels, and theirs are the next tokens already; so are those of a pair's decoder (BartForCausalLM).
+_NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
+
 
 def label_count(model: nn.Module, batch: Any) -> Tensor | None:
-    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, after the shift where
-    the model shifts them. ``None`` where the batch has no tensor of labels by that name."""
+    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, or what else the model ignores, after
+    the shift where it shifts them; rows, of numbers to come near to. ``None`` where the batch has no tensor of labels by that name."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
         return None
-    shifted = labels.dim() == 2 and predicts_next_token(model)
-    return ((labels[:, 1:] if shifted else labels) != IGNORED).sum()
+    model = compat.inside_peft(getattr(model, "module", model))  # of DistributedDataParallel
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if labels.is_floating_point() and labels.dim() < 3:
+        return torch.tensor(len(labels), device=labels.device)
+    ignored = getattr(config, "semantic_loss_ignore_index", IGNORED) if labels.dim() == 3 else IGNORED
+    unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
+    shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
+    return ((labels[:, 1:] if shifted else labels) != ignored).sum()
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether labels are shifted by one inside the model, as transformers' causal language models do."""
-    model = compat.inside_peft(getattr(model, "module", model))  # of DistributedDataParallel
+    """Whether ``model`` is a causal language model, by its name. Vision-language models are, pairs of an encoder and a decoder not."""
+    model = compat.inside_peft(getattr(model, "module", model))
     name = type(model).__name__
     if name.endswith("ForConditionalGeneration"):
-        # Vision-language models shift too, pairs of an encoder and a decoder do not.
         return not model.config.is_encoder_decoder
-    return name.endswith(("ForCausalLM", "LMHeadModel"))
+    return name.endswith(("ForCausalLM", "LMHeadModel", "BertGenerationDecoder"))
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -171,14 +171,10 @@ class RecipeTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
-        with self.moves:
-            if self.recipe.chunked_loss:
-                with self.accelerator.autocast():
-                    loss = chunked_loss(self.model, inputs)
-                outputs = {"loss": loss}
-            else:
-                outputs = model(**inputs)
-                loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        with self.moves, self.accelerator.autocast():
+            chunks = self.recipe.chunked_loss
+            outputs = {"loss": chunked_loss(self.model, inputs)} if chunks else model(**inputs)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None:
             count = label_count(self.model, inputs)
             if not loss.isfinite() and not count:
@@ -311,13 +307,9 @@ def make_trainer(
     own = inspect.signature(Trainer.__init__).parameters
     for_trainer = {name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN}
     progress = live_enabled() or not in_kernel() if progress is None else progress
-    given = {
-        "output_dir": output_dir,
-        "prediction_loss_only": predicts_next_token(model) and "compute_metrics" not in for_trainer,
-        "disable_tqdm": not progress,
-        **given,
-    }
-    args = TrainingArguments(**_training_arguments(recipe, recipe.micro_batch(batch_size), given))
+    loss_only = predicts_next_token(model) and "compute_metrics" not in for_trainer
+    ours = {"output_dir": output_dir, "prediction_loss_only": loss_only, "disable_tqdm": not progress}
+    args = TrainingArguments(**_training_arguments(recipe, recipe.micro_batch(batch_size), ours | given))
     change_model(model, recipe)
     memory = MemoryCallback(budget=budget, live=live, title=title)
     data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
