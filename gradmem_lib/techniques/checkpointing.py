@@ -35,7 +35,7 @@ def checkpoint_layers(
             segment lengths, first segment first, in which a list is a segment made of segments; ``"first-k"`` for the first
             k layers one by one (of several lists, the first list's come first), and the others kept; or ``"best"``, which
             measures what each layer keeps and needs at the beginning of the first training forward (two extra forwards
-            and a backward of the layers, one at a time) and takes ``safe_segments``: never a higher peak than one a layer,
+            and a backward of the layers, one at a time) and takes ``safe_segments``: afterwards never a higher peak than one a layer,
             whatever logits and loss need after the layers.
         keep_last: whether the last segment is kept rather than run again. ``None``: yes for a list, no for an int and
             ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` says it itself.
