@@ -349,3 +349,55 @@ def test_what_a_first_step_leaves_in_a_module_is_there_before_the_second():
     rope |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
     cfg = LlamaConfig(**SMALL, **{"rope_scaling" if OLDER else "rope_parameters": rope})
     assert_same(predict(cfg, **ASK), measured(cfg, batch_size=2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rounds = nn.Linear(16, 16), [1]
+
+    def forward(self, x):
+        x = self.linear(x)
+        for _ in range(self.rounds[0]):
+            x = x.sin()
+        return x
+
+
+class Stack(nn.Module):
+    """Nine blocks that hold the same, of which the sixth may work longer, and the last ones may be left out."""
+
+    def __init__(self, rounds: int = 1, used: int = 9):
+        super().__init__()
+        self.blocks, self.used = nn.ModuleList(Block() for _ in range(9)), used
+        self.blocks[5].rounds = [rounds]
+
+    def forward(self, x):
+        for block in self.blocks[: self.used]:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{"rounds": 4}, {"used": 6}])
+def test_layers_that_hold_the_same_may_do_something_else(options):
+    assert_predicted(Stack(**options), torch.randn(40, 16))
+
+
+class Bagged(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 16, **options)
+
+    def forward(self, x):
+        return self.bag(x).sin().square().mean()
+
+
+def test_sparse_gradients_and_parameters_of_another_module_are_refused():
+    ids, x, teacher = (
+        torch.randint(0, 50, (6, 5)),
+        torch.randn(6, 16),
+        nn.Linear(16, 16).requires_grad_(False),
+    )
+    with pytest.raises(CannotTrace, match=r"sparse_coo.*sparse=False"):
+        predict(Bagged(mode="sum", sparse=True), batch=ids, recipe=Recipe(optimizer="sgd"), target="cpu")
+    with pytest.raises(CannotTrace, match="another module's parameter: give one module"):
+        predict(nn.Linear(16, 16), batch=x, loss=lambda m, b: F.mse_loss(m(b), teacher(b)), target="cpu")

@@ -85,11 +85,6 @@ def _reduced_in_place(position: int) -> Callable:
     return correct
 
 
-def _in_the_dtype_of(position: int) -> Callable:
-    """Kernels that keep to the dtype of an argument, where PyTorch's fake takes the widest one."""
-    return lambda args, out: out.to(args[position].dtype)
-
-
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
     """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
 
@@ -165,7 +160,7 @@ _ON_CPU = _EVERYWHERE | {
     aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),
     aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(args, _of_one_dtype(args, out)),
     **{
-        op.default: _in_the_dtype_of(1)
+        op.default: lambda args, out: out.to(args[1].dtype)  # where PyTorch's fake takes the widest one
         for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.soft_margin_loss_backward)
         if op.default not in compat.of_one_dtype
     },

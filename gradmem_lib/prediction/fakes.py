@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import compat
 from ..compat import FakeTensor, storage_key
 from . import corrections
+from .question import CannotTrace
 
 KEPT = 20_000
 _PLAIN = frozenset(
@@ -60,6 +61,12 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         if func in compat.marks:
             return func(*args, **kwargs or {})  # for a profiler's record, with no tensors
         out = self._asked(func, types, args, kwargs or {})
+        foreign = any(type(value) is torch.nn.Parameter for value in args)
+        if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
+            what = "another module's parameter" if foreign else f"a result of layout {out.layout}"
+            raise CannotTrace(
+                f"{func} has {what}: give one module that holds all parameters, with sparse=False"
+            )
         if func in self._corrections:
             out = self._corrections[func](args, out)
         if (again := None if key is None else _again(func, args, out)) is not None:
@@ -88,7 +95,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         for value in (*args, *kwargs.items()):
             kind = type(value)
             if kind is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None or not _ordinary(value):
+                if value.fake_mode is not self or value.constant is not None or value.is_complex():
                     return None  # another mode's, or one that knows its values
                 parts += (
                     value.shape, value.stride(), value.dtype, value.storage_offset(), value.requires_grad,
@@ -104,10 +111,6 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
             else:
                 return None
         return tuple(parts)
-
-
-def _ordinary(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
 def _again(func, args, out) -> Again | None:
@@ -128,7 +131,7 @@ def _again(func, args, out) -> Again | None:
 def _one_again(out, args) -> Again | None:
     if out is None or type(out) is int:
         return lambda mode, args: out
-    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or not _ordinary(out):
+    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or out.is_complex():
         return None
     if any(out is value for value in args):
         return None

@@ -26,8 +26,10 @@ class Source:
 
     @cached_property
     def layers(self) -> nn.Module | None:
-        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers."""
-        return None if checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
+        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers, and so
+        does a module without a config, as people write them: layers that hold the same may do, or be used for, something else."""
+        own = self.given and not hasattr(self.skeleton, "config")
+        return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
 
 
 @dataclass(frozen=True)
