@@ -185,10 +185,10 @@ def asked(monkeypatch):
         found.append(func)
         return own(self, func, *rest)
 
-    fakes.forget()
+    fakes.known.clear()
     monkeypatch.setattr(fakes.QuickFakeMode, "_asked", _asked)
     yield found
-    fakes.forget()
+    fakes.known.clear()
 
 
 KNOWN = {
@@ -212,7 +212,7 @@ def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much
             return len(asked)
 
     assert times() > 0 and times() == 0 and times("cuda") > 0
-    fakes.forget()
+    fakes.known.clear()
     assert times() > 0 and times() == 0
     monkeypatch.setattr(fakes, "KEPT", 1)
     assert times() > 0
