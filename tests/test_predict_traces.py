@@ -211,9 +211,9 @@ def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much
             KNOWN[name](x)
             return len(asked)
 
-    assert times() > 0 and times() == 0 and times("cuda") > 0
+    times()  # PyTorch's own memory of its first time is another matter
     fakes.known.clear()
-    assert times() > 0 and times() == 0
+    assert times() > 0 and times() == 0 and times("cuda") > 0
     monkeypatch.setattr(fakes, "KEPT", 1)
     assert times() > 0
 
