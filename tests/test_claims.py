@@ -27,7 +27,7 @@ from gradmem_lib.course.claims import (
 from gradmem_lib.course.claims.__main__ import main
 from gradmem_lib.course.compat_course import enable_checkpointing
 from gradmem_lib.course.ranks import run_ranks
-from gradmem_lib.training.trainer import checkpointing_argument
+from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT
 from gradmem_lib.units import MiB
 
 ROOT = Path(__file__).parent.parent
@@ -299,7 +299,7 @@ def test_transformers_as_installed():
 
 
 def test_a_trainer_for_a_claim_prints_nothing(capfd):
-    trainer = lesson_05_switches._trainer(**{checkpointing_argument(): True})
+    trainer = lesson_05_switches._trainer(**{CHECKPOINTING_ARGUMENT: True})
     assert lesson_05_switches._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
     printed = capfd.readouterr()
     assert not printed.out and not printed.err
