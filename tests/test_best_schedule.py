@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import OLDER
+from families import OLDER, tiny_config
 from nightly import ALL
 from torch import nn
 
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.schedules import (
@@ -61,6 +62,22 @@ def peaks(model, every, ids):
             found.append(tracker.lap().total)
     model.zero_grad(set_to_none=True)
     return found, handle
+
+
+@pytest.mark.parametrize("family", ["olmo2", "bert"])
+def test_while_best_measures_autocast_keeps_no_casts_of_layers(family):
+    config = tiny_config(family)
+    config.num_hidden_layers, config.use_cache = 5, False
+    model, found = model_class(config)(config).train(), []
+    batch = example_batch(model, 4, 48)
+    for every in (1, "best"):
+        with checkpoint_layers(model, every), MemoryTracker(model, live=False) as tracker:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+        found.append(tracker.peak.total)
+    assert found[1] <= found[0]
 
 
 SETTINGS = list(itertools.product(((1, 8), (4, 48)), (True, False)))

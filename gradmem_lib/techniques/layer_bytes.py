@@ -39,9 +39,12 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
     buffers = [(b, b.clone()) for b in layer.buffers()]
+    device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
+    # As it is set, without a cache, in which casts would stay that no backward needs.
+    casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
     try:
-        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights, hidden)
-        with torch.no_grad():  # only now: beside a backward, no output waits but the one it began with
+        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights, hidden, casts)
+        with torch.no_grad(), casts:  # only now: beside a backward, no output waits but the one it began with
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
@@ -55,16 +58,12 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
 
 
 def _forward_and_backward(
-    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor], hidden: Any
+    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor], hidden: Any, casts: torch.autocast
 ) -> tuple[int, int, list[bool]]:
     """Bytes kept, the most beside them at once, and which tensors of the output have a gradient."""
-    given = list(tensors_in((args, kwargs)))
-    device = next((t.device.type for t in [*weights, *given]), "cpu")
-    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     made = _Made()
     with Watch(made.observe):
-        # Without autocast's cache, in which casts would stay that no backward needs.
-        with torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False):
+        with casts:
             out = layer.forward(*args, **kwargs)
         internal = _nbytes(made.alive.difference(storages_of(hidden(out))))  # the next layer's boundary
         trained = [t.requires_grad for t in tensors_in((out,))]
@@ -76,8 +75,10 @@ def _forward_and_backward(
             gradients = [torch.zeros_like(t) for t in outputs]
             del out, outputs
             made.most = _nbytes(made.alive)
-            leaves = [t for t in given if t.requires_grad] + weights
-            with torch.autocast(device, enabled=False):  # as a loss's backward, which comes after the block
+            leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
+            with torch.autocast(
+                casts.device, enabled=False
+            ):  # as a loss's backward, which comes after the block
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
             most = max(most, made.most)
     return internal, most - internal, trained
