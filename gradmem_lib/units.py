@@ -21,8 +21,7 @@ def parse_bytes(size: int | float | str) -> int:
         match = _SIZE.fullmatch(size)
         factor = _FACTORS.get((match[2] or "b").lower()) if match else None
         amount = float(re.sub("[_,]", "", match[1])) if factor else None
-    valid = isinstance(amount, (int, float)) and not isinstance(amount, bool) and 0 < amount * factor < 2**63
-    if not valid:
+    if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 < amount * factor < 2**63:
         raise ValueError(
             f"cannot read {size!r} as a number of bytes: give a positive number of bytes, such as 2147483648, or a number "
             'with a unit, such as "2 GiB" (units: B, KB, MB, GB, TB in powers of 1000; KiB, MiB, GiB, TiB in powers of 1024)'

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from families import OLDER
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import BertConfig, BertForPreTraining, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
 from gradmem_lib import MemoryTracker, Recipe
@@ -15,7 +15,7 @@ from gradmem_lib.course import models
 from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.training.prepare import ADAFACTOR_EPS, RATE, RELATIVE_RATE, make_optimizer, prepare
-from gradmem_lib.training.step import step
+from gradmem_lib.training.step import cut_batch, step
 
 VOCAB, SEQ = 97, 16
 
@@ -278,6 +278,41 @@ def test_rows_that_are_compared_with_each_other_are_not_cut():
         model, [], {"pixel_values": torch.ones(4, 2), "return_loss": True}, Recipe(), loss=lambda m, b: m(b["pixel_values"]).mean()
     )  # fmt: skip
     assert whole.isfinite()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["next_sentence_label", "sentence_order_label", "mc_labels", "bool_masked_pos", "future_observed_mask"],
+)
+def test_a_loss_over_other_items_than_labels_is_not_cut(name):
+    batch = ragged() | {name: torch.ones(4, dtype=torch.long)}
+    with pytest.raises(ValueError, match=f"accumulation=2.*{name}.*other items than labels"):
+        next(cut_batch(batch, Recipe(accumulation=2)))
+    assert next(cut_batch(batch, Recipe())) is batch
+    assert (
+        len(
+            list(
+                cut_batch(batch | {name: None, "past_observed_mask": batch["labels"]}, Recipe(accumulation=2))
+            )
+        )
+        == 2
+    )
+
+
+def test_half_of_a_loss_over_pairs_and_words_is_another_loss():
+    """What the refusal above is for: the sum over pieces, weighed by words, has another gradient than the whole."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32
+    )
+    model, batch = BertForPreTraining(config).eval(), {"input_ids": torch.randint(3, 32, (4, 8))}
+    labels = batch["input_ids"].masked_fill(torch.arange(32).view(4, 8) > 17, -100)  # 16 words, then 2
+    batch |= {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1, 1])}
+    whole = model(**batch).loss
+    pieces = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2)]
+    words = [(piece["labels"] != -100).sum() for piece in pieces]
+    weighed = sum(model(**piece).loss * n for piece, n in zip(pieces, words, strict=True)) / sum(words)
+    assert abs(weighed - whole) > 1e-4 * whole
 
 
 class Older(LlamaForCausalLM):

@@ -60,8 +60,7 @@ def find_model(given) -> tuple[Any, str]:
         return config, title_of(given, config)
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
-        like = [name for name in model_table() if len(start) > 2 and start in _plain(name)]
-        if not like:
+        if not (like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]):
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
     except Exception as error:  # transformers checks a config's fields in ways of its own

@@ -29,8 +29,7 @@ def find_layers(given: nn.Module) -> Lists:
             if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, kind) for m in module):
                 around = [owner for outer, owner in owners.items() if name.startswith(outer)]
                 found[name] = list(module), around[-1] if around else None
-    layers = [layer for several, _ in found.values() for layer in several]
-    if not layers:
+    if not (layers := [layer for several, _ in found.values() for layer in several]):
         raise ValueError(
             f"there are no layers in this {type(given).__name__}: in a model, a ModuleList of transformers' "
             "GradientCheckpointingLayers is looked for, and none was found. Give the nn.Sequential or nn.ModuleList itself, "

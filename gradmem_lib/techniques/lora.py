@@ -86,8 +86,7 @@ def add_lora(
     """
     model.requires_grad_(False)
     linear, ends = linear_layers(model), tuple(f".{target}" for target in targets)
-    chosen = [name for name in linear if not targets or f".{name}".endswith(ends)]
-    if not chosen:
+    if not (chosen := [name for name in linear if not targets or f".{name}".endswith(ends)]):
         there = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
             f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: lora_targets are the last parts of "

@@ -79,8 +79,7 @@ def quantize_base(model: nn.Module) -> int:
     """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, those inside LoRA layers included; returns
     how many. The output layer, the embedding and the norms stay, and a mixture's experts, whose weights are one tensor for
     all of them and no linear layers: they keep their 16 bits, without LoRA. ``ValueError`` where no linear layer is frozen."""
-    frozen = {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}
-    if not frozen:
+    if not (frozen := {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}):
         raise ValueError(
             "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes the model), since "
             "4-bit weights cannot be trained"

@@ -40,8 +40,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     inside = f"{getattr(model, 'base_model_prefix', '')}."
     heads = [name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])]
     state: dict[str, torch.Tensor] = {}
-    added = {name: module for name, module in adapters.items() if name not in heads}
-    if not added:
+    if not (added := {name: module for name, module in adapters.items() if name not in heads}):
         raise ValueError(
             f"there is no addition to a pretrained layer in this {type(model).__name__}, only {heads or 'its own weights'}: "
             "merge_adapters(model).save_pretrained(folder) writes the whole model"

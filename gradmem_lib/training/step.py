@@ -1,6 +1,6 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import Any
 
@@ -15,19 +15,16 @@ from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
 from .recipe import Recipe
 
+OTHER_ITEMS = ("sentence_label", "order_label", "mc_labels", "bool_masked_pos", "future_observed_mask")
+
 
 class _FixedScale(GradScaler):
     """Keeps small float16 gradients above 0 by one factor, where ``GradScaler`` looks for the best, and skips no step."""
 
     def step(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.factor)
+        for grad in [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]:
+            grad.div_(self.factor)
         optimizer.step()
-
-    def update(self) -> None:
-        """There is nothing to look for."""
 
 
 def step(
@@ -102,15 +99,21 @@ def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
     return offload_activations(model=model, what=recipe.offload) if recipe.offload in MOVES else ExitStack()
 
 
+def check_pieces(batch: Any, how: str) -> None:
+    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than its own."""
+    given = dict(batch) if isinstance(batch, Mapping) else {}
+    others = [name for name in given if given[name] is not None and name.endswith(OTHER_ITEMS)]
+    if others or given.get("return_loss"):
+        raise ValueError(
+            f"{how} and {', '.join(others) or 'return_loss=True'}: a contrastive loss compares each row with all others of its micro-batch, "
+            "others are means over other items than labels, and differ in pieces. Take accumulation=1, no sharding, and checkpointing"
+        )
+
+
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
     """The micro-batches of ``batch``: views of equal numbers of rows, or the batch itself in one piece."""
-    cut = recipe.accumulation > 1 or recipe.sharding is not None
-    if cut and isinstance(batch, dict) and batch.get("return_loss"):
-        raise ValueError(
-            f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r} and return_loss=True: a contrastive loss compares each row "
-            "with all others of its micro-batch, so that a batch in pieces has another loss. Take accumulation=1, no sharding, and "
-            "checkpointing to make room"
-        )
+    if recipe.accumulation > 1 or recipe.sharding is not None:
+        check_pieces(batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}")
     if recipe.accumulation == 1:
         return iter([batch])
     return split(batch, recipe.micro_batch(count_rows(batch)))

@@ -21,7 +21,7 @@ from .adapters import adapters_of, save_adapters
 from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
-from .step import moving
+from .step import check_pieces, moving
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 OPTIM = {
@@ -160,6 +160,8 @@ class RecipeTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one step, and how many labels count in all of them together, in all processes."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        several = len(samples) * self.args.world_size > 1
+        check_pieces(samples[0] if several else None, "accumulation or several processes")
         counts = [label_count(self.model, sample) for sample in samples]
         if not counts or counts[0] is None:
             raise ValueError(
