@@ -14,7 +14,7 @@ from test_programs import Looking
 from torch import nn
 from torch.optim import SGD, AdamW, SparseAdam
 
-from gradmem_lib import MemoryTracker
+from gradmem_lib import MemoryTracker, compat
 
 
 def small() -> nn.Sequential:
@@ -267,3 +267,20 @@ def test_a_script_module_peaks_as_the_allocator_says(way):
         step()
     assert 0 <= expected - (tracker.peak.total - nbytes(script.parameters()) - x.nbytes) <= 16
     assert tracker.current.by_category["parameters"] == nbytes(script.parameters())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_ends_the_last_look_leaves_nothing_patched(monkeypatch, error):
+    call, model = nn.Module.__call__, nn.Linear(2, 2)
+
+    def ends(*given, **named):
+        raise error
+
+    with pytest.raises(error), MemoryTracker(model, live=False) as tracker:
+        model(torch.ones(1, 2))
+        monkeypatch.setattr(tracker._meter, "sync", ends)
+    assert (
+        nn.Module.__call__ is call
+        and compat.listening() == 0
+        and not model.weight._post_accumulate_grad_hooks
+    )

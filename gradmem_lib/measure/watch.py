@@ -121,9 +121,8 @@ class Meter:
         return self
 
     def __exit__(self, *error) -> None:
-        with suppress(RuntimeError):  # of a model that has moved since its last step
+        with self.inside, suppress(RuntimeError):  # of a model that has moved since its last step
             self.sync()
-        self.inside.close()
 
     def close(self) -> None:
         """Let go of the model; what was recorded keeps the names of its modules."""

@@ -76,9 +76,7 @@ def _forward_and_backward(
             del out, outputs
             made.most = _nbytes(made.alive)
             leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
-            with torch.autocast(
-                casts.device, enabled=False
-            ):  # as a loss's backward, which comes after the block
+            with torch.autocast(casts.device, enabled=False):  # as in a loss's backward, after the block
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
             most = max(most, made.most)
     return internal, most - internal, trained
