@@ -49,7 +49,7 @@ SECONDS = {
     "test_plan_peft.py": 38,
     "01_memory_accounting.ipynb": 37,
     "test_plan_cards.py": 36,
-    "test_families.py": 33,
+    "test_families.py": 45,
     "test_answers_bank.py": 32,
     "test_exercises.py": 32,
     "09_optimizers_and_adapters.ipynb": 30,
