@@ -64,10 +64,14 @@ def test_a_batch_that_hides_tokens_in_a_part_is_refused(family, mask, recipe):
         predict(lm(family), batch=text_batch(attention_mask=mask), recipe=recipe, target="cpu")
 
 
-def test_eager_attention_has_its_mask_whatever_the_batch_hides():
-    recipe = Recipe(attention="eager", accumulation=2)
-    assert_predicted(lm("llama"), text_batch(attention_mask=ONE_ROW), recipe)
-    assert_predicted(lm("bart"), text_batch(attention_mask=HIDDEN), recipe)
+@pytest.mark.parametrize("mask", [FULL, HIDDEN], ids=["nothing", "hidden"])
+@pytest.mark.parametrize("family", ["llama", "bert", "bart", "mpnet"])
+def test_eager_attention_leaves_a_mask_out_that_is_neither_causal_nor_hides(family, mask):
+    """Under autocast, scores beside a mask are float32."""
+    recipe = Recipe(
+        attention=None if family == "mpnet" else "eager", precision="autocast-bf16", accumulation=2
+    )
+    assert_predicted(lm(family), text_batch(attention_mask=mask), recipe)
 
 
 def test_a_mask_without_values_is_taken_to_hide_nothing():

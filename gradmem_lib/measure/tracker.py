@@ -205,7 +205,7 @@ class MemoryTracker:
         recording, meter = self._recording, self._meter
         if asked and self.budget is not None and recording.total > self.budget:
             meter.sync()
-            where = f" in {name_of(lambda: meter.stack[-1], meter.module_names())}" if meter.stack else ""
+            where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.

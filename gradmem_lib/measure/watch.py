@@ -189,9 +189,11 @@ class Meter:
         else:
             category = names.OTHER
         in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
-        # A weak reference: a module that is held for its name keeps its weights alive.
-        owner = "(backward)" if in_backward else weakref.ref(self.stack[-1]) if self.stack else ""
-        return recording.enter(storage, category, owner, func)
+        return recording.enter(storage, category, "(backward)" if in_backward else self.owner(), func)
+
+    def owner(self) -> tuple[weakref.ref, type] | str:
+        """The module that runs, by a weak reference: held for its name, it would keep its weights alive."""
+        return (weakref.ref(self.stack[-1]), type(self.stack[-1])) if self.stack else ""
 
     def _find_bucket(self, out: Any, func: Any) -> int:
         """DDP's buckets, made where nobody looks, are first seen when a gradient is written into them; the bytes found."""
@@ -340,13 +342,11 @@ class Meter:
         return resize_
 
     def module_names(self) -> dict[int, str]:
-        modules = self.model.named_modules() if self.model is not None else ()
-        return {id(None): "(a module that is gone)"} | {id(m): name for name, m in modules}
+        return {id(m): name for name, m in self.model.named_modules()} if self.model is not None else {}
 
 
-def name_of(owner: Callable[[], nn.Module | None] | str, names: dict[int, str]) -> str:
-    module = owner if isinstance(owner, str) else owner()
-    return module if isinstance(module, str) else names.get(id(module)) or type(module).__name__
+def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str:
+    return owner if isinstance(owner, str) else names.get(id(owner[0]())) or owner[1].__name__
 
 
 def compiled_error(name: str) -> RuntimeError:

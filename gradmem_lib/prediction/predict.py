@@ -108,7 +108,7 @@ def predict(
             allocated. ``None``: ``"cuda"`` where there is a card, else ``"cpu"``.
         batch: for modules that are no transformers models: tensors as the module takes them (a dict by name, a tuple, or one
             tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes. Of values, it is read whether a real
-            ``attention_mask`` hides a token, and whether ``position_ids`` begin anew within a row: masks are built for these.
+            ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` begin anew in a row: masks are built for these.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
         full: trace every layer, also where short traces would do.
         ranks: processes that train together as ``recipe.sharding`` says, of which this is one: ``rank``. Then ``batch_size`` is

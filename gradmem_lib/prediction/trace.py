@@ -228,8 +228,8 @@ def _traced(
 def _hidden(question: Question) -> tuple[bool, bool]:
     """Whether the batch hides tokens, and whether its rows hold several sequences; ``CannotTrace`` where a part of it does."""
     batch, model = question.batch if isinstance(question.batch, Mapping) else {}, question.source.skeleton
-    if (own := compat.attention_of(model)) is None or (question.recipe.attention or own) == "eager":
-        return False, False  # with a mask in any case
+    if (own := compat.attention_of(model)) is None:
+        return False, False
 
     def said(look: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
         real = [t for t in map(batch.get, names) if isinstance(t, Tensor) and t.dim() == 2 and not t.is_meta]
@@ -237,8 +237,11 @@ def _hidden(question: Question) -> tuple[bool, bool]:
 
     whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
     in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
-    if getattr(model.config, "is_encoder_decoder", False) and batch.get("decoder_attention_mask") is None:
-        whole |= {True}  # the decoder makes its own, of ones
+    # A decoder that is given no mask makes one of ones, and fused attention alone leaves a causal mask out.
+    pair = (
+        getattr(model.config, "is_encoder_decoder", False) and (question.recipe.attention or own) != "eager"
+    )
+    whole |= {True} if pair and batch.get("decoder_attention_mask") is None else set()
     if len(whole) > 1 or len(in_a_row) > 1:
         raise CannotTrace(
             "some micro-batches, or one of encoder and decoder, have hidden tokens (attention_mask) or several sequences in a row "

@@ -15,6 +15,7 @@ from ..techniques.precision import GradScaler
 from .losses import chunked_loss, label_count
 from .recipe import Recipe
 
+# How names end with which a loss is a mean over other items than rows or labels.
 OTHER_ITEMS = ("sentence_label", "order_label", "mc_labels", "bool_masked_pos", "future_observed_mask")
 
 
@@ -106,7 +107,7 @@ def check_pieces(batch: Any, how: str) -> None:
     if others or given.get("return_loss"):
         raise ValueError(
             f"{how} and {', '.join(others) or 'return_loss=True'}: a contrastive loss compares each row with all others of its micro-batch, "
-            "others are means over other items than labels, and differ in pieces. Take accumulation=1, no sharding, and checkpointing"
+            "others are means over other items than labels, and differ in pieces. Take accumulation=1, no sharding, and checkpointing to make room"
         )
 
 
