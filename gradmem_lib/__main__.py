@@ -254,7 +254,7 @@ def _add_plan(commands) -> None:
     add("model", help=_MODEL)
     add("--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)")
     add("--cards", type=int, default=1, metavar="N", help="so many of them in one machine")
-    add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
+    add("--seq-len", type=int, metavar="N", help="tokens in a row")
     add("--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step")
     add("--method", default="full", metavar="M", help="full (the default), lora, qlora or any")
     add("--target", default="cuda", metavar="T", help="cuda (the default) or cpu")

@@ -128,8 +128,13 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
         ({"model_type": "llama", "hidden_size": "x"}, "the config of .* is not valid .*hidden_size"),
         ({"model_type": "llama", "num_attention_heads": 0}, "the config of .* is not valid .*zero"),
         ({"model_type": "llama", "hidden_size": 65}, "the config of .* is not valid .*not a multiple"),
-        ({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, "patches of one size"),
-        ({"model_type": "swin", "architectures": ["SwinForImageClassification"]}, "patches of one size"),
+        ({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, "takes pixel_values"),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "takes pixel_values"),
+        (
+            {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
+            "takes input_ids and no labels",
+        ),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "takes input_ids and no labels"),
         (
             {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
             "takes input_features",

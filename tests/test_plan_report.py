@@ -95,11 +95,9 @@ def test_a_plan_word_for_word():
 
 
 def test_a_plan_in_which_nothing_fits_word_for_word():
-    made = plan_of(
-        fits=[], ruled_out=[], seq_len=None, advice=["A larger card would do.", "So would shorter rows."]
-    )
+    made = plan_of(fits=[], ruled_out=[], advice=["A larger card would do.", "So would shorter rows."])
     assert str(made) == (
-        "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x images, method full, target cuda\n"
+        "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method full, target cuda\n"
         "\n"
         "Nothing fits. Closest:\n"
         "  us/token      needs      spare   recipe\n"

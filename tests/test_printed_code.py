@@ -54,7 +54,6 @@ KINDS = {
                 "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
                 "max_position_embeddings": 64},
     ),
-    "ViTForImageClassification": ("vit", VIT | {"num_labels": 3}),
     "LlavaForConditionalGeneration": (
         "llava",
         {"vision_config": {"model_type": "clip_vision_model", **VIT}, "text_config": {"model_type": "llama", **WIDE},
@@ -92,11 +91,6 @@ class Rows(Dataset):
             self.rows["labels"] = torch.tensor([0, 2, 1, 1])
         elif name.endswith("TokenClassification"):
             self.rows["labels"] = torch.where(labels == -100, -100, labels % 5)
-        elif name.startswith("ViT"):
-            self.rows = {
-                "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=draw),
-                "labels": torch.tensor([0, 2, 1, 1]),
-            }
         elif name.startswith("Llava"):
             ids[:, 1:5] = IMAGE_TOKEN
             labels[:, 1:5] = -100

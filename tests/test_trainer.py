@@ -33,6 +33,8 @@ def test_a_lora_run_goes_on_from_a_checkpoint(tmp_path):
         ("optimizers", (None, None), "the recipe makes the optimizer"),
         ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "the recipe makes the optimizer"),
         ("compute_loss_func", lambda *given: None, "returns this loss as its own mean"),
+        ("torch_empty_cache_steps", 1, "its own step knows nothing of it"),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, "its own step knows nothing of it"),
     ],
 )
 def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
@@ -72,6 +74,23 @@ def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match=r"2 cards are in sight.*CUDA_VISIBLE_DEVICES=0"):
         trainer_for(small(), Recipe(), tmp_path)
+
+
+def test_gradients_are_those_of_lesson_threes_loop(tmp_path, monkeypatch):
+    """Once for each step, over all of its micro-batches; and one without any label is a sentence, not a nan."""
+    calls, own = [], of_trainer.accumulate_gradients
+
+    def seen(micro_batches, *given, **named):
+        calls.append(len(micro_batches))
+        return own(micro_batches, *given, **named)
+
+    monkeypatch.setattr(of_trainer, "accumulate_gradients", seen)
+    data = rows(10)
+    trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=data, max_steps=2).train()
+    assert calls == [4, 1]  # the second has what the epoch has left
+    unlabelled = [row | {"labels": torch.full((SEQ,), -100)} for row in (data[i] for i in range(8))]
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=unlabelled).train()
 
 
 def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):

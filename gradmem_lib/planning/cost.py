@@ -1,5 +1,6 @@
 """What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
 
+import inspect
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,8 +37,7 @@ class Work:
     """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``passed``: what layers
     with adapters, or all that may get some, take and return; ``experts``: entries of those that a token goes through; ``scores``:
     heads x head size, summed over layers, of which attention makes its products; ``attended``: entries of ``matrices`` in attention;
-    ``patches``: of an image, with the class token, ``None`` for text; ``root``: parameters outside of the layers. Where the model
-    brings adapters, ``own`` entries are trained, ``parameters`` are all others, and ``widths`` the mean bytes of these and those."""
+    ``root``: parameters outside of the layers. Where the model brings adapters, ``own`` entries are trained, ``parameters`` are all others, and ``widths`` the mean bytes of these and those."""
 
     source: Source
     parameters: int
@@ -51,7 +51,6 @@ class Work:
     chunked: bool
     vocabulary: int
     fused: bool
-    patches: int | None
     experts: float
     attended: int
     root: int
@@ -72,10 +71,15 @@ class Work:
 
 
 def count(config) -> Work:
-    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` where rows are neither tokens
-    nor images cut into patches of one size, of which the time is estimated."""
+    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` where rows are no tokens with
+    labels, for which the time is estimated, and by which the batch is cut."""
     model = skeleton(config)
-    patches = _patches(model)
+    taken = getattr(model, "main_input_name", "input_ids")
+    if taken != "input_ids" or "labels" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"plan is for rows of tokens with labels, and {type(model).__name__} takes {taken}{' and no labels' * (taken == 'input_ids')}: "
+            "predict the recipes that you think of, with predict(model, batch_size=..., recipe=Recipe(...))"
+        )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))
@@ -102,7 +106,6 @@ def count(config) -> Work:
         chunked=head is not None and chunked_loss_refusal(type(model), config) is None,
         vocabulary=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         fused=compat.takes_fused_attention(model),
-        patches=patches,
         experts=_experts(model),
         attended=sum(i * o for name, (i, o) in sizes.items() if name.startswith(tuple(attention))),
         root=root,
@@ -134,22 +137,6 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
     return replace(work, source=replace(source_of(given), given=False), **counted)
-
-
-def _patches(model: nn.Module) -> int | None:
-    """Tokens that an image becomes, with the class token; ``None`` for text."""
-    taken, config = getattr(model, "main_input_name", "input_ids"), model.config
-    if taken == "input_ids":
-        return None
-    sizes = [getattr(config, name, None) for name in ("image_size", "patch_size")]
-    if taken != "pixel_values" or None in sizes or getattr(config, "depths", None) is not None:
-        raise ValueError(
-            f"plan estimates times for rows of tokens, or images cut into patches of one size, and {type(model).__name__} takes "
-            f"{taken}: predict the recipes that you think of, with predict(model, batch_size=..., recipe=Recipe(...))"
-        )
-    pairs = [size if isinstance(size, (list, tuple)) else (size, size) for size in sizes]
-    (height, width), (tall, wide) = pairs
-    return (height // tall) * (width // wide) + 1
 
 
 def _experts(model: nn.Module) -> float:

@@ -25,7 +25,7 @@ def plan(
     Args:
         model_or_config: a transformers config, a model, a folder with a config, or a hub id.
         card: a name such as ``"RTX 4090"`` (see ``CARDS``), or its memory: ``"24 GiB"``, or bytes.
-        seq_len: tokens in a row; not needed for images.
+        seq_len: tokens in a row.
         global_batch: rows of one optimizer step, on all cards together; the plan cuts them into micro-batches.
         method: ``"full"`` (the default), ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
             A model that has LoRA in it, by PEFT or ``add_lora``, trains what it has: ``"lora"``, the only way and the default.
@@ -50,7 +50,7 @@ def plan(
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = with_adapters(count(config), model_or_config, method)
-    seq_len = None if work.patches else whole("seq_len", seq_len, 2048, "tokens in a row")
+    seq_len = whole("seq_len", seq_len, 2048, "tokens in a row")
     search = Search(work, found, seq_len, global_batch, target, cards)
     method = "lora" if search.own else method or "full"
     methods = list(METHODS) if method == "any" else [method]

@@ -19,7 +19,7 @@ class Plan:
 
     title: str
     card: Card
-    seq_len: int | None
+    seq_len: int
     global_batch: int
     method: str
     target: str

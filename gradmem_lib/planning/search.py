@@ -35,7 +35,6 @@ class Search:
         self.work, self.card, self.target, self.cards = work, card, target, cards
         self.own = work.own is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
-        self.tokens = work.patches or seq_len  # in a row; of an image, its patches
         self.chunked = work.chunked and cards == 1  # which goes around what averages gradients
         self.ruled_out: list[RuledOut] = []
         self._known: dict[Recipe, Option] = {}
@@ -52,7 +51,7 @@ class Search:
             )  # fmt: skip
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
-            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.tokens))
+            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.seq_len))
             rows, more = self.rows // recipe.accumulation, (self.cards, self.own)
             self._known[recipe] = Option(recipe, rows, seconds, self.card.nbytes, prediction, parts, *more)
         return self._known[recipe]
@@ -67,7 +66,7 @@ class Search:
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def seconds(self, recipe: Recipe, moved: float | None = None) -> float:
-        sizes = self.rows // recipe.accumulation, self.tokens, moved, self.cards
+        sizes = self.rows // recipe.accumulation, self.seq_len, moved, self.cards
         return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
@@ -216,7 +215,7 @@ class Search:
         optimizer, what it does in its step says nothing."""
         if known is None:
             held = self.residents(recipe)
-            tokens = self.tokens * (self.rows // recipe.accumulation)
+            tokens = self.seq_len * (self.rows // recipe.accumulation)
             # In one piece, gradients come while activations go.
             waiting = held["gradients"] if recipe.accumulation > 1 else 0
             kept = tokens * cost.kept_by_a_token(self.work, recipe)

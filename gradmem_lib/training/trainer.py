@@ -16,12 +16,13 @@ from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
+from ..techniques.accumulation import accumulate_gradients
 from ..techniques.sharding import ALONE
 from .adapters import adapters_of, save_adapters
 from .losses import chunked_loss, label_count, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
-from .step import check_pieces, moving
+from .step import check_pieces, count_items, moving
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 OPTIM = {
@@ -113,15 +114,14 @@ class MemoryCallback(TrainerCallback):
 class RecipeTrainer(Trainer):
     """``Trainer`` that trains by its ``recipe``, watched by ``memory``; ``make_trainer`` makes it.
 
-    The loss of a micro-batch counts by its labels, as in ``step``, which is the full batch's loss for every model: those too
-    that return a mean whatever the ``Trainer`` tells them, as transformers' sequence classifiers do.
+    Gradients are those of ``accumulate_gradients``, as in ``step``: the full batch's for every model, those too that return a
+    mean whatever the ``Trainer`` tells them, as transformers' sequence classifiers do.
     """
-
-    loss_is_scaled_for_ga = True
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
         self.recipe, self.memory = recipe, memory
         self._interrupt = _StopAfterStep()
+        self._brought: list[Any] = []
         super().__init__(*given, **named)
         self.moves = moving(self.model, recipe)
         if self.args.n_gpu > 1:
@@ -129,16 +129,17 @@ class RecipeTrainer(Trainer):
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
                 "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
             )
-        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-            raise ValueError(f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}")
+        for name in ("FSDP", "DEEPSPEED"):
+            if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+                raise ValueError(
+                    f"accelerate was told to use {name}, which make_trainer does not set up{_CUT}"
+                )
         if recipe.sharding == "ddp" and not dist.is_initialized():
             raise ValueError(ALONE.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
             raise ValueError(
                 f"chunked_loss goes around the wrapper that averages gradients over {self.args.world_size} processes: leave it out"
             )
-        # Then labels are counted over the whole batch, and compute_loss is given their number.
-        self.model_accepts_loss_kwargs = True
         self.add_callback(memory)
         self.add_callback(self._interrupt)
 
@@ -157,32 +158,41 @@ class RecipeTrainer(Trainer):
             self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
         return self.optimizer
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of one step, and how many labels count in all of them together, in all processes."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        several = len(samples) * self.args.world_size > 1
-        check_pieces(samples[0] if several else None, "accumulation or several processes")
-        counts = [label_count(self.model, sample) for sample in samples]
-        if not counts or counts[0] is None:
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """``Trainer`` brings a step's micro-batches: with the last, ``accumulate_gradients`` over all, and their mean loss. 0 before."""
+        self._brought.append(inputs)
+        if len(self._brought) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        brought, self._brought = self._brought, []
+        several = len(brought) * self.args.world_size > 1
+        check_pieces(inputs if several else None, "accumulation or several processes")
+        if label_count(self.model, inputs) is None:
             raise ValueError(
                 "there are no labels in the batch, by which micro-batches are weighed: give rows with 'labels', a tensor "
                 "(texts.datasets does). A contrastive loss has none, and cannot be cut into micro-batches at all"
             )
-        total = sum(counts).to(device)
-        return samples, total if self.args.world_size == 1 else self.accelerator.gather(total).sum()
+
+        def loss_and_count(numbered):
+            micro, count = numbered
+            loss = self.compute_loss(model, self._prepare_inputs(micro))
+            self._interrupt.on_substep_end(self.args, self.state, self.control)
+            # A mean of nothing carries others' gradients to other processes, as a 0.
+            return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
+
+        model.train()
+        counts = [count_items(self.model, micro) for micro in brought]
+        done = accumulate_gradients(
+            list(zip(brought, counts, strict=True)), loss_and_count, total_items=sum(counts), reduction="mean",
+            model=model, scaler=self.accelerator.scaler,
+        )  # fmt: skip
+        return torch.tensor(done.loss, device=self.args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The mean loss of these rows, times their share of the step's labels (all of them in an evaluation)."""
+        """The mean loss of these rows."""
         with self.moves, self.accelerator.autocast():
             chunks = self.recipe.chunked_loss
             outputs = {"loss": chunked_loss(self.model, inputs)} if chunks else model(**inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        if num_items_in_batch is not None:
-            count = label_count(self.model, inputs)
-            if not loss.isfinite() and not count:
-                loss = loss.nan_to_num(0.0)  # a mean of nothing: a loss of 0, as accumulate_gradients has it
-            # Processes take the mean of their gradients, as in accumulate_gradients.
-            loss = loss * (count * self.args.world_size / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -204,6 +214,7 @@ class RecipeTrainer(Trainer):
         The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in ``args.output_dir`` and
         raises ``KeyboardInterrupt``; ``train(resume_from_checkpoint=True)`` goes on from there. A second one stops at once.
         """
+        self._brought = []
         with self.memory, self._interrupt, ExitStack() as undo:
             undo.callback(self.moves.close)
             set_checkpointing(self.model, self.recipe, undo)
@@ -267,6 +278,9 @@ _NOT_TAKEN = {
     "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
     "optimizers": "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type",
     "optimizer_cls_and_kwargs": "the recipe makes the optimizer: choose it there",
+    **dict.fromkeys(
+        ("deepspeed", "parallelism_config", "torch_empty_cache_steps"), "its own step knows nothing of it"
+    ),
     "fsdp": f"FSDP is not set up by make_trainer{_CUT}",
     "compute_loss_func": "micro-batches are weighed by their labels: give a model that returns this loss as its own mean",
     "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, and is no loss of chunks: give a "

@@ -11,11 +11,10 @@ from .plan_code import launch
 
 
 def plan_text(plan: Plan) -> str:
-    rows = f"{plan.seq_len:,} tokens" if plan.seq_len else "images"
     several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
     lines = [
-        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global batch {plan.global_batch} x {rows}, "
-        f"method {plan.method}, target {plan.target}",
+        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global batch {plan.global_batch} x "
+        f"{plan.seq_len:,} tokens, method {plan.method}, target {plan.target}",
         "",
     ]
     if plan.fits:
