@@ -80,7 +80,7 @@ REFUSED: dict[tuple[str, str], str] = {
             "switch_transformers",
         )
     },
-    **{(family, "accumulated"): "contrastive loss" for family in ("siglip", "clip")},
+    **{(family, "accumulated"): "a loss that compares rows" for family in ("siglip", "clip")},
     **{(family, recipe): "give batch=" for family in ("wav2vec2", "hubert") for recipe in RECIPES},
 }
 

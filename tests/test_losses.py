@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.training import tiny
-from gradmem_lib.training.losses import chunked_loss, chunked_loss_refusal, label_count
+from gradmem_lib.training.losses import check_pieces, chunked_loss, chunked_loss_refusal, count_items
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 
@@ -115,15 +115,13 @@ def test_labels_that_count(kind, counted):
     """Of two rows of 4, the first column predicts nothing where the model shifts, and -100 counts nowhere."""
     model = kind()
     labels = torch.tensor([[7, 5, 2, -100], [1, -100, -100, 9]])
-    assert label_count(model, {"labels": labels}).item() == counted
-    assert (
-        label_count(model, {"labels": torch.tensor([3, -100, 0])}).item() == 2
-    )  # of each row one: never shifted
+    assert count_items(model, {"labels": labels}) == counted
+    assert count_items(model, {"labels": torch.tensor([3, -100, 0])}) == 2  # of each row one: never shifted
     wrapped = torch.nn.Module()
     wrapped.module = model  # as DistributedDataParallel has it
-    assert label_count(wrapped, {"labels": labels}).item() == counted
-    assert label_count(model, {"labels": [1, 2]}) is None and label_count(model, {}) is None
-    assert label_count(model, (labels,)) is None
+    assert count_items(wrapped, {"labels": labels}) == counted
+    assert count_items(model, {"labels": [1, 2], "input_ids": torch.zeros(3, 4)}) == 3  # rows
+    assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
 
 
 SMALL = {"vocab_size": 60, "d_model": 32}
@@ -145,6 +143,11 @@ PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
         ("BartForCausalLM", SMALL | PAIR),
         ("BertGenerationDecoder", HEADS | {"is_decoder": True}),
         ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
+        ("ElectraForPreTraining", HEADS),
+        ("BioGptForTokenClassification", HEADS | {"num_labels": 60}),
+        ("Wav2Vec2ForCTC", HEADS | {
+            "conv_dim": (8,), "conv_stride": (40,), "conv_kernel": (40,), "num_feat_extract_layers": 1,
+            "ctc_loss_reduction": "mean", "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}),
         ("SegformerForSemanticSegmentation", {
             "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3], "strides": [2],
             "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
@@ -164,16 +167,81 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
     }
     if name.startswith("Bert") and "num_labels" in options:
         batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
+    elif name.startswith(("Electra", "BioGpt")):
+        hidden = batch["labels"] == -100
+        batch |= {
+            "attention_mask": (~hidden).long(),
+            "labels": ids % 2 if name.startswith("Electra") else ids,
+        }
+    elif name.startswith("Wav2Vec2"):
+        batch = {"input_values": torch.randn(4, 2000), "labels": batch["labels"]}
     elif name.startswith("Segformer"):
         rows = torch.arange(16)[:, None] > 4 * torch.arange(4)[:, None, None]
         labels = torch.randint(0, 2, (4, 16, 16)).masked_fill(rows, 255)
         batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": labels}
     whole = model(**batch).loss.item()
     parts = [{key: tensor[[row]] for key, tensor in batch.items()} for row in range(4)]
-    counts = [label_count(model, part).item() for part in parts]
+    counts = [count_items(model, part) for part in parts]
     losses = [model(**part).loss.item() for part in parts]
     found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     assert found == pytest.approx(whole, rel=1e-5)
+
+
+class Own(transformers.LlamaPreTrainedModel):
+    """A head of one's own, whose loss is taken at its word."""
+
+
+class Pair(transformers.CLIPModel):
+    pass
+
+
+def made(cls, **options):
+    """A model without weights: what is asked of it is its class and its config."""
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(**options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "says"),
+    [
+        (made(transformers.CLIPModel), {}, "CLIPModel: a loss that compares"),
+        (made(Pair), {}, "CLIPModel"),
+        (made(transformers.BertForPreTraining), {"labels": torch.ones(2, 4)}, "BertForPreTraining"),
+        (made(transformers.GPT2DoubleHeadsModel), {}, "GPT2DoubleHeadsModel"),
+        (made(transformers.ViTForMaskedImageModeling), {}, "ViTForMaskedImageModeling"),
+        (made(transformers.DetrForObjectDetection), {}, "DetrForObjectDetection"),
+        (made(transformers.Wav2Vec2ForPreTraining), {}, "Wav2Vec2ForPreTraining"),
+        (torch.nn.Linear(2, 2), {"return_loss": True}, "return_loss=True"),
+        (made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="sum"), {}, "ctc_loss_reduction='sum'"),
+        (made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="mean"), {}, None),
+        (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 4}, "answers beyond the row"),
+        (made(transformers.BertForQuestionAnswering), {"start_positions": 4, "end_positions": 3}, "answers beyond the row"),
+        (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 3}, None),
+        (made(Own), {}, None),
+        (made(transformers.MarianMTModel), {}, None),
+        (torch.nn.Linear(2, 2), {"return_loss": False}, None),
+        (torch.nn.Linear(2, 2), torch.ones(2, 2), None),
+    ],
+)  # fmt: skip
+def test_a_loss_that_pieces_do_not_have_is_refused(model, batch, says):
+    if isinstance(batch, dict):
+        batch = {"input_ids": torch.zeros(2, 4)} | {
+            k: torch.tensor([0, v]) if k.endswith("_positions") else v for k, v in batch.items()
+        }
+    if says is None:
+        return check_pieces(model, batch, "accumulation=2")
+    with pytest.raises(ValueError, match=f"accumulation=2 and {says}"):
+        check_pieces(model, batch, "accumulation=2")
+
+
+def test_a_routers_loss_on_pieces_is_a_warning():
+    model = made(transformers.MixtralForCausalLM, output_router_logits=True)
+    with pytest.warns(
+        UserWarning, match="accumulation=2: a router's loss on pieces is not quite the batch's"
+    ):
+        check_pieces(model, {}, "accumulation=2")
 
 
 @pytest.mark.parametrize(

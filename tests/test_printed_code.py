@@ -43,6 +43,7 @@ KINDS = {
     "BertForTokenClassification": ("bert", BERT | {"num_labels": 5}),
     "BertForSequenceClassification": ("bert", BERT | {"num_labels": 3}),
     "LlamaForSequenceClassification": ("llama", WIDE | {"num_labels": 3}),
+    "BertForQuestionAnswering": ("bert", BERT),
     "T5ForConditionalGeneration": (
         "t5",
         TEXT | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -91,6 +92,12 @@ class Rows(Dataset):
             self.rows["labels"] = torch.tensor([0, 2, 1, 1])
         elif name.endswith("TokenClassification"):
             self.rows["labels"] = torch.where(labels == -100, -100, labels % 5)
+        elif name.endswith("QuestionAnswering"):
+            ends = {
+                "start_positions": torch.tensor([0, 2, 1, 1]),
+                "end_positions": torch.tensor([0, 5, 15, 3]),
+            }
+            self.rows = {"input_ids": ids} | ends
         elif name.startswith("Llava"):
             ids[:, 1:5] = IMAGE_TOKEN
             labels[:, 1:5] = -100

@@ -71,14 +71,13 @@ class Work:
 
 
 def count(config) -> Work:
-    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` where rows are no tokens with
-    labels, for which the time is estimated, and by which the batch is cut."""
+    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` unless it takes labelled tokens."""
     model = skeleton(config)
-    taken = getattr(model, "main_input_name", "input_ids")
-    if taken != "input_ids" or "labels" not in inspect.signature(model.forward).parameters:
+    labels = {"labels", "start_positions"} & inspect.signature(model.forward).parameters.keys()
+    if not labels or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"plan is for rows of tokens with labels, and {type(model).__name__} takes {taken}{' and no labels' * (taken == 'input_ids')}: "
-            "predict the recipes that you think of, with predict(model, batch_size=..., recipe=Recipe(...))"
+            f"plan is for rows of token ids with labels, and {type(model).__name__} takes others: predict the recipes that you think of, "
+            "with predict(model, batch_size=..., recipe=Recipe(...))"
         )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}

@@ -1,7 +1,9 @@
-"""The loss that a step takes: how many labels it is the mean of, and whether chunks of logits have the same."""
+"""The loss that a step takes: how many items it is the mean of, and whether chunks of logits have the same."""
 
 import math
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,27 +11,58 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..names import IGNORED
+from ..techniques.accumulation import count_rows
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
 from .tiny import VOCABULARY, tiny_model
 
+# Transformers' models whose loss is a mean over labels or rows. Others compare or match them, or add up several means.
+_MEANS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForCTC",
+          "Classification", "ForSemanticSegmentation", "ForMultipleChoice", "NextSentencePrediction", "QuestionAnswering",
+          "AnsweringSimple", "GenerationDecoder", "ElectraForPreTraining", "FunnelForPreTraining")  # fmt: skip
+# Those of them that count no label which the attention mask hides.
+_MASKED = ("ElectraForPre", "FunnelForPre", "BioGptForT", "MraForT", "XLMRobertaXLForT", "YosoForT")
 # Named like those that shift labels, and theirs are the next tokens already; so are those of a pair's decoder (BartForCausalLM).
 _NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
 
 
-def label_count(model: nn.Module, batch: Any) -> Tensor | None:
-    """How many labels of ``batch`` count, a whole number of shape (): those that are not -100, or what else the model ignores, after
-    the shift where it shifts them; rows, of numbers to come near to. ``None`` where the batch has no tensor of labels by that name."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor):
-        return None
+def count_items(model: nn.Module, batch: Any) -> int:
+    """How many items the mean loss of ``batch`` is taken over: labels that are not -100, or what else the model ignores, after the
+    shift where it shifts them; its rows where it has no tensor ``labels``, for numbers to come near to, and for CTC."""
     model = compat.inside_peft(getattr(model, "module", model))  # of DistributedDataParallel
     name, config = type(model).__name__, getattr(model, "config", None)
-    if labels.is_floating_point() and labels.dim() < 3:
-        return torch.tensor(len(labels), device=labels.device)
-    ignored = getattr(config, "semantic_loss_ignore_index", IGNORED) if labels.dim() == 3 else IGNORED
+    labels = batch.get("labels") if isinstance(batch, Mapping) and not name.endswith("ForCTC") else None
+    if not isinstance(labels, Tensor) or (labels.is_floating_point() and labels.dim() < 3):
+        with suppress(TypeError, ValueError):
+            return count_rows(batch)
+        return 1  # then it was not cut, and any number will do
+    own = ("semantic_loss_ignore_index", "loss_ignore_index") if labels.dim() == 3 else ()
+    ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
     unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
-    return ((labels[:, 1:] if shifted else labels) != ignored).sum()
+    counted = (labels[:, 1:] if shifted else labels) != ignored
+    hidden = batch.get("attention_mask") if name.removeprefix("FSDP").startswith(_MASKED) else None
+    return int((counted if hidden is None else counted & (hidden == 1)).sum())
+
+
+def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
+    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than the model's own.
+    A router's loss, which they nearly make, is a warning."""
+    model = compat.inside_peft(getattr(model, "module", model))
+    given, config = dict(batch) if isinstance(batch, Mapping) else {}, getattr(model, "config", None)
+    theirs = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
+    others = [name for name in theirs[:1] if not name.endswith((*_MEANS, "PreTrainedModel"))]
+    others += ["return_loss=True"] * bool(given.get("return_loss"))
+    others += ["ctc_loss_reduction='sum'"] * (getattr(config, "ctc_loss_reduction", None) == "sum")
+    if {"input_ids", "start_positions"} <= given.keys():
+        last = torch.maximum(given["start_positions"], given["end_positions"]).max()
+        others += ["answers beyond the row"] * bool(last >= given["input_ids"].shape[1])
+    if others:
+        raise ValueError(
+            f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is no mean over labels or rows, differs "
+            "in pieces. Take accumulation=1, no sharding, and checkpointing to make room; or step's loss=, which is such a mean"
+        )
+    if getattr(config, "output_router_logits", False):
+        warnings.warn(f"{how}: a router's loss on pieces is not quite the batch's", stacklevel=3)
 
 
 def predicts_next_token(model: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import Any
 
@@ -12,11 +12,8 @@ from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import check_trained_together, device_of
 from ..techniques.offload import MOVES, offload_activations
 from ..techniques.precision import GradScaler
-from .losses import chunked_loss, label_count
+from .losses import check_pieces, chunked_loss, count_items
 from .recipe import Recipe
-
-# How names end with which a loss is a mean over other items than rows or labels.
-OTHER_ITEMS = ("sentence_label", "order_label", "mc_labels", "bool_masked_pos", "future_observed_mask")
 
 
 class _FixedScale(GradScaler):
@@ -55,8 +52,10 @@ def step(
             Without one the factor is fixed, and nothing is skipped.
         offload: moves what ``recipe.offload`` says, and counts it. Without one it is made.
 
-    ``ValueError`` for a batch whose rows are compared with each other (``return_loss``, as CLIP has it) and are to be cut.
+    ``ValueError`` for a batch that is to be cut where the model's loss is no mean over labels or rows, as CLIP's is not.
     """
+    if loss is None and (recipe.accumulation > 1 or recipe.sharding is not None):
+        check_pieces(model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}")
     if recipe.sharding is not None:
         check_trained_together(model, optimizer)
     device = device_of(model).type
@@ -69,7 +68,7 @@ def step(
         mark("forward")
         with autocast(device, recipe), moves:
             value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
-        _check_loss(value, model)
+        check_loss(value, model)
         mark("backward")
         return value, count
 
@@ -100,34 +99,9 @@ def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
     return offload_activations(model=model, what=recipe.offload) if recipe.offload in MOVES else ExitStack()
 
 
-def check_pieces(batch: Any, how: str) -> None:
-    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than its own."""
-    given = dict(batch) if isinstance(batch, Mapping) else {}
-    others = [name for name in given if given[name] is not None and name.endswith(OTHER_ITEMS)]
-    if others or given.get("return_loss"):
-        raise ValueError(
-            f"{how} and {', '.join(others) or 'return_loss=True'}: a contrastive loss compares each row with all others of its micro-batch, "
-            "others are means over other items than labels, and differ in pieces. Take accumulation=1, no sharding, and checkpointing to make room"
-        )
-
-
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
     """The micro-batches of ``batch``: views of equal numbers of rows, or the batch itself in one piece."""
-    if recipe.accumulation > 1 or recipe.sharding is not None:
-        check_pieces(batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}")
-    if recipe.accumulation == 1:
-        return iter([batch])
-    return split(batch, recipe.micro_batch(count_rows(batch)))
-
-
-def count_items(model: nn.Module, micro: Any) -> int:
-    """How many items the mean loss of ``micro`` is taken over: its labels that count, or its rows where it has none."""
-    if (labels := label_count(model, micro)) is not None:
-        return int(labels)
-    try:
-        return count_rows(micro)
-    except (TypeError, ValueError):
-        return 1  # then it was not cut, and any number will do
+    return iter([batch]) if recipe.accumulation == 1 else split(batch, recipe.micro_batch(count_rows(batch)))
 
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
@@ -143,7 +117,7 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
     return getattr(output, "loss", output)
 
 
-def _check_loss(value: Any, model: nn.Module) -> None:
+def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         what = f"a tensor of shape {(*value.shape,)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(

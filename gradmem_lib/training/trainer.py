@@ -19,10 +19,10 @@ from ..measure.tracker import MemoryTracker
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.sharding import ALONE
 from .adapters import adapters_of, save_adapters
-from .losses import chunked_loss, label_count, predicts_next_token
+from .losses import check_pieces, chunked_loss, count_items, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
-from .step import check_pieces, count_items, moving
+from .step import check_loss, moving
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 OPTIM = {
@@ -114,13 +114,11 @@ class MemoryCallback(TrainerCallback):
 class RecipeTrainer(Trainer):
     """``Trainer`` that trains by its ``recipe``, watched by ``memory``; ``make_trainer`` makes it.
 
-    Gradients are those of ``accumulate_gradients``, as in ``step``: the full batch's for every model, those too that return a
-    mean whatever the ``Trainer`` tells them, as transformers' sequence classifiers do.
+    Its gradients are the full batch's, by ``accumulate_gradients``, for models too that return a mean whatever ``Trainer`` says.
     """
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
-        self.recipe, self.memory = recipe, memory
-        self._interrupt = _StopAfterStep()
+        self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
         self._brought: list[Any] = []
         super().__init__(*given, **named)
         self.moves = moving(self.model, recipe)
@@ -164,13 +162,8 @@ class RecipeTrainer(Trainer):
         if len(self._brought) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         brought, self._brought = self._brought, []
-        several = len(brought) * self.args.world_size > 1
-        check_pieces(inputs if several else None, "accumulation or several processes")
-        if label_count(self.model, inputs) is None:
-            raise ValueError(
-                "there are no labels in the batch, by which micro-batches are weighed: give rows with 'labels', a tensor "
-                "(texts.datasets does). A contrastive loss has none, and cannot be cut into micro-batches at all"
-            )
+        for micro in brought * (len(brought) * self.args.world_size > 1):
+            check_pieces(self.model, micro, "accumulation or several processes")
 
         def loss_and_count(numbered):
             micro, count = numbered
@@ -192,7 +185,8 @@ class RecipeTrainer(Trainer):
         with self.moves, self.accelerator.autocast():
             chunks = self.recipe.chunked_loss
             outputs = {"loss": chunked_loss(self.model, inputs)} if chunks else model(**inputs)
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+        check_loss(loss, self.model)
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
