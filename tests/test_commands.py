@@ -122,22 +122,29 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
     assert code == 2 and "has no config.json" in err
 
 
+OTHERS = {
+    "ResNetForImageClassification": "resnet", "ViTForImageClassification": "vit", "CLIPModel": "clip", "SiglipModel": "siglip",
+    "WhisperForConditionalGeneration": "whisper", "BertForMultipleChoice": "bert", "BertForNextSentencePrediction": "bert",
+    "BertForPreTraining": "bert", "BertModel": "bert", "TapasForQuestionAnswering": "tapas",
+    "LxmertForQuestionAnswering": "lxmert", "ViltForQuestionAnswering": "vilt",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "fields, says",
     [
         ({"model_type": "llama", "hidden_size": "x"}, "the config of .* is not valid .*hidden_size"),
         ({"model_type": "llama", "num_attention_heads": 0}, "the config of .* is not valid .*zero"),
         ({"model_type": "llama", "hidden_size": 65}, "the config of .* is not valid .*not a multiple"),
-        (
-            {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]},
-            "ResNetFor.*takes others",
+        *(
+            ({"model_type": kind, "architectures": [name]}, f"{name} takes others: .*batch=")
+            for name, kind in OTHERS.items()
         ),
-        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "ViTFor.*takes others"),
-        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "CLIPModel takes others"),
         (
-            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
-            "WhisperFor.*takes others",
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "give the model as it was",
         ),
+        ({"model_type": "llama", "num_key_value_heads": 3}, "fails in its prediction"),
         ({"size": 1}, "no model is known as"),
         (None, "the config of .* is not valid"),
     ],

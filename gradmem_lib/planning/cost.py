@@ -10,7 +10,7 @@ from torch import nn
 from .. import compat
 from ..names import SELECTIVE
 from ..prediction import allocator
-from ..prediction.configs import skeleton, title_of
+from ..prediction.configs import labels_of, skeleton, title_of
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
 from ..techniques import optimizers, quantized
@@ -73,11 +73,12 @@ class Work:
 def count(config) -> Work:
     """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` unless it takes labelled tokens."""
     model = skeleton(config)
-    labels = {"labels", "start_positions"} & inspect.signature(model.forward).parameters.keys()
-    if not labels or getattr(model, "main_input_name", "input_ids") != "input_ids":
+    labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
+    named = labels in inspect.signature(model.forward).parameters
+    if not named or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
             f"plan is for rows of token ids with labels, and {type(model).__name__} takes others: predict the recipes that you think of, "
-            "with predict(model, batch_size=..., recipe=Recipe(...))"
+            "with predict(model, batch=..., recipe=Recipe(...))"
         )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
@@ -224,10 +225,9 @@ def seconds_per_token(
     micro = passes * read + 3 * width * trained
     # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
     # tensor read or write it 17 times, those of torch's Adafactor 14 times.
-    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}.get(
-        recipe.optimizer, 4 * width
-    )
-    step = (3 * width + states) * trained / (1 if recipe.sharding in (None, "ddp") else cards)
+    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}
+    step = (3 * width + states.get(recipe.optimizer, 4 * width)) * trained
+    step /= 1 if recipe.sharding in (None, "ddp") else cards
     # The host's memory, where it steps, is taken to be as fast for each card as its bus.
     stepped = step / recipe.accumulation / (card.bus if recipe.offload == "parameters" else card.bandwidth)
     sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
@@ -282,8 +282,5 @@ def beside(live: int, capability: tuple[int, int], reserved: int | None = None, 
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:
         held = {"allocator, reserved and free": max(reserved - live, 0)}
-    return {
-        **held,
-        "cuBLAS workspace": allocator.workspace(capability),
-        "CUDA context": allocator.CONTEXT,
-    } | ({"NCCL, about": NCCL} if cards > 1 else {})
+    held |= {"cuBLAS workspace": allocator.workspace(capability), "CUDA context": allocator.CONTEXT}
+    return held | ({"NCCL, about": NCCL} if cards > 1 else {})

@@ -90,8 +90,7 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
         rows = [n for n in fewer if search.global_batch % n == 0]
         why = " An optimizer that steps in backward cannot accumulate: its batch goes through in one piece."
         first("global_batch", rows, in_backward[0].recipe, why)
-    if search.seq_len:
-        first("seq_len", [n for n in (search.seq_len // 2, search.seq_len // 4) if n], closest.recipe)
+    first("seq_len", [n for n in (search.seq_len // 2, search.seq_len // 4) if n], closest.recipe)
     card = min((c for c in CARDS.values() if c.nbytes >= closest.needs), key=lambda c: c.nbytes, default=None)
     no_card = f"No card of the table has {format_bytes(closest.needs)}: this model needs several."
     advice.append(f"{card.name} would do: {format_bytes(card.nbytes)}." if card else no_card)

@@ -60,7 +60,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
     def classes(n, *shape):
         return torch.randint(0, n, (batch_size, *shape), device=parameter.device)
 
-    main, head = getattr(model, "main_input_name", "input_ids"), _head(model)
+    main, head = getattr(model, "main_input_name", "input_ids"), labels_of(model)
     if main == "input_features" and hasattr(config, "max_source_positions") and head == "tokens":
         # Whisper: two frames of the spectrogram make one position.
         spectrogram = numbers(config.num_mel_bins, 2 * config.max_source_positions)
@@ -85,7 +85,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
     return {"input_ids": ids, "labels": numbers() if regression else classes(config.num_labels, *shape)}
 
 
-def _head(model: nn.Module) -> str | None:
+def labels_of(model: nn.Module) -> str | None:
     """What the labels of ``model`` are; ``None`` where its class's name does not say."""
     name = type(model).__name__
     heads = {
@@ -166,5 +166,10 @@ def _hub_answers() -> bool:
 
 def skeleton(config) -> nn.Module:
     """The model of ``config`` on the meta device: its structure, and no memory."""
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            "the config has a quantization_config, and what the operations of such weights take is not known: give the model as it was "
+            "before, or a config without that field. method='qlora' of plan and Recipe(lora_rank=16, quantized_base=True) keep it in 4 bits"
+        )
     with torch.device("meta"):
         return model_class(config)(copy.deepcopy(config))

@@ -1,5 +1,6 @@
 """Python that trains by a plan's recipe: what it runs is the library's own step, so it needs what was predicted."""
 
+import json
 import os
 from pathlib import Path
 
@@ -55,16 +56,25 @@ def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
         known = known_model(os.fspath(given))
         if known is not None and not known[2]:
             return (
-                [f'config = known_model("{known[0]}")[1]', f"model = {name}(config)"],
+                [f"config = known_model({_quoted(known[0])})[1]", f"model = {name}(config)"],
                 [name],
                 ["known_model"],
             )
-        return [f'model = {name}.from_pretrained("{known[2] if known else os.fspath(given)}")'], [name], []
+        return (
+            [f"model = {name}.from_pretrained({_quoted(known[2] if known else os.fspath(given))})"],
+            [name],
+            [],
+        )
     folder = Path(given) if os.path.isdir(given) else Path(given).parent
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        return [f'model = {name}.from_pretrained("{folder}")'], [name], []
-    lines = [f'config = AutoConfig.from_pretrained("{os.fspath(given)}")', f"model = {name}(config)"]
+        return [f"model = {name}.from_pretrained({_quoted(folder)})"], [name], []
+    lines = [f"config = AutoConfig.from_pretrained({_quoted(given)})", f"model = {name}(config)"]
     return lines, ["AutoConfig", name], []
+
+
+def _quoted(path: str | os.PathLike) -> str:
+    """``path`` as a string in Python, in double quotes."""
+    return json.dumps(os.fspath(path), ensure_ascii=False)
 
 
 def _recipe(recipe: Recipe) -> list[str]:
