@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -371,3 +372,14 @@ def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
     assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
     text = text_of(small(), config, recipe, "cpu")
     assert "model =" not in text and "from_pretrained" not in text and "transformers" not in text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names are no files there")
+@pytest.mark.parametrize("whole", [True, False])
+def test_printed_code_quotes_a_path(whole, tmp_path):
+    folder = tmp_path / 'a "b"\\new ü'
+    small().save_pretrained(folder) if whole else small().config.save_pretrained(folder)
+    space = {}
+    exec(text_of(folder, small().config, Recipe(), "cpu").partition("recipe =")[0], space)
+    assert space["model"].num_parameters() == small().num_parameters()
+    assert 'from_pretrained("me/\'mine\\\\x\\"")' in text_of("me/'mine\\x\"", small().config, Recipe(), "cpu")

@@ -45,10 +45,9 @@ class Search:
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted. The allocator is replayed, which may take seconds, only where its part decides."""
         if recipe not in self._known:
-            asked = {"ranks": self.cards} if self.cards > 1 else {}
-            prediction = predict(
-                self.work.source, batch_size=self.rows, seq_len=self.seq_len, recipe=recipe, target=self.target, **asked
-            )  # fmt: skip
+            ranks = self.cards if self.cards > 1 else None
+            sizes = {"batch_size": self.rows, "seq_len": self.seq_len, "ranks": ranks}
+            prediction = predict(self.work.source, recipe=recipe, target=self.target, **sizes)
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
             seconds = self.seconds(recipe, prediction.moved / (self.rows * self.seq_len))

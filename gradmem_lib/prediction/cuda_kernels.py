@@ -75,14 +75,14 @@ def _attention(
 ) -> Tensor:
     """The kernel that a card would choose: flash attention, else memory-efficient attention, else single operations.
 
-    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and no mask; the memory-efficient kernel
-    takes float32 and masks, and no grouped heads.
+    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision, heads in even groups and no mask; the
+    memory-efficient kernel takes float32 and masks, and no grouped heads.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))
     size, options = query.shape[-1], {"scale": scale}
-    even = query.shape[-1] == value.shape[-1]
+    even = query.shape[-1] == value.shape[-1] and query.shape[1] % key.shape[1] == 0
     if attn_mask is None and query.dtype != torch.float32 and size <= 256 and even:
         if padding := -size % 8:
             options["scale"] = size**-0.5 if scale is None else scale
