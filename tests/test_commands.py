@@ -145,6 +145,11 @@ OTHERS = {
             "give the model as it was",
         ),
         ({"model_type": "llama", "num_key_value_heads": 3}, "fails in its prediction"),
+        (
+            {"model_type": "imagegpt", "architectures": ["ImageGPTForCausalImageModeling"]},
+            "micro-batches and ImageGPT.*differs in pieces",
+        ),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "no model is known as .*custom code"),
         ({"size": 1}, "no model is known as"),
         (None, "the config of .* is not valid"),
     ],

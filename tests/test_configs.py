@@ -176,7 +176,8 @@ def test_a_config_from_where_it_was_given(tmp_path):
 def test_the_hub_is_asked_last_and_only_where_it_answers(answers, monkeypatch, tmp_path):
     asked = []
 
-    def from_pretrained(name, local_files_only=False):
+    def from_pretrained(name, local_files_only=False, trust_remote_code=None):
+        assert trust_remote_code is False  # or it may ask, and wait for an answer
         asked.append(local_files_only)
         if local_files_only:
             raise OSError("not here")

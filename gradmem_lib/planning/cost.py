@@ -20,7 +20,7 @@ from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
 from ..techniques.selective import PARTS
 from ..training.adapters import has_adapters
-from ..training.losses import check_chunked_loss, chunked_loss_refusal, predicts_next_token
+from ..training.losses import check_chunked_loss, check_pieces, chunked_loss_refusal, predicts_next_token
 from ..training.recipe import Recipe
 from ..units import MiB
 from .cards import Card, seconds_between, seconds_over_bus
@@ -80,6 +80,7 @@ def count(config) -> Work:
             f"plan is for rows of token ids with labels, and {type(model).__name__} takes others: predict the recipes that you think of, "
             "with predict(model, batch=..., recipe=Recipe(...))"
         )
+    check_pieces(model, {}, "micro-batches")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))
@@ -216,13 +217,12 @@ def seconds_per_token(
     operations = (forward + backward + again * (layers - attention) + scores * attention) / rate
 
     width = work.bytes_each(recipe)[1]
-    passes = 2 + again
     read = _gathered(work, recipe) * work.parameters
     if recipe.autocast_dtype:
         read += (2 + 2) * (work.matrices + work.head)
     if recipe.quantized_base:
         read += (0.5 + 2) * work.matrices
-    micro = passes * read + 3 * width * trained
+    micro = (2 + again) * read + 3 * width * trained
     # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
     # tensor read or write it 17 times, those of torch's Adafactor 14 times.
     states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}

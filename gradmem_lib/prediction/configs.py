@@ -137,11 +137,11 @@ def find_config(given):
         raise ValueError(f"the folder {name} has no config.json: give one that save_pretrained has written")
     try:
         try:
-            return AutoConfig.from_pretrained(name, local_files_only=True)
+            return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError):
             if os.path.exists(name) or not _hub_answers():
                 raise
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
