@@ -148,6 +148,15 @@ PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
         ("Wav2Vec2ForCTC", HEADS | {
             "conv_dim": (8,), "conv_stride": (40,), "conv_kernel": (40,), "num_feat_extract_layers": 1,
             "ctc_loss_reduction": "mean", "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}),
+        ("Qwen2AudioForConditionalGeneration", {
+            "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
+            "audio_config": PAIR | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16}, "audio_token_index": 59}),
+        ("BlipForQuestionAnswering", {
+            "text_config": HEADS | {"encoder_hidden_size": 32, "bos_token_id": 1, "sep_token_id": 2, "pad_token_id": 0},
+            "vision_config": HEADS | {"image_size": 16, "patch_size": 8}}),
+        ("SegformerForSemanticSegmentation", {
+            "num_labels": 1, "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3],
+            "strides": [2], "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
         ("SegformerForSemanticSegmentation", {
             "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3], "strides": [2],
             "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
@@ -173,6 +182,10 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
             "attention_mask": (~hidden).long(),
             "labels": ids % 2 if name.startswith("Electra") else ids,
         }
+    elif name.startswith("Qwen2Audio"):
+        batch |= {"attention_mask": (batch["labels"] != -100).long(), "labels": ids}
+    elif name.startswith("Blip"):
+        batch |= {"pixel_values": torch.randn(4, 3, 16, 16), "decoder_input_ids": ids}
     elif name.startswith("Wav2Vec2"):
         batch = {"input_values": torch.randn(4, 2000), "labels": batch["labels"]}
     elif name.startswith("Segformer"):
@@ -219,6 +232,20 @@ def made(cls, **options):
         (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 4}, "answers beyond the row"),
         (made(transformers.BertForQuestionAnswering), {"start_positions": 4, "end_positions": 3}, "answers beyond the row"),
         (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 3}, None),
+        (made(transformers.LukeForMaskedLM), {"labels": True, "entity_labels": True}, "entity_labels"),
+        (made(transformers.LukeForMaskedLM), {"labels": True, "entity_labels": None}, None),
+        (made(transformers.BrosForTokenClassification), {"bbox_first_token_mask": True}, "bbox_first_token_mask"),
+        (made(transformers.LlamaForCausalLM), {"labels": True, "shift_labels": True}, "shift_labels"),
+        (made(transformers.LlamaForCausalLM), {"num_items_in_batch": 9}, "num_items_in_batch"),
+        (made(transformers.MusicgenForCausalLM), {}, "MusicgenForCausalLM"),
+        (made(transformers.CsmForConditionalGeneration), {}, "CsmForConditionalGeneration"),
+        (made(transformers.MixtralForCausalLM, output_router_logits=True), {}, "output_router_logits=True"),
+        (made(transformers.MixtralForCausalLM, output_router_logits=False), {"output_router_logits": True}, "output_router_logits=True"),
+        (made(transformers.MixtralForCausalLM, output_router_logits=True), {"output_router_logits": False}, None),
+        (made(transformers.Qwen3VLMoeForConditionalGeneration, text_config=SimpleNamespace(output_router_logits=True)), {},
+         "output_router_logits=True"),
+        (torch.nn.Linear(2, 2), {"image_labels": True}, None),
+        (made(Own), {"image_labels": True}, None),
         (made(Own), {}, None),
         (made(transformers.MarianMTModel), {}, None),
         (torch.nn.Linear(2, 2), {"return_loss": False}, None),
@@ -236,12 +263,12 @@ def test_a_loss_that_pieces_do_not_have_is_refused(model, batch, says):
         check_pieces(model, batch, "accumulation=2")
 
 
-def test_a_routers_loss_on_pieces_is_a_warning():
-    model = made(transformers.MixtralForCausalLM, output_router_logits=True)
-    with pytest.warns(
-        UserWarning, match="accumulation=2: a router's loss on pieces is not quite the batch's"
-    ):
-        check_pieces(model, {}, "accumulation=2")
+def test_answers_beyond_a_row_of_embeddings_are_seen_too():
+    batch = {name: torch.tensor([0, 4]) for name in ("start_positions", "end_positions")}
+    model = made(transformers.BertForQuestionAnswering)
+    check_pieces(model, batch | {"inputs_embeds": torch.zeros(2, 5, 8)}, "accumulation=2")
+    with pytest.raises(ValueError, match="answers beyond the row"):
+        check_pieces(model, batch | {"inputs_embeds": torch.zeros(2, 4, 8)}, "accumulation=2")
 
 
 @pytest.mark.parametrize(

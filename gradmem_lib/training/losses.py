@@ -1,7 +1,6 @@
 """The loss that a step takes: how many items it is the mean of, and whether chunks of logits have the same."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,9 @@ _MEANS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration
           "Classification", "ForSemanticSegmentation", "ForMultipleChoice", "NextSentencePrediction", "QuestionAnswering",
           "AnsweringSimple", "GenerationDecoder", "ElectraForPreTraining", "FunnelForPreTraining")  # fmt: skip
 # Those of them that count no label which the attention mask hides.
-_MASKED = ("ElectraForPre", "FunnelForPre", "BioGptForT", "MraForT", "XLMRobertaXLForT", "YosoForT")
+_MASKED = ("ElectraForPre", "FunnelForPre", "BioGptForT", "MraForT", "XLMRobertaXLForT", "YosoForT", "GraniteSpeech", "Qwen2Audio")  # fmt: skip
+# Their losses are sums of means, and these inputs make of others the mean of something else, as a second kind of labels does.
+_CODEBOOKS, _INPUTS = ("Csm", "Musicgen"), ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch")  # fmt: skip
 # Named like those that shift labels, and theirs are the next tokens already; so are those of a pair's decoder (BartForCausalLM).
 _NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
 
@@ -35,34 +36,37 @@ def count_items(model: nn.Module, batch: Any) -> int:
         with suppress(TypeError, ValueError):
             return count_rows(batch)
         return 1  # then it was not cut, and any number will do
+    whole = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1  # a mean over all pixels
     own = ("semantic_loss_ignore_index", "loss_ignore_index") if labels.dim() == 3 else ()
     ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
     unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
-    counted = (labels[:, 1:] if shifted else labels) != ignored
+    counted = (labels[:, 1:] if shifted else labels) != (math.nan if whole else ignored)
     hidden = batch.get("attention_mask") if name.removeprefix("FSDP").startswith(_MASKED) else None
-    return int((counted if hidden is None else counted & (hidden == 1)).sum())
+    return int((counted if hidden is None else counted & (hidden[:, -counted.shape[1] :] == 1)).sum())
 
 
 def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
-    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than the model's own.
-    A router's loss, which they nearly make, is a warning."""
+    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than the model's own."""
     model = compat.inside_peft(getattr(model, "module", model))
-    given, config = dict(batch) if isinstance(batch, Mapping) else {}, getattr(model, "config", None)
+    given = {key: v for key, v in batch.items() if v is not None} if isinstance(batch, Mapping) else {}
     theirs = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
-    others = [name for name in theirs[:1] if not name.endswith((*_MEANS, "PreTrainedModel"))]
+    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]  # else a head of one's own
+    others = [name for name in theirs if not name.endswith(_MEANS) or name.startswith(_CODEBOOKS)]
+    others += [key for key in given if theirs and key.endswith(_INPUTS)]
     others += ["return_loss=True"] * bool(given.get("return_loss"))
+    config = getattr(model, "config", None)
     others += ["ctc_loss_reduction='sum'"] * (getattr(config, "ctc_loss_reduction", None) == "sum")
-    if {"input_ids", "start_positions"} <= given.keys():
-        last = torch.maximum(given["start_positions"], given["end_positions"]).max()
-        others += ["answers beyond the row"] * bool(last >= given["input_ids"].shape[1])
+    routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
+    others += ["output_router_logits=True"] * bool(given.get("output_router_logits", routed))
+    width = next((given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf)
+    ends = [given[key].max() for key in ("start_positions", "end_positions") if key in given]
+    others += ["answers beyond the row"] * any(end >= width for end in ends)
     if others:
         raise ValueError(
             f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is no mean over labels or rows, differs "
             "in pieces. Take accumulation=1, no sharding, and checkpointing to make room; or step's loss=, which is such a mean"
         )
-    if getattr(config, "output_router_logits", False):
-        warnings.warn(f"{how}: a router's loss on pieces is not quite the batch's", stacklevel=3)
 
 
 def predicts_next_token(model: nn.Module) -> bool:
@@ -71,7 +75,7 @@ def predicts_next_token(model: nn.Module) -> bool:
     name = type(model).__name__
     if name.endswith("ForConditionalGeneration"):
         return not model.config.is_encoder_decoder
-    return name.endswith(("ForCausalLM", "LMHeadModel", "BertGenerationDecoder"))
+    return name.endswith(("ForCausalLM", "LMHeadModel", "BertGenerationDecoder", "BlipForQuestionAnswering"))
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -80,8 +84,7 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
     if not tensors or "labels" not in batch:
         raise ValueError(
-            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's "
-            "loss: leave chunked_loss out"
+            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
     return loss_in_chunks(compat.inside_peft(model), batch)
@@ -132,9 +135,8 @@ def _compared(cls: type, config: Any) -> str | None:
     if all(math.isclose(a, b, rel_tol=limit) for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)):
         return None
     return (
-        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output "
-        f"matrix (on a tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a "
-        "router's loss)"
+        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output matrix (on a "
+        f"tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a router's loss)"
     )
 
 
@@ -144,9 +146,8 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
     model = tiny_model(cls, config, heads).train()
     head = model.get_output_embeddings()
     # Logits of a size that a cap would change, and a bias that is not 0 as at the beginning.
-    head.weight.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
-    if getattr(head, "bias", None) is not None:
-        head.bias.data.normal_()
+    for parameter in head.parameters():
+        parameter.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
     ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
     labels = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
     found = []

@@ -30,8 +30,7 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
     small = copy.deepcopy(config)
     if not isinstance(small, getattr(cls, "config_class", None) or object):
         small = small.get_text_config()
-    if getattr(small, "quantization_config", None) is not None:
-        del small.quantization_config
+    vars(small).pop("quantization_config", None)
     text = small.get_text_config()
     given = {name: v for name, v in vars(text).items() if not name.startswith("_") and v is not None}
 
