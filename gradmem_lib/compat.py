@@ -153,9 +153,10 @@ class Unguarded:
 # Modules.
 
 
-def hook_counts(module: nn.Module) -> tuple[int, ...]:
-    """Hooks before, after and in backward of ``module``."""
-    return len(module._forward_pre_hooks), len(module._forward_hooks), len(module._backward_hooks)
+def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
+    """Hooks before, after and in backward of a module; on a tensor's gradient, before and after that lies in ``.grad``."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+    return tuple(len(getattr(thing, kind, None) or ()) for kind in kinds)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -289,11 +290,6 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
         undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
         undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
         yield name
-
-
-def model_from_config(cls, config, **options) -> nn.Module:
-    """A model with random weights of the class ``cls`` itself; the public way goes through the Auto classes."""
-    return cls._from_config(config, **options)
 
 
 # peft.

@@ -159,11 +159,11 @@ def test_offloaded_shards_are_not_on_the_card(full):
 @pytest.mark.parametrize(
     "recipe, sizes, sentence",
     [
-        (Recipe(), {"ranks": 2}, "give both"),
-        (Recipe(sharding="fsdp"), {}, "give both"),
+        (Recipe(), {"ranks": 2}, "Give how many and which one"),
+        (Recipe(sharding="fsdp"), {}, "Give how many and which one"),
         (Recipe(sharding="fsdp"), {"ranks": 2, "rank": 2}, "0 to ranks - 1"),
-        (Recipe(sharding="ddp"), {"ranks": 0}, "at least 1"),
-        (Recipe(sharding="ddp"), {"ranks": 2.0}, "at least 1"),
+        (Recipe(sharding="ddp"), {"ranks": 0}, "Give how many and which one"),
+        (Recipe(sharding="ddp"), {"ranks": 2.0}, "Give how many and which one"),
     ],
 )
 def test_what_does_not_fit_is_refused(recipe, sizes, sentence):

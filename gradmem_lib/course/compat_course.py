@@ -38,9 +38,9 @@ _GLOBAL_HOOKS = [
 ]
 
 
-def hooks_of_tensor(tensor: torch.Tensor) -> tuple[int, int]:
-    """Hooks on its gradient, before and after that lies in ``.grad``."""
-    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+def model_from_config(cls, config, **options) -> nn.Module:
+    """A model with random weights of the class ``cls`` itself; the public way goes through the Auto classes."""
+    return cls._from_config(config, **options)
 
 
 def global_hooks() -> list[dict]:

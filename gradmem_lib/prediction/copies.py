@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import storage_key
+from ..compat import hook_counts, storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
@@ -26,6 +26,10 @@ def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | Non
     bases: dict[int, torch.UntypedStorage] = {}
     for _, module in model.named_modules(None if keep is None else set(list(layers)[keep:])):
         for parameter in module.parameters(recurse=False):  # whose own way to be copied cannot be replaced
+            if any(hook_counts(parameter)):
+                raise CannotTrace(
+                    "a parameter has a hook, which may do anything: remove it (an optimizer in backward is Recipe(in_backward=True))"
+                )
             if id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
     with _Copying(bases):

@@ -128,9 +128,10 @@ def _formula_holds() -> bool:
         return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
-def _all_reduced(args, out):
-    """DDP waits for what a fake process group never says: that the sums are there."""
-    return compat.reduced(args[0])
+def _bags(args, out):
+    """``embedding_bag`` numbers its bags in tensors that it shortens afterwards."""
+    bags, sizes = out[1].new_empty(out[1].numel() + 1), out[2].new_empty(args[2].numel())
+    return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
 
 def _recurrent_on_a_card(args, out):
@@ -146,7 +147,9 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill_.Scalar: _filled,
     aten.native_layer_norm_backward.default: _contiguous_gradient,
     aten.col2im.default: _in_the_columns_storage,
-    compat.all_reduce: _all_reduced,
+    compat.all_reduce: lambda args, out: compat.reduced(
+        args[0]
+    ),  # DDP waits for what a fake group never says
     aten.native_group_norm.default: _normalized(1),
     aten.native_batch_norm.default: _normalized(1),
 } | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
@@ -155,6 +158,7 @@ _ON_CPU = _EVERYWHERE | {
     aten.native_group_norm.default: _normalized(1, _with_float32_statistics),
     aten.native_batch_norm.default: _normalized(1, _with_float32_statistics),
     compat.lstm_layer: _lstm,
+    aten._embedding_bag.default: _bags,
     aten.mse_loss.default: _reduced_in_place(2),
     aten.smooth_l1_loss.default: _reduced_in_place(2),
     aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),

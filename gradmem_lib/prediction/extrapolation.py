@@ -9,6 +9,7 @@ from torch import nn
 from ..compat import hook_counts, own_tensors
 from ..measure.timeline import PHASE
 
+_COMPARED = (int, float, str, bool, type(None), torch.dtype)
 Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
 
 
@@ -36,7 +37,7 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
     """The ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike, the longest one; ``None`` if none is.
 
     Alike: the same modules, parameters, settings and hooks, numbers that count the layers aside. A model whose config lists
-    something per layer that differs (Gemma's alternating attention) has none.
+    something per layer that differs (Gemma's alternating attention) has none, nor one whose layers were edited.
     """
     found = None
     for module in model.modules():
@@ -45,22 +46,24 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
         first = _fingerprint(module[0], 0)
         if all(_fingerprint(layer, i) == first for i, layer in enumerate(module)):
             found = module
-    if found is not None:
-        for value in getattr(getattr(model, "config", None), "__dict__", {}).values():
-            by_layer = isinstance(value, (list, tuple)) and len(value) == len(found)
-            if by_layer and len({repr(entry) for entry in value}) > 1:
-                return None
-    return found
+    if found is None:
+        return None
+    config, n = getattr(model, "config", None), len(found)
+    values = getattr(config, "__dict__", {}).values()
+    unlike = any(isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values)
+    # Edited: some layers are not called, or share their weights.
+    called = getattr(getattr(config, "get_text_config", lambda: config)(), "num_hidden_layers", n)
+    shared = len([*found.parameters()]) < sum(len([*layer.parameters()]) for layer in found)
+    return None if unlike or shared or called < n else found
 
 
 def _fingerprint(layer: nn.Module, index: int) -> tuple:
     parts = []
     for name, module in layer.named_modules():
         settings = tuple(
-            (key, value)
+            (key, value if isinstance(value, _COMPARED) else type(value))
             for key, value in sorted(vars(module).items())
-            if isinstance(value, (int, float, str, bool, type(None), torch.dtype))
-            and not (type(value) is int and value == index and "id" in key)
+            if not (type(value) is int and value == index and "id" in key)
         )
         own = own_tensors(module)
         tensors = tuple((key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own)

@@ -5,7 +5,7 @@ it. ``MemoryTracker`` counts them as it counts real ones. Every layer of a deep 
 traces, of three and of four layers, say what the trace of all of them looks like, event by event.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -132,27 +132,20 @@ def predict(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
             "Recipe(precision='bf16'), or give the module (under torch.device('meta') it costs no memory)"
         )
-    _check_ranks(recipe, ranks, rank)
     source = source_of(model_or_config)
-    batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    batch_size, seq_len = _checked_sizes(source, batch_size, seq_len, recipe, batch, ranks, rank)
     question = Question(source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank)
     return _prediction(question, *_rows(question, full))
 
 
-def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:
-    if (ranks is None) != (recipe.sharding is None):
+def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, rank) -> tuple[int, int | None]:
+    """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit; it looks at ``ranks`` too."""
+    if not (ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)):
         raise ValueError(
-            f"ranks={ranks} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding says, give "
-            "both, such as predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or neither"
+            f"ranks={ranks!r}, rank={rank!r} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding "
+            "says. Give how many and which one, 0 to ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
         )
-    if ranks is not None and (type(ranks) is not int or rank not in range(ranks)):
-        raise ValueError(
-            f"rank={rank!r} of ranks={ranks!r}: give how many processes there are, at least 1, and which one, 0 to ranks - 1"
-        )
-
-
-def _checked_sizes(source: Source, batch_size, seq_len, recipe: Recipe, batch) -> tuple[int, int | None]:
-    """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit."""
     if batch is not None:
         if not (tensors := [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..compat import inside_peft
 from ..techniques.checkpointing import checkpoints_of
 from ..training.recipe import Recipe
 from .extrapolation import repeated_layers
@@ -26,9 +27,10 @@ class Source:
 
     @cached_property
     def layers(self) -> nn.Module | None:
-        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers, and so
-        does a module without a config, as people write them: layers that hold the same may do, or be used for, something else."""
-        own = self.given and not hasattr(self.skeleton, "config")
+        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers, and so does
+        a module as people write or patch them: layers that hold the same may do, or be used for, something else."""
+        theirs = type(inside_peft(self.skeleton)).__module__.startswith("transformers.")
+        own = self.given and (not theirs or any("forward" in vars(m) for m in self.skeleton.modules()))
         return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
 
 

@@ -238,15 +238,12 @@ def _hidden(question: Question) -> tuple[bool, bool]:
     whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
     in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
     # A decoder that is given no mask makes one of ones, and fused attention alone leaves a causal mask out.
-    pair = (
-        getattr(model.config, "is_encoder_decoder", False) and (question.recipe.attention or own) != "eager"
-    )
-    whole |= {True} if pair and batch.get("decoder_attention_mask") is None else set()
+    pair = getattr(model.config, "is_encoder_decoder", False) and batch.get("decoder_attention_mask") is None
+    whole |= {True} if pair and (question.recipe.attention or own) != "eager" else set()
     if len(whole) > 1 or len(in_a_row) > 1:
         raise CannotTrace(
             "some micro-batches, or one of encoder and decoder, have hidden tokens (attention_mask) or several sequences in a row "
-            "(position_ids), others have not, and attention builds a mask for the former alone: predict a batch that is of one "
-            "kind, such as attention_mask=None, or measure one real step with MemoryTracker"
+            "(position_ids), for which attention builds masks, and others have not: predict a batch of one kind, or measure a real step"
         )
     return False in whole, False in in_a_row
 

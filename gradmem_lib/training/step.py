@@ -1,6 +1,6 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import Any
 
@@ -108,7 +108,7 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
     """The loss that the model returns for ``batch``, or whatever it returns instead."""
     if recipe.chunked_loss:
         return chunked_loss(model, batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from ...compat import FakeTensorMode, model_from_config, storage_key
+from ...compat import FakeTensorMode, storage_key
+from ..compat_course import model_from_config
 from ..operations import count_operations
 from ..shapes import Shape
 
