@@ -82,6 +82,7 @@ try:
     _aten.mse_loss_backward.default(_one, _one, _one.bfloat16(), 1)
 except RuntimeError:  # torch 2.11
     of_one_dtype.append(_aten.mse_loss_backward.default)
+embedding_bag = _aten._embedding_bag.default
 # Operators of recurrent layers on a card, which bring a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")

@@ -252,7 +252,8 @@ def test_an_unknown_model_without_network(monkeypatch):
 def test_without_a_way_to_the_hub_its_client_is_not_asked(monkeypatch):
     asked = []
 
-    def from_pretrained(name, local_files_only=False):
+    def from_pretrained(name, local_files_only=False, trust_remote_code=None):
+        assert trust_remote_code is False  # else it would ask on the terminal
         asked.append(local_files_only)
         raise OSError("not here")
 

@@ -158,7 +158,7 @@ _ON_CPU = _EVERYWHERE | {
     aten.native_group_norm.default: _normalized(1, _with_float32_statistics),
     aten.native_batch_norm.default: _normalized(1, _with_float32_statistics),
     compat.lstm_layer: _lstm,
-    aten._embedding_bag.default: _bags,
+    compat.embedding_bag: _bags,
     aten.mse_loss.default: _reduced_in_place(2),
     aten.smooth_l1_loss.default: _reduced_in_place(2),
     aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),
