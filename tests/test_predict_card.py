@@ -84,9 +84,9 @@ def live(requests: list[int]) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k):
-    recipe = Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=k)
+@pytest.mark.parametrize(("k", "some"), [(1, None), (2, None), (5, None), (5, "first-1")])
+def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k, some):
+    recipe = Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=k, checkpointing=some)
     predicted = predict(config("gpt2"), batch_size=2 * k, seq_len=SEQ, target="cuda", recipe=recipe)
     held = live(predicted.requests())
     assert (max(held), held[-1]) == (predicted.peak.total, predicted.current.total)

@@ -15,6 +15,7 @@ from transformers import Gemma3TextConfig
 
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction import predict as predict_module
+from gradmem_lib.prediction.allocator import replayed
 from gradmem_lib.prediction.extrapolation import repeated_layers
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.schedules import segments_for
@@ -88,11 +89,22 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
     assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
     question = replace(predicted._question, target="cuda")
-    assert predict_module._step_parts(question, None)[1] == k - predict_module.FEW
+    assert predict_module._step_trace(question, None)[1] == k - predict_module.FEW
     for target in ("cpu", "cuda"):
         ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
         few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
         assert np.array_equal(few.timeline.rows, full.timeline.rows)
+        assert few.replay_allocator() == full.replay_allocator()
+
+
+def test_a_full_trace_serves_the_allocator_too(monkeypatch):
+    recipe = Recipe(precision="bf16", checkpointing="first-1", accumulation=5)
+    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": recipe, "target": "cuda"}
+    every = replayed(predict_module.traced(predict(config("llama"), **ask)._question, None).requests)
+    made, traced = [], predict_module.traced
+    monkeypatch.setattr(predict_module, "traced", lambda *a: made.append(a) or traced(*a))
+    assert predict(config("llama"), **ask).replay_allocator() == every
+    assert len(made) == 1
 
 
 def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):

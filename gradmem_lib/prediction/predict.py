@@ -23,7 +23,7 @@ from ..training.recipe import Recipe
 from ..units import whole
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
-from .extrapolation import Part, extrapolate
+from .extrapolation import Trace, extrapolate
 from .question import CannotTrace, Question, Source
 from .trace import traced
 
@@ -54,6 +54,7 @@ class Prediction:
     title: str = ""
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
+    _asked: tuple = field(default=(), repr=False, compare=False)  # requests, if a full trace was made
 
     def replay_allocator(self) -> int | None:
         """For a card: bytes that the caching allocator will have reserved from the driver, by replaying its rules over the
@@ -68,7 +69,7 @@ class Prediction:
     @cached_property
     def _requests(self) -> tuple[int, ...]:
         few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
-        return traced(self._question, None, REPLAYED if few else None).requests
+        return self._asked or traced(self._question, None, REPLAYED if few else None).requests
 
     def plot(self, ax: Any = None) -> Any:
         """The timeline as a matplotlib ``Figure``."""
@@ -198,11 +199,11 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
 
 
-def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...]]:
-    """The samples of the step, the bytes moved, and the lengths of the short traces behind them (none: a full trace)."""
+def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
+    """The samples of the step, the bytes moved, and the lengths of the short traces behind them, or a full trace's requests."""
     if full:
         trace = traced(question, None)
-        return trace.rows, trace.moved, ()
+        return trace.rows, trace.moved, (), trace.requests
     n = len(question.source.layers or ())
     unit = _unit(question.recipe, n) if n else None
     for pair in SHORT_TRACES if unit is not None else ():
@@ -214,22 +215,22 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
             break
         lesser = replace(question, recipe=recipe)
         try:
-            (one, folded, moved), (two, _, more) = _step_parts(lesser, short), _step_parts(lesser, long)
+            (one, folded), (two, _) = _step_trace(lesser, short), _step_trace(lesser, long)
         except CannotTrace:
             raise
         except Exception:
             break  # this model cannot do with fewer layers: the full trace will say so, or work
-        if (steps := extrapolate(one, two, pair[0], n // size)) is not None:
-            moved += (more - moved) * (n // size - pair[0])
-            return _joined(steps, folded), moved, (short, long)
-    parts, folded, moved = _step_parts(question, None)
-    return _joined([steps for steps, _ in parts], folded), moved, ()
+        if (steps := extrapolate(one.parts(), two.parts(), pair[0], n // size)) is not None:
+            moved = one.moved + (two.moved - one.moved) * (n // size - pair[0])
+            return _joined(steps, folded), moved, (short, long), ()
+    trace, folded = _step_trace(question, None)
+    return _joined([steps for steps, _ in trace.parts()], folded), trace.moved, (), trace.requests
 
 
-def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int, int]:
-    """The parts of a trace, how many micro-batches were left out of it, all of them like the second, and the bytes moved in all.
+def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
+    """A trace, with the bytes moved in all, and how many micro-batches were left out of it, all of them like the second.
 
-    Parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
+    Its parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
     gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
     """
     k = question.recipe.accumulation
@@ -240,9 +241,8 @@ def _step_parts(question: Question, layers: int | None) -> tuple[list[Part], int
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
         same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
-            return parts, k - few, trace.moved * k // few
-    trace = traced(question, layers)
-    return trace.parts(), 0, trace.moved
+            return replace(trace, moved=trace.moved * k // few), k - few
+    return traced(question, layers), 0
 
 
 def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
@@ -253,9 +253,8 @@ def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
     return rows
 
 
-def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[int, ...]) -> Prediction:
-    totals = [rows[rows[:, PHASE] == code, TOTAL] for code in range(len(PHASES))]
-    phases = {name: int(total.max(initial=0)) for name, total in zip(PHASES, totals, strict=True)}
+def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple, asked: tuple) -> Prediction:
+    phases = {name: int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0)) for i, name in enumerate(PHASES)}
     which = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,
@@ -267,6 +266,7 @@ def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple[
         title=f"{question.source.title}, predicted for {question.target}{which}",
         traced_layers=layers,
         _question=question,
+        _asked=asked,
     )
 
 
