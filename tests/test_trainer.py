@@ -93,6 +93,16 @@ def test_gradients_are_those_of_lesson_threes_loop(tmp_path, monkeypatch):
         trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=unlabelled).train()
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_has_the_bytes_of_its_prediction_but_for_other(accumulation, tmp_path):
+    """``Trainer`` holds a few numbers, and all micro-batches, which a plain loop does not."""
+    recipe = Recipe(accumulation=accumulation)
+    trainer = trainer_for(small(), recipe, tmp_path)
+    trainer.train()
+    predicted = predict(small(), batch_size=8, seq_len=SEQ, recipe=recipe, target="cpu").peak.by_category
+    assert trainer.memory.by_step[2].by_category | {"other": 0} == predicted | {"other": 0}
+
+
 def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):
     class Between(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):

@@ -90,7 +90,7 @@ def _switches_of(model: nn.Module) -> dict[str, Any]:
         "another mode": [(m, m.training) for m in modules],
         "another requires_grad": [(p, p.requires_grad) for p in model.parameters()],
         "a hook more or less": [
-            *((thing, compat.hook_counts(thing)) for thing in (*modules, *model.parameters())),
+            (thing, compat.hook_counts(thing)) for thing in (*modules, *model.parameters())
         ],
         "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
         "another config": config.to_dict() if hasattr(config, "to_dict") else None,

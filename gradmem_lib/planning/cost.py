@@ -37,7 +37,8 @@ class Work:
     """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``passed``: what layers
     with adapters, or all that may get some, take and return; ``experts``: entries of those that a token goes through; ``scores``:
     heads x head size, summed over layers, of which attention makes its products; ``attended``: entries of ``matrices`` in attention;
-    ``root``: parameters outside of the layers. Where the model brings adapters, ``own`` entries are trained, ``parameters`` are all others, and ``widths`` the mean bytes of these and those."""
+    ``root``: parameters outside of the layers. Where the model brings adapters, ``own`` entries are trained, ``parameters`` are all
+    others, and ``widths`` the mean bytes of these and those."""
 
     source: Source
     parameters: int

@@ -127,11 +127,8 @@ class RecipeTrainer(Trainer):
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
                 "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
             )
-        for name in ("FSDP", "DEEPSPEED"):
-            if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
-                raise ValueError(
-                    f"accelerate was told to use {name}, which make_trainer does not set up{_CUT}"
-                )
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+            raise ValueError(f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}")
         if recipe.sharding == "ddp" and not dist.is_initialized():
             raise ValueError(ALONE.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
