@@ -64,8 +64,8 @@ def peaks(model, every, ids):
     return found, handle
 
 
-@pytest.mark.parametrize("family", ["olmo2", "bert"])
-def test_while_best_measures_autocast_keeps_no_casts_of_layers(family):
+@pytest.mark.parametrize("family", ["olmo2", "bert", "clip"])
+def test_while_best_measures_autocast_keeps_no_casts(family):
     config = tiny_config(family)
     config.num_hidden_layers, config.use_cache = 5, False
     model, found = model_class(config)(config).train(), []

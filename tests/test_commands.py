@@ -144,6 +144,10 @@ OTHERS = {
             {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
             "give the model as it was",
         ),
+        (
+            {"model_type": "llama", "hidden_act": "gelux"},
+            "cannot build LlamaForCausalLM from .*KeyError: 'gelux'",
+        ),
         ({"model_type": "llama", "num_key_value_heads": 3}, "fails in its prediction"),
         (
             {"model_type": "imagegpt", "architectures": ["ImageGPTForCausalImageModeling"]},

@@ -193,8 +193,7 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
 
 
 def seconds_per_token(
-    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None,
-    cards=1,
+    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None, cards=1
 ) -> float:  # fmt: skip
     """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
     weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what

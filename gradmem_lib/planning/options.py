@@ -90,13 +90,8 @@ def describe(recipe: Recipe, own: bool = False) -> str:
 def changes(recipe: Recipe) -> tuple[int, ...]:
     """How far the result of training is from that of plain AdamW on float32 weights, as far as it can be put in order; the
     last two change no result."""
-    return (
-        METHODS.index(method_of(recipe)),
-        recipe.precision == "bf16",
-        OPTIMIZERS.index(recipe.optimizer),
-        recipe.in_backward,
-        recipe.chunked_loss,
-    )
+    chosen = METHODS.index(method_of(recipe)), recipe.precision == "bf16", OPTIMIZERS.index(recipe.optimizer)
+    return *chosen, recipe.in_backward, recipe.chunked_loss
 
 
 def ordered(options: list[Option]) -> list[Option]:

@@ -171,5 +171,12 @@ def skeleton(config) -> nn.Module:
             "the config has a quantization_config, and what the operations of such weights take is not known: give the model as it was "
             "before, or a config without that field. method='qlora' of plan and Recipe(lora_rank=16, quantized_base=True) keep it in 4 bits"
         )
-    with torch.device("meta"):
-        return model_class(config)(copy.deepcopy(config))
+    kind = model_class(config)
+    try:
+        with torch.device("meta"):
+            return kind(copy.deepcopy(config))
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: {error}): change the setting that "
+            "it stumbles over, or give the model itself"
+        ) from error

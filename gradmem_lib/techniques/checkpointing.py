@@ -242,6 +242,7 @@ class _Segments:
         """Measure each layer while ``run`` calls them, and settle the schedule. Random states are left as they were."""
         devices = {p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"}
         self.measured = measured = list[tuple[int, LayerBytes, bool]]()
+        torch.clear_autocast_cache()  # casts made before the layers would wait beside each layer's backward
         try:
             with torch.random.fork_rng(devices=list(devices)):
                 run()
@@ -357,8 +358,6 @@ _TWICE = (
     "times: call .remove() on the first one, or where it is transformers' own, model.activation_checkpointing_disable() "
     "(gradient_checkpointing_disable() before 5.23), and leave it out of the Trainer's arguments"
 )
-
-
 CACHE_LEFT_OUT = "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
 
 
