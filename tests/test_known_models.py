@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
+from transformers import LlamaConfig
 
 from gradmem_lib.course.models import tiny_llama
 from gradmem_lib.planning.models import find_model, known_model, model_table
-from gradmem_lib.prediction.configs import skeleton
+from gradmem_lib.prediction.configs import model_class, skeleton
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked language models' heads included once.
 PUBLISHED = {
@@ -157,6 +158,21 @@ def test_a_model_is_taken_by_its_class_and_a_name_by_its_sizes():
     assert title == "GPT-2" and (config.n_layer, config.n_embd) == (12, 768)
     with pytest.raises(ValueError, match=r"Linear has no config.*predict\(model, batch=\.\.\., recipe="):
         find_model(nn.Linear(2, 2))
+
+
+def test_a_class_that_transformers_has_not_is_not_taken_for_its_familys():
+    """A class of one's own may do more than the one it comes from, and a reward model is no language model."""
+
+    class Twice(type(tiny_llama())):
+        pass
+
+    config, _ = find_model(Twice(tiny_llama().config))
+    other = LlamaConfig(architectures=["LlamaRewardModel"])
+    for asked, name in ((config, "Twice"), (other, "LlamaRewardModel")):
+        with pytest.raises(ValueError, match=rf"the config is of {name}, which transformers has not"):
+            model_class(asked)
+    other.architectures = None
+    assert model_class(other).__name__ == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ def model_class(config):
     for name in config.architectures or ():
         if (known := getattr(transformers, name, None)) is not None:
             return known
+    if config.architectures:
+        raise ValueError(
+            f"the config is of {', '.join(config.architectures)}, which transformers has not: name the class that is trained in "
+            "config.architectures, set it to None for what the family is mostly trained as, or predict the model itself"
+        )
     for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
         if type(config) in table:
@@ -178,5 +183,5 @@ def skeleton(config) -> nn.Module:
     except Exception as error:
         raise ValueError(
             f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: {error}): change the setting that "
-            "it stumbles over, or give the model itself"
+            "it stumbles over"
         ) from error

@@ -41,12 +41,8 @@ class offload_activations(saved_tensors_hooks):
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike | None = None,
-        *,
-        model: nn.Module | None = None,
-        what: str = "activations",
-    ):
+        self, folder: str | os.PathLike | None = None, *, model: nn.Module | None = None, what: str = "activations"
+    ):  # fmt: skip
         choose("what", what, MOVES)
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
