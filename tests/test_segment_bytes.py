@@ -108,10 +108,22 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
     assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
 
 
+class Seen(nn.Module):
+    """Puts another buffer in the place of its own, where a BatchNorm writes into its."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("times", torch.ones(()))
+
+    def forward(self, x):
+        self.times = self.times + 1
+        return x * self.times
+
+
 def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace():
     net = nn.Sequential(
         *(
-            nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 8))
+            nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8))
             for _ in range(6)
         )
     )

@@ -38,7 +38,7 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
     """
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
-    buffers = [(b, b.clone()) for b in layer.buffers()]
+    buffers = [(m, name, b, b.clone()) for m in layer.modules() for name, b in m.named_buffers(recurse=False)]
     device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
     # As it is set, without a cache, in which casts would stay that no backward needs.
     casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
@@ -48,8 +48,9 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                setattr(module, name, buffer)  # forward may have put another one in its place
     for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
         tensor.requires_grad_(needed)
     waiting = sum(p.nbytes for p in weights if p.grad is None)
