@@ -44,7 +44,9 @@ def test_the_first_known_architecture_is_taken():
     # Of two classes for one task (this one with a teacher besides), too.
     assert configs.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
     with pytest.raises(ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"):
-        configs.model_class(transformers.EncodecConfig(architectures=["NotThere"]))
+        configs.model_class(transformers.EncodecConfig())
+    with pytest.raises(ValueError, match=r"is of NotThere, NorThis, which transformers has not"):
+        configs.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
 
 
 HEADS = {
