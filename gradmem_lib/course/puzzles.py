@@ -334,9 +334,8 @@ def written(recipe: Recipe) -> str:
 def solve(puzzle: Puzzle) -> Recipe:
     """The fastest recipe that the planner finds under the puzzle's condition. ``LookupError`` where none fits."""
     for asked in (puzzle, replace(puzzle, conditions=())):
-        here = search.__wrapped__(
-            asked
-        )  # of its own: that of learners knows recipes that the planner does not try
+        # Of its own: what learners have weighed may be no recipe that the planner tries.
+        here = search.__wrapped__(asked)
         here.strict = True
         try:
             with suppress(ValueError):  # all that is left to try breaks a rule
