@@ -194,7 +194,7 @@ class _Crew:
             rank.process.join(5)
             code = rank.process.exitcode or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            memory = " (often because the computer's memory was full)" if code == -signal.SIGKILL else ""
+            memory = " (often because the computer's memory was full)" if how == "by SIGKILL" else ""
             return (
                 f"{rank.said[1][-2000:]}\nrank {number} of {len(self.ranks)} was ended {how}{memory}. "
                 "The other ranks have been ended too."
