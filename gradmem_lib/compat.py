@@ -1,8 +1,8 @@
 """Every private or internal name of torch and transformers that the library touches, each under a public name of ours.
 
-All of them were seen in torch 2.13.0 and transformers 5.23.0, and in 2.11.0 and 5.17.0 but for what is said. When a new
-version moves one, this is the file to change, and tests/test_compat.py fails for a private name anywhere else. transformers
-is imported only by the functions that need it.
+All of them were seen in torch 2.13.0 and transformers 5.23.0. They are also in 2.11.0 and 5.17.0, except where a comment says
+otherwise. When a new version moves a name, change this file. tests/test_compat.py fails for a private name in any other file.
+Only the functions that need transformers import it.
 """
 
 import sys
@@ -28,7 +28,7 @@ FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 
 
 def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
-    """What ``FakeTensor(mode, inside, device)`` makes, whose ``attributes`` another one has had from it."""
+    """What ``FakeTensor(mode, inside, device)`` returns, built faster from the ``attributes`` of an earlier fake tensor."""
     how: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
     fake = Tensor._make_subclass(FakeTensor, inside, False, **how)
     torch._C._set_throw_on_mutable_data_ptr(fake)
@@ -36,7 +36,7 @@ def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any
     return fake
 
 
-# A fake tensor has no values, or no known size, to answer with: what FakeTensorMode raises then.
+# What FakeTensorMode raises when an operation needs a fake tensor's values, or a size that is not known.
 NO_VALUES = (
     fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
@@ -44,25 +44,25 @@ NO_VALUES = (
 
 # Storages and operators.
 
-# The address of a storage's C++ object: the same for every Python wrapper of it, and used again once it is freed.
+# The address of a storage's C++ object. Every Python wrapper of a storage has the same one. A new storage may reuse a freed one.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
-# How often a tensor, or what it is a view of, has been changed in place.
+# How often a tensor, or its base if it is a view, has been changed in place.
 version: Callable[[Tensor], int] = attrgetter("_version")
 # An operator's arguments and results, with what each aliases.
 schema: Callable[[Any], Any] = attrgetter("_schema")
-KERNEL = "_op"  # the attribute that calling an operator calls; a higher-order one has none
+KERNEL = "_op"  # the attribute with the function that an operator calls; a higher-order operator has none
 
 
 def returns(func) -> list:
-    """What an operator's schema says of its results; nothing for a higher-order one (torch.cond), which has no schema."""
+    """The results in an operator's schema; an empty list for a higher-order operator (torch.cond), which has no schema."""
     return getattr(getattr(func, "_schema", None), "returns", [])
 
 
 _aten = torch.ops.aten
-# Which autograd asks of a fake tensor some ten times an operation.
+# Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
-read_value = _aten._local_scalar_dense.default  # what .item(), int() and bool() of a tensor come down to
-# Where a profiler's record of a stretch of code begins and ends, as of each optimizer's step.
+read_value = _aten._local_scalar_dense.default  # the operation behind .item(), int() and bool() of a tensor
+# These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has them.
 _profiler = torch.ops.profiler
 marks = {_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction}
 flash_attention = _aten._scaled_dot_product_flash_attention
@@ -83,14 +83,14 @@ try:
 except RuntimeError:  # torch 2.11
     of_one_dtype.append(_aten.mse_loss_backward.default)
 embedding_bag = _aten._embedding_bag.default
-# Operators of recurrent layers on a card, which bring a workspace of their own.
+# Operators of recurrent layers on a card, which allocate a workspace of their own.
 recurrent = frozenset(
     getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 ) | {lstm_layer}
 
 
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
-    """Bytes that the CPU's LSTM keeps for backward, for one layer and direction in float32: what its kernel returns."""
+    """The bytes of what the CPU's LSTM kernel returns for backward, for one layer and one direction in float32."""
     gates, state = 4 * hidden, (1, batch, hidden)
     shapes = [(seq, batch, inputs), (gates, inputs), (gates, hidden), (gates,), (gates,), state, state]
     tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
@@ -99,19 +99,19 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
     return out[3].untyped_storage().nbytes()
 
 
-# How many dispatch modes listen in this thread.
+# The number of dispatch modes that are active in this thread.
 listening: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Inside, no dispatch mode (a tracker, fake tensors) sees what is done.
+# While this context is open, no dispatch mode (a tracker, fake tensors) sees the operations.
 without_modes = _disable_current_modes
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a COO tensor, not coalesced first as the public methods demand."""
+    """Indices and values of a COO tensor. The public methods work only after ``coalesce()``."""
     return tensor._indices(), tensor._values()
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` for a tensor that is none."""
+    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` if ``tensor`` is not a wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     names, _ = tensor.__tensor_flatten__()
@@ -119,7 +119,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
 
 
 def under_transform(tensor: Tensor) -> Tensor | None:
-    """The tensor that a ``torch.func`` transform has wrapped in ``tensor``, innermost; ``None`` where none has."""
+    """The innermost tensor that ``torch.func`` transforms have wrapped in ``tensor``; ``None`` if none has."""
     if not _functorch.is_functorch_wrapped_tensor(tensor):
         return None
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -132,19 +132,19 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-# Autograd's graph: which task runs (-1: no backward), which node, and how nodes are numbered as they are made.
+# Autograd's graph: the task that runs (-1: no backward), the node that runs, and the number that the next node gets.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def number_of(node) -> int:
-    """Where a node of the graph stands in the order of making; ``2**64 - 1`` for ``None``, as for nodes without a number."""
+    """A node's position in the order in which nodes were created; ``2**64 - 1`` for ``None`` and for nodes without a number."""
     return 2**64 - 1 if node is None else node._sequence_nr()
 
 
 class Unguarded:
-    """Put before a dispatch mode's class: spares the guard against compilation, which costs more than fake work does."""
+    """A mixin for dispatch modes. It leaves out the guard against compilation, which takes longer than a fake operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -155,31 +155,31 @@ class Unguarded:
 
 
 def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
-    """Hooks before, after and in backward of a module; on a tensor's gradient, before and after that lies in ``.grad``."""
+    """How many hooks a module has before and after forward and in backward; or a tensor, before and after ``.grad`` is set."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
     return tuple(len(getattr(thing, kind, None) or ()) for kind in kinds)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that lie in ``module`` itself, by name; one that lies there twice comes twice."""
+    """Parameters and buffers of ``module`` itself, by name. A tensor that has two names is listed twice."""
     return [(n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
 
 
 def for_a_checkpoint() -> bool:
-    """In a hook on saved tensors, whether what is saved are a checkpoint's arguments: by who calls, two calls further out."""
+    """In a hook on saved tensors: whether a checkpoint saves its arguments. The file of the caller, two calls out, tells it."""
     frame: Any = sys._getframe(3)
-    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves by a Function
+    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves them in an autograd Function
         frame = frame.f_back
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether the parameter or buffer ``name`` of ``module`` itself goes into its ``state_dict``."""
+    """Whether the parameter or buffer ``name`` of ``module`` itself is part of its ``state_dict``."""
     return name not in module._non_persistent_buffers_set
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``."""
+    """Whether ``torch.compile(module)`` or ``module.compile()`` has compiled it."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or type(module).__name__ == "OptimizedModule"
 
@@ -188,8 +188,8 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """While the block runs, a call of a compiled function raises ``refuse(its name)``.
 
-    Compiled functions ask ``torch._dynamo.eval_frame._callback_from_stance`` what to do each time that they are called. What
-    ``torch.cond`` compiles runs uncompiled where no gradients are asked for: what its branches close over would get none.
+    A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to do. What ``torch.cond``
+    compiles may run uncompiled under ``no_grad``. With gradients, the tensors that its branches close over would get none.
     """
     undo, compiler = ExitStack(), torch.compile
 
@@ -215,7 +215,7 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
     if "torch._dynamo.eval_frame" in sys.modules:
         install()
-    else:  # it takes seconds to import, and without it nothing is compiled
+    else:  # the import takes seconds, and nothing can be compiled before it
         torch.compile = compile_first
         undo.callback(setattr, torch, "compile", compiler)
     with undo:
@@ -223,18 +223,18 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def stand_in(module: nn.Module) -> Callable | None:
-    """What ``replace_call`` put in, if anything."""
+    """The function that ``replace_call`` put into ``module``, or ``None``."""
     return module.__dict__.get("_call_impl")
 
 
 def replace_call(module: nn.Module, call: Callable) -> Callable[[], None]:
-    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward; what is returned undoes it."""
+    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward. Returns a function that undoes this."""
     module._call_impl = call
     return lambda: module.__dict__.pop("_call_impl", None)
 
 
 def plain_call(module: nn.Module) -> Callable:
-    """Hooks and forward of ``module``, whatever ``replace_call`` has put in. Pickles as the module's own."""
+    """The module's own call (hooks and forward), even after ``replace_call``. It pickles like the module's own method."""
     return type(module)._call_impl.__get__(module)
 
 
@@ -242,13 +242,13 @@ def plain_call(module: nn.Module) -> Callable:
 
 
 def attention_of(model_or_config) -> str | None:
-    """The name of the attention that a transformers model runs; ``None`` for a model that has no such choice."""
+    """The name of the attention that a transformers model uses; ``None`` for a model without that choice."""
     config = getattr(model_or_config, "config", model_or_config)
     return getattr(config, "_attn_implementation", None)
 
 
 def checkpointing_name(of: Any) -> str | None:
-    """What a model, or its class, calls checkpoints: transformers by another name since 5.23; ``None`` where it has none."""
+    """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed it. ``None``: it has none."""
     names = "activation_checkpointing", "gradient_checkpointing"
     return next((name for name in names if hasattr(of, f"{name}_enable")), None)
 
@@ -259,11 +259,11 @@ def takes_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[str]:
-    """A name for fused attention that transformers knows while the block runs, and that is the same under fake tensors.
+    """While the block runs, transformers knows a fused attention by this name, which works the same under fake tensors.
 
-    With real tensors, transformers looks whether any token is masked or several sequences are packed in a row, and leaves the
-    mask out where there is neither. Fake tensors have no values to see that by, and it would build one: sequence x sequence
-    bytes that no real run has. Here both questions are answered. A window shorter than the sequence has its mask.
+    With real tensors, transformers checks whether any token is masked and whether several sequences are packed in a row. It
+    builds no mask if neither is so. Fake tensors have no values to check, so it would build a mask: sequence x sequence bytes
+    that no real run has. ``masked`` and ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -274,12 +274,12 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
         return masking_utils.sdpa_mask(*args, attention_mask=attention_mask if masked else None, **kwargs)
 
     def are_packed(position_ids):
-        found = find_packed(position_ids)  # also for the memory that looking takes
+        found = find_packed(position_ids)  # called in any case: its search takes memory too
         return found if packed else None
 
     def left_out(padding_mask, kv_length, local_attention_size=None):
         if padding_mask is not None:
-            padding_mask.all()  # for the same
+            padding_mask.all()  # for the same reason
             if masked:
                 return False
         return local_attention_size is None or kv_length < local_attention_size
@@ -297,8 +297,8 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
 
 
 def inside_peft(model: nn.Module) -> nn.Module:
-    """The transformers model that ``peft`` has put adapters into; ``model`` itself where it has not. ``ValueError`` for prompts."""
-    kinds = type(model).__mro__  # fully_shard makes a class of its own
+    """The transformers model inside a ``peft`` model; else ``model`` itself. Raises ``ValueError`` for prompt learning."""
+    kinds = type(model).__mro__  # all classes, since fully_shard gives the model a new class
     if not any(kind.__module__.startswith("peft.") for kind in kinds):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -313,8 +313,8 @@ def inside_peft(model: nn.Module) -> nn.Module:
 
 
 def ddp_is_done(model: nn.Module) -> bool:
-    """Whether the last backward of a ``DistributedDataParallel`` has sent all gradients: what it asks first in its next forward,
-    where it would raise the same. After the first backward that makes new buckets too: not asked then, if no gradient is missing."""
+    """Whether the last backward of a ``DistributedDataParallel`` has sent all gradients. DDP's next forward makes the same call,
+    and raises the same error. The first time, the call also rebuilds the buckets, so it is left out if no gradient is missing."""
     missing = any(p.requires_grad and p.grad is None for p in model.parameters())
     if not (missing or model._has_rebuilt_buckets):
         return True
@@ -334,11 +334,11 @@ def fsdp1_groups(model: nn.Module) -> list:
 
 
 def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
-    """The process groups over which ``fully_shard`` averages, and the divisors that its parts were told (torch 2.13)."""
+    """The process groups over which ``fully_shard`` averages, and the divisors that were set for its parts (torch 2.13)."""
     found, divisors = {}, set()
     for part in parts:
         state = part._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None)  # at most, before torch 2.13
+        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.13 there was at most one
         for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
@@ -349,7 +349,7 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
 
 @contextmanager
 def shards_of_integers() -> Iterator[None]:
-    """While the block runs, ``fully_shard`` takes weights of whole numbers (4-bit codes), as it does by itself since torch 2.13."""
+    """While the block runs, ``fully_shard`` accepts integer weights (4-bit codes). Torch 2.13 accepts them without this."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
@@ -367,9 +367,9 @@ collectives = (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10
 
 
 def settled(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What the collective ``func`` returns, when it is done and nobody but the caller holds its tensors any more.
+    """Run the collective ``func``, and return its result only when gloo has released the tensors.
 
-    A thread of gloo's lets go of them some time after the wait for it: what is alive would differ from run to run."""
+    A thread of gloo's holds them for some time after the wait, so the live bytes would differ from run to run."""
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     if any(type(t) is FakeTensor or t.device.type != "cpu" for t in tensors):
         return func(*args, **kwargs)
@@ -383,14 +383,14 @@ def settled(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def reduced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
-    """What ``all_reduce`` returns when it is done: the tensors, and a work whose future holds them."""
+    """What a finished ``all_reduce`` returns: the tensors, and a work object whose future holds them."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(list(tensors))
     return list(tensors), torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
 class _Reducer(torch.distributed.Reducer):
-    """DDP's, whose buckets stay in the first order, since another is found by reading tensors. They are as large."""
+    """DDP's reducer without a new order of its buckets, which DDP finds by reading tensors. Their sizes stay the same."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -398,7 +398,7 @@ class _Reducer(torch.distributed.Reducer):
 
 @contextmanager
 def one_of(ranks: int, rank: int) -> Iterator[Any]:
-    """The mesh of ``ranks`` that are not there but for this one, ``rank``; a group that exists is put aside meanwhile."""
+    """A mesh of ``ranks`` ranks of which only this one, ``rank``, exists. An existing process group is set aside meanwhile."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -413,7 +413,7 @@ def one_of(ranks: int, rank: int) -> Iterator[Any]:
             table.clear()
         try:
             torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-            # Torch 2.11 finds shapes in the fake mode that it is called in, where they would be seen and counted.
+            # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be seen and counted.
             shapes = "_propagate_tensor_meta_non_cached"
             unseen = without_modes()(getattr(ShardingPropagator, shapes))
             undo.enter_context(patch.object(ShardingPropagator, shapes, unseen))

@@ -1,6 +1,6 @@
-"""How a measurement comes to its picture without knowing who draws it: the floor above says so, once.
+"""Lets a measurement show a picture without importing the code that draws it: the floor above registers that code once.
 
-Nothing here imports torch, so that ``python -m gradmem_lib doctor`` can speak where torch does not import.
+Nothing here imports torch, so that ``python -m gradmem_lib doctor`` works where torch does not import.
 """
 
 import os
@@ -13,16 +13,16 @@ _watched = False
 
 
 def register(load: Callable[[], Any], *, watched: bool = False) -> None:
-    """``load()`` returns what has the functions that are asked for by name; it is called on first use.
+    """Register ``load``, which returns the module with the drawing functions. It is called on first use.
 
-    ``watched``: a kernel elsewhere shows what is drawn.
+    ``watched``: this process draws for a Jupyter kernel in another process.
     """
     global _load, _watched
     _load, _watched = load, watched
 
 
 def pictures() -> Any:
-    """What has been registered. Raises ``RuntimeError`` where nothing was."""
+    """The registered module of drawing functions. Raises ``RuntimeError`` if nothing was registered."""
     if _load is None:
         raise RuntimeError("there is nobody to draw: import gradmem_lib, which registers its pictures")
     return _load()
@@ -36,7 +36,7 @@ def in_kernel() -> bool:
 
 
 def watched() -> bool:
-    """Whether somebody sees what is drawn while this runs: in a kernel, or in a process that a kernel watches."""
+    """Whether somebody sees pictures while this runs: in a kernel, or in a process whose pictures a kernel shows."""
     return _watched or in_kernel()
 
 
@@ -46,5 +46,5 @@ def live_enabled() -> bool:
 
 
 def live_wanted() -> bool:
-    """Whether the environment allows what moves: it does, but for ``GRADMEM_LIVE=0`` (see ``course.settings``)."""
+    """Whether the environment allows moving plots: always, unless ``GRADMEM_LIVE=0`` is set (see ``course.settings``)."""
     return os.environ.get("GRADMEM_LIVE", "1") != "0"

@@ -1,4 +1,4 @@
-"""Where modules went when the library was put in floors: notebooks and answers written before still import them.
+"""The old names of modules that moved when the library was divided into floors, so that older notebooks still import them.
 
 ``gradmem_lib.accumulation`` is ``gradmem_lib.techniques.accumulation``, one module under two names.
 """
@@ -29,7 +29,7 @@ MOVED = {
     **{f"exercises.lesson_{n:02}": f"course.exercises.lesson_{n:02}" for n in range(5)},
     "exercises.lesson_05": "course.exercises.lesson_06",
 }
-# What a module of before had that lies elsewhere now.
+# Names that an old module had, and where each of them is now.
 BESIDES = {
     "accumulation": {"next_token_loss": "techniques.losses", "count_targets": "techniques.losses"},
     "checkpointing": dict.fromkeys(
@@ -59,10 +59,10 @@ class _Moved(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # it ran already, under its own name
+        module.__spec__ = self._spec  # the module has already run, under its new name
 
 
 def register() -> None:
-    """Let Python find the names of before."""
+    """Let Python find modules by their old names."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Moved())  # before the finder that would load a lesson a second time

@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: one place that reads "2 GiB" and one that writes it."""
+"""Sizes as text: one function that reads "2 GiB", and one that writes it."""
 
 import re
 from typing import Any, TypeGuard
@@ -43,7 +43,7 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def whole(name: str, value: Any, example: int, what: str = "") -> int:
-    """``value`` if it is a whole number of at least 1; else a ``ValueError``, which names it, and ``what`` is counted."""
+    """Return ``value`` if it is a whole number of at least 1. Else raise a ``ValueError`` that says ``name`` and ``what``."""
     if not is_whole(value):
         of = f" of {what}, at least 1" if what else " of at least 1"
         raise ValueError(f"{name}={value!r}: give a whole number{of}, such as {name}={example}")

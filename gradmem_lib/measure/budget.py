@@ -1,4 +1,4 @@
-"""The error of a budget that was passed: who holds what, and what helps."""
+"""The error when a budget is exceeded: which tensors hold the memory, and what helps."""
 
 import traceback
 
@@ -10,10 +10,10 @@ from .timeline import Holder, MemorySnapshot
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
-    """Live bytes passed the budget. Like a card's out-of-memory error, but it says who holds what.
+    """Live bytes exceeded the budget. It is like a card's out-of-memory error, but it says which tensors hold the memory.
 
-    Attributes: ``budget`` and ``asked`` (bytes; ``what`` asked for them), ``snapshot`` (live bytes, the refused ones included),
-    ``everything`` that is live, largest first, and ``holders``, the first five of that.
+    Attributes: ``budget`` and ``asked`` (bytes; ``what`` names the operation that asked), ``snapshot`` (live bytes, with those
+    refused), ``everything`` (the holders of all live storages, largest first), and ``holders``, the first five of these.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
             *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
             f"  What could bring this moment within the budget: {'; '.join(enough) or 'none of these by itself'}.",
             f"  What could not: {'; '.join(too_little)}.",
-            # By these words accelerate knows what its auto_find_batch_size may answer with a smaller batch.
+            # accelerate looks for these words: its auto_find_batch_size then tries a smaller batch.
             "  A card of that size would be out of memory.",
         ]
         super().__init__("\n".join(lines))
@@ -49,8 +49,8 @@ class BudgetExceeded(torch.OutOfMemoryError):
 def let_go(error: BaseException | None) -> None:
     """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
 
-    Local variables are cleared. What a function closes over cannot be, so the traceback ends before the first such
-    function (inside PyTorch, in most cases): frames within it would lead back to it.
+    Local variables are cleared. Variables that a function closes over cannot be cleared, so the traceback is cut before the
+    first function with such variables (in most cases inside PyTorch): frames further in would keep that function's frame.
     """
     seen = set()
     while error is not None and id(error) not in seen:

@@ -1,7 +1,7 @@
-"""What stands in the way at a peak: which techniques could lower it, to what at best, and which cannot.
+"""Which techniques could lower a peak, how far at best, and which cannot.
 
-A technique is for some categories in some phases. Take all of their bytes away, at every moment of the run: the highest
-total that is left is the lowest peak that it can reach with them, however well it works.
+A technique acts on some categories in some phases. Remove all bytes of these from every moment of the run: the highest total that
+remains is a lower bound for the peak with this technique, however well it works.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
 
 @dataclass(frozen=True)
 class Technique:
-    """``takes``: the phases in which it can shrink a category; ``part``: only what was made in the "layers", or "outside" them."""
+    """``takes``: the phases in which the technique can shrink a category. ``part``: only in the "layers", or only "outside"."""
 
     name: str
     price: str
@@ -48,9 +48,9 @@ TECHNIQUES = (
 def lowest_peaks(
     peak: MemorySnapshot, rows: np.ndarray | None, holders: Sequence[Holder] | None
 ) -> dict[str, int]:
-    """For each technique, by its name, the lowest peak in bytes that it can reach.
+    """For each technique, by name, the lowest peak in bytes that it can reach.
 
-    Known are the peak, all moments (int64 (samples, 3 + 6), as in ``Timeline``) and the storages alive at the peak, or not.
+    ``rows`` are all moments (int64 (samples, 3 + 6), as in ``Timeline``), ``holders`` the storages alive at the peak, if known.
     """
     here = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
     moments = here if rows is None or not len(rows) else np.concatenate([here, rows])
@@ -70,5 +70,5 @@ def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holder
 
 
 def _part(holder: Holder) -> str:
-    """Layers stand in lists, so their names have a number in them."""
+    """Whether the holder is in the layers. Layers are in lists, so their names contain a number."""
     return "layers" if any(part.isdigit() for part in holder.module.split(".")) else "outside"

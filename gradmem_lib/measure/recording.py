@@ -1,4 +1,4 @@
-"""The storages that are alive, the bytes they take by category, and both at every moment of a run."""
+"""The live storages, their bytes by category, and both at every moment of a run."""
 
 import weakref
 from collections import deque
@@ -13,16 +13,16 @@ from .storages import has_memory, storages_of
 from .timeline import MemorySnapshot, largest_of_windows
 
 N = len(CATEGORIES)
-NEW, COLUMNS = 4, 4 + N  # the sample's number, the operation's, phase, total; and bytes by category
+NEW, COLUMNS = 4, 4 + N  # number of the sample, number of the operation, phase, total; then bytes by category
 TOTAL, BY = 3, slice(NEW, COLUMNS)
 KEPT_LIVES = 8192
 
 
 class Entry(weakref.ref):
-    """A live storage. The weak reference's callback says that its bytes are free.
+    """A live storage. The weak reference's callback runs when its bytes are freed.
 
-    ``nbytes``: as counted; ``size``: as the storage said; ``sample``: the first sample that it is part of; ``module``: a
-    submodule or a name; ``op``: the operation that made it.
+    ``nbytes``: the bytes that are counted; ``size``: the storage's own size; ``sample``: the first sample that contains it;
+    ``module``: a submodule or a name; ``op``: the operation that made it.
     """
 
     __slots__ = ("category", "key", "module", "nbytes", "op", "sample", "size")
@@ -36,7 +36,7 @@ class Entry(weakref.ref):
 
 
 class Peak:
-    """The sample with the most bytes since some moment, and the entries that were alive in it and are no more."""
+    """The sample with the most bytes since some moment, and the entries that were alive then and are gone now."""
 
     def __init__(self) -> None:
         self.total, self.phase, self.sample = 0, IDLE, -1
@@ -44,11 +44,11 @@ class Peak:
 
 
 class Recording:
-    """Counts each storage of ``device`` once, from when it is found until it is freed, and samples what that adds up to.
+    """Counts each storage of ``device`` once, from when it is found until it is freed, and samples the sum.
 
-    It keeps all samples, or (``keep``) about so many: then each is the largest of its window, and no peak is lost. A gradient
-    is a temporary until its parameter has it, and so are an optimizer's first states. A storage is written into the samples
-    when it is gone, or when they are asked for, under the last category that it had.
+    It keeps all samples, or about ``keep`` of them. Each of these is then the largest of its window, so no peak is lost.
+    A gradient is a temporary until its parameter has it, and so are an optimizer's first states. A storage is written into the
+    samples under its last category, when it is gone or when somebody reads the samples.
     """
 
     def __init__(self, device: torch.device, keep: float = np.inf):
@@ -63,33 +63,33 @@ class Recording:
         self.run, self.lap = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
         self._settled = np.zeros((0, COLUMNS), dtype=np.int64)
-        # Samples since; and of what is gone, its first sample, the first without it, bytes, category. Flat, for the GC's sake.
+        # New samples; and of storages that are gone: first sample, first one without it, bytes, category. Flat, to spare the GC.
         self._rows, self._lives = list[int](), list[int]()
         self._stride, self._room = 1, NEW * keep
 
-    # Others may count otherwise (predictions do).
+    # Subclasses may override these four (predictions do).
 
     def size(self, storage: torch.UntypedStorage) -> int:
-        """Bytes to count for ``storage``; 0 for one that is to be left out."""
+        """Bytes to count for ``storage``; 0 leaves it out."""
         device = storage.device
         here = device == self.device or (self._index is None and device.type == self._type)
         return storage.nbytes() if here and has_memory(storage) else 0
 
-    # ``scratch(func, args)``: bytes that an operation took and gave back, unseen by anyone but who knows its kernel.
+    # ``scratch(func, args)``: bytes that a kernel takes and returns inside one operation. Only rules of that kernel give them.
     scratch: Any = None
 
     def entered(self, entry: Entry) -> None:
-        """``entry`` is alive."""
+        """Called when ``entry`` has been counted."""
 
     def left(self, entry: Entry) -> None:
-        """``entry`` is gone."""
+        """Called when ``entry`` is gone."""
 
     # What is alive
 
     def enter(
         self, storage: torch.UntypedStorage, category: int, module: object = "", op: object = ""
     ) -> int:
-        """Count a storage that is not known; the bytes that it adds."""
+        """Count a new storage. Returns the bytes that it adds."""
         nbytes = self.size(storage)
         if nbytes == 0:
             return 0
@@ -116,20 +116,20 @@ class Recording:
         self.left(entry)
 
     def drain(self) -> None:
-        """Take off the storages that were freed since the last look."""
+        """Remove the storages that were freed since the last call."""
         while self.freed:
             self.leave(self.freed.popleft())
 
     def resize(self, entry: Entry, storage: torch.UntypedStorage) -> int:
-        """Take note of a storage's new size; the bytes that it adds."""
+        """Count a storage's new size. Returns the bytes that it adds."""
         self.leave(entry)
         return max(self.enter(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
 
     def tag(self, value: Any, category: int, module: object) -> None:
-        """Put what holds ``value``, a tensor or several, under ``category``, counting it if it was not known."""
+        """Put the storages of ``value`` (a tensor or several) into ``category``. New storages are counted."""
         for storage in storages_of(value):
             if self.freed:
-                self.drain()  # its address may have been another storage's a moment ago
+                self.drain()  # a storage that was just freed may have had the same address
             entry = self.live.get(storage_key(storage))
             if entry is None:
                 self.enter(storage, category, module)
@@ -137,7 +137,7 @@ class Recording:
                 entry.module, entry.category = module, category
 
     def were_there(self, entries: list[Entry]) -> None:
-        """``entries`` have just been found, and are older than the block."""
+        """Count ``entries`` from the first sample on: they were just found, but are older than the block."""
         nbytes = sum(entry.nbytes for entry in entries)
         for entry in entries:
             entry.sample = 0
@@ -147,7 +147,7 @@ class Recording:
         self.lap.total += nbytes
 
     def take_and_give(self, nbytes: int, func: object) -> None:
-        """Sample ``nbytes`` that operation ``func`` had for a moment."""
+        """Sample ``nbytes`` of scratch memory that operation ``func`` held for a moment."""
         self._lives += (self.count, self.count + 1, nbytes, TEMPORARIES)
         self.total += nbytes
         self.sample(func)
@@ -156,9 +156,9 @@ class Recording:
     # Samples
 
     def sample(self, func: object = "") -> None:
-        """Note where the bytes stand after operation ``func``."""
+        """Record the live bytes after operation ``func``."""
         total, phase = self.total, self.phase
-        for peak in (self.lap, self.run) if total > self.lap.total else ():  # no lap is above its run
+        for peak in (self.lap, self.run) if total > self.lap.total else ():  # a lap's peak is never above the run's
             if total > peak.total:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
@@ -174,12 +174,12 @@ class Recording:
         self.count += 1
 
     def rows(self) -> np.ndarray:
-        """int64 (samples, 9): operation, phase, total, and bytes by the category that they turned out to belong to."""
+        """int64 (samples, 9): operation, phase, total, and bytes by category (the last one that each storage had)."""
         alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
         return _with(self._settle().copy(), alive)[:, 1:]
 
     def _settle(self) -> np.ndarray:
-        """The samples, with what has come and gone in their bytes by category."""
+        """The samples, with the storages that are gone added to their bytes by category."""
         new = np.pad(np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, N)))
         self._settled = _with(np.concatenate((self._settled, new)), self._lives)
         self._rows, self._lives = [], []
@@ -195,7 +195,7 @@ class Recording:
         return _snapshot(self.entries(peak), peak.total, peak.phase)
 
     def entries(self, peak: Peak | None = None) -> list[Entry]:
-        """What is alive now, or was at ``peak``."""
+        """The entries that are alive now, or were alive at ``peak``."""
         live = list(self.live.values())
         return live if peak is None else [e for e in live if e.sample <= peak.sample] + peak.gone
 
@@ -207,14 +207,14 @@ class Recording:
         return found
 
     def restart(self) -> None:
-        """Forget all peaks but for the bytes that are live now."""
+        """Forget all peaks, and start from the bytes that are live now."""
         self.run = Peak()
         self.next_lap()
         self.phase_peaks = [0] * len(PHASES)
 
 
 def _with(rows: np.ndarray, lives: Any) -> np.ndarray:
-    """``rows``, with the bytes of ``lives`` added to their categories from the first sample of each until before its last."""
+    """``rows``, with the bytes of ``lives`` added to their categories, in all samples that contain them."""
     lives = np.array(lives, dtype=np.int64).reshape(-1, 4)
     change = np.zeros((len(rows) + 1, N), dtype=np.int64)
     for samples, sign in ((lives[:, 0], 1), (lives[:, 1], -1)):

@@ -1,6 +1,6 @@
 """Which storages hold a tensor's bytes.
 
-A storage is the block of bytes behind one or more tensors. Views and tied weights share one, so bytes are counted by storage.
+A storage is the block of bytes behind one or more tensors. Views and tied weights share a storage, so each storage counts once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # the last: a lazy module's, without a size yet
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # ValueError: a lazy module's tensor has no size yet
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
@@ -26,10 +26,10 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
-    """What holds the bytes of a tensor, or of those in a list, tuple or dict: its storage, or those of the tensors inside it
-    (sparse, DTensor, quantized)."""
+    """The storages of a tensor, or of all tensors in a list, tuple or dict. Where a tensor has no storage of its own (sparse,
+    DTensor, quantized), the storages of the tensors inside it."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
-        try:  # `own_storage`, without the call: every operation comes here
+        try:  # the code of `own_storage`, without a call, since every operation runs this
             storage = value.untyped_storage()
             if type(value) in _PLAIN or has_memory(storage):
                 return (storage,)
@@ -44,7 +44,7 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of ``tensor``; ``None`` for one that has none of its own, or one with a size and no memory (a wrapper)."""
+    """The storage of ``tensor``; ``None`` if it has no storage of its own, or one with a size but no memory (a wrapper)."""
     try:
         storage = tensor.untyped_storage()
     except _NO_STORAGE:
@@ -53,15 +53,15 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether there is anything behind a storage's size: not in wrappers, nor in the zeros of forward-mode differentiation."""
+    """Whether a storage has memory. Wrappers, and the zeros of forward-mode differentiation, have a size but no memory."""
     try:
         return storage.device == _META or storage.data_ptr() != 0 or storage.nbytes() == 0
     except RuntimeError:
-        return storage.device == _META  # a fake tensor's, which is what it is taken for
+        return storage.device == _META  # a fake tensor's storage counts as if it had memory
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors inside a tensor without a storage; nothing for those that hide their memory or have none."""
+    """The tensors inside a tensor without a storage; none for a tensor that hides its memory or has none."""
     if (under := under_transform(tensor)) is not None:
         return (under,)
     if tensor.layout == torch.sparse_coo:
@@ -71,5 +71,5 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if tensor.layout in _BY_COLUMN:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     inner = inner_tensors(tensor)
-    # A tensor that does not name its parts has them among its attributes; a DTensor names its mesh too, which is no tensor.
+    # A tensor that does not name its parts has them among its attributes. A DTensor also names its mesh, which is no tensor.
     return tensors_in(vars(tensor).values() if inner is None else inner)

@@ -1,4 +1,4 @@
-"""What a measurement hands out: a moment, a storage's holder, and the moments of a whole run."""
+"""The results of a measurement: live bytes at one moment, who holds a storage, and live bytes over a whole run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OP, PHASE, TOTAL, BY = 0, 1, 2, slice(3, None)  # columns of a timeline's rows
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Live bytes at one moment: their sum, their parts, and what the step was doing."""
+    """Live bytes at one moment: their sum, their sum in each category, and the phase of the step."""
 
     total: int
     by_category: dict[str, int]
@@ -35,10 +35,10 @@ class Holder(NamedTuple):
 
 
 class Timeline:
-    """Live bytes over the operations of a run; every list has one entry a sample.
+    """Live bytes over the operations of a run. Every list has one entry for each sample.
 
-    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by category. A run with
-    more samples than are kept is thinned evenly, and each remaining sample is the largest of its window: no peak is lost.
+    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by category. If a run has more
+    samples than are kept, it is thinned evenly. Each sample that stays is the largest of its window, so no peak is lost.
     """
 
     def __init__(self, rows: np.ndarray):
@@ -77,7 +77,7 @@ class Timeline:
 
 
 def largest_of_windows(values: np.ndarray, window: int) -> np.ndarray:
-    """For each ``window`` values in a row, the index of the first largest."""
+    """The index of the first largest value in each window of ``window`` consecutive values."""
     starts = np.arange(0, len(values), window)
     padded = np.full(len(starts) * window, -1, dtype=np.int64)
     padded[: len(values)] = values

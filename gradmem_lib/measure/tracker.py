@@ -1,14 +1,14 @@
 """Live memory of a training step, to the byte, on any device.
 
-``MemoryTracker`` watches every operation that PyTorch dispatches (``watch.py``), counts each *storage* once and keeps what
-the bytes did (``recording.py``).
+``MemoryTracker`` watches every operation that PyTorch dispatches (``watch.py``), counts each *storage* once, and records the
+live bytes over time (``recording.py``).
 
-What it cannot see: scratch memory that a kernel takes and returns inside one operation, the random-number states
-that checkpointing keeps, the sizes inside a strided nested tensor, operations of threads other than the block's (a module's
-forward there is refused), whatever an allocator rounds up or holds in reserve, and that two storages share their memory
-(``torch.from_numpy(tensor.numpy())``, DLPack): each counts. What PyTorch does only while any dispatch mode watches, it counts as
-it happens: autograd then adds gradients up out of place, and copies a sparse gradient, after which its indices (8 bytes an
-id) are no longer those of the batch. On a CUDA card ``tracker.allocator`` has the allocator's own figures.
+It cannot see scratch memory that a kernel takes and returns inside one operation, the random-number states that checkpointing
+keeps, the sizes inside a strided nested tensor, operations of other threads than the block's (a module's forward there is
+refused), and what an allocator rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack
+make them) both count. While any dispatch mode is active, autograd adds up gradients out of place, and copies a sparse gradient:
+its indices (8 bytes an id) are then not the batch's. The tracker counts both. On a CUDA card, ``tracker.allocator`` has the
+allocator's own figures.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ LIVE_FRAME_SECONDS = 0.1
 
 
 class MemoryTracker:
-    """Count the live bytes of whatever runs inside ``with MemoryTracker(model, optimizer) as tracker:``.
+    """Count the live bytes of everything that runs inside ``with MemoryTracker(model, optimizer) as tracker:``.
 
     Args:
         model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and
-            every storage is put down to the submodule that made it. Without it, only what the block itself creates
-            is counted.
-        optimizer: a ``torch.optim.Optimizer`` or a list of them, so that states that exist already are counted.
-            Optimizers that step inside the block are found without it.
-        budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that passes it raises
+            every storage is attributed to the submodule that made it. Without a model, only storages that the block
+            itself creates are counted.
+        optimizer: a ``torch.optim.Optimizer`` or a list of them: their existing states are counted from the start.
+            Optimizers that step inside the block are found even if they are not given.
+        budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that exceeds the budget raises
             ``BudgetExceeded``, which turns any machine into a card of that size.
-        live: ``False`` draws nothing. Otherwise a notebook shows the memory while it moves and a still picture at the
-            end; with ``GRADMEM_LIVE=0``, the still picture alone.
+        live: ``False`` draws nothing. Otherwise a notebook shows a live plot while the block runs, and a still picture
+            at the end. With ``GRADMEM_LIVE=0`` it shows only the still picture.
         title: a heading for the plots.
         device: the device to count. ``None``: the model's, or torch's default device.
 
@@ -82,15 +82,15 @@ class MemoryTracker:
         draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        told = self._after_sample if draws or self.budget is not None else None  # or it costs nothing
+        told = self._after_sample if draws or self.budget is not None else None  # without both, it costs no time
         self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
         self._state, self._thread = "new", threading.get_ident()
-        self._allocator: dict[str, int] | None = None  # once the block is done
+        self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
 
     @property
     def current(self) -> MemorySnapshot:
-        """Live bytes now; after the block, live bytes when it ended."""
+        """Live bytes now. After the block: live bytes at its end."""
         with self._meter.lock:
             if self._state == "running":
                 self._meter.sync()
@@ -104,12 +104,12 @@ class MemoryTracker:
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
-        """The most live bytes that each phase saw; 0 for a phase that did not occur."""
+        """The highest number of live bytes in each phase; 0 for a phase that did not occur."""
         return dict(zip(PHASES, self._recording.phase_peaks, strict=True))
 
     @property
     def timeline(self) -> Timeline:
-        """Live bytes over the operations so far."""
+        """Live bytes after each operation so far."""
         with self._meter.lock:
             return Timeline(self._recording.rows())
 
@@ -127,11 +127,11 @@ class MemoryTracker:
         return {name.replace("memory_", ""): getattr(torch.cuda, name)(self.device) for name in names}
 
     def plot(self, ax: Axes | None = None) -> Figure:
-        """The timeline as a matplotlib ``Figure``, for print."""
+        """The timeline as a matplotlib ``Figure``, for a document."""
         return pictures().plot_timeline(self.timeline, title=self.title, budget=self.budget, ax=ax)
 
     def show(self) -> None:
-        """Display the timeline as the interactive view (hover, arrow keys), after the fact."""
+        """Display the timeline as an interactive view (hover, arrow keys), after the block."""
         pictures().show_timeline(self.timeline, title=self.title, budget=self.budget)
 
     def __repr__(self) -> str:
@@ -139,17 +139,17 @@ class MemoryTracker:
         return f"MemoryTracker(peak {self.peak}{card})"
 
     def reset_peak(self) -> None:
-        """Start the search for the peak anew from the bytes that are live now. The timeline goes on."""
+        """Forget the peak, and search for a new one from the bytes that are live now. The timeline continues."""
         with self._meter.lock:
             self._recording.restart()
 
     def lap(self) -> MemorySnapshot:
-        """The peak since the last lap, or since the beginning. Unlike ``reset_peak`` it leaves ``peak`` what it was."""
+        """The peak since the last lap, or since the beginning. Unlike ``reset_peak``, it does not change ``peak``."""
         with self._meter.lock:
             return self._recording.next_lap()
 
     def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
-        """Count ``tensors`` under ``category``: for states and buffers that no module or optimizer owns."""
+        """Count ``tensors`` under ``category``. Use it for states and buffers that no module or optimizer owns."""
         choose("category", category, CATEGORIES)
         with self._meter.lock:
             tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
@@ -179,15 +179,15 @@ class MemoryTracker:
         try:
             self._undo.close()
             if isinstance(exc, torch.OutOfMemoryError):
-                # A notebook keeps the last exception, and a traceback keeps the variables of every frame in it, and with
-                # them the tensors that did not fit.
+                # A notebook keeps the last exception. Its traceback keeps the local variables of every frame, and so the
+                # tensors that did not fit.
                 let_go(exc)
         finally:
             with self._meter.lock:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._meter.close()  # a tracker that is kept for its figures must not keep the model
+                self._meter.close()  # whoever keeps the tracker for its figures must not keep the model alive
             if self._plot is not None:
                 self._draw("finish", self.timeline)
 
@@ -216,7 +216,7 @@ class MemoryTracker:
                 self._draw("push", self.timeline, None, self.current)
 
     def _draw(self, action: str, *args) -> None:
-        """A picture that fails must not stop a training run."""
+        """Draw. An error in a picture must not stop a training run."""
         try:
             if self._plot is not None:
                 getattr(self._plot, action)(*args)
@@ -232,7 +232,7 @@ def checked_optimizers(optimizer) -> list[Optimizer]:
             f"MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and was given "
             f"{type(optimizer).__name__}. For states kept by hand, use tracker.watch(tensors, 'optimizer')"
         )
-    inner = [getattr(o, "optim", None) for o in several]  # ZeRO's has one that steps this rank's part
+    inner = [getattr(o, "optim", None) for o in several]  # inside ZeRO's optimizer, the one that steps this rank's part
     return [*several, *(o for o in inner if isinstance(o, Optimizer))]
 
 

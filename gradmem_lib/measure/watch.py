@@ -1,4 +1,4 @@
-"""What a recording is fed from: every operation that PyTorch dispatches, every module, optimizer and parameter that it serves."""
+"""Feeds a recording: watches every operation that PyTorch dispatches, and the modules, optimizers and parameters behind them."""
 
 import sys
 import threading
@@ -21,12 +21,12 @@ from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
 from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
 
-GATHERED = "gathered parameters"  # FSDP's, whole while a layer needs them
-graph_task, storage_key = compat.graph_task, compat.storage_key  # nearer, for every operation
+GATHERED = "gathered parameters"  # FSDP's full parameters, which exist only while a layer needs them
+graph_task, storage_key = compat.graph_task, compat.storage_key  # a faster look-up, since every operation needs them
 
 
 class Watch(compat.Unguarded, compat.TorchDispatchMode):
-    """Hands every dispatched operation to ``observe(func, args, kwargs, out)``, when it has run."""
+    """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it has run."""
 
     supports_higher_order_operators = True
 
@@ -36,9 +36,9 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is compat.read_device and type(args[0]) is compat.FakeTensor:
-            return args[0].fake_device  # an operation that no real run has
+            return args[0].fake_device  # a real run does not have this operation
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
-            return NotImplemented  # DTensors, quantized tensors: their own operations on the tensors inside come next
+            return NotImplemented  # DTensors and quantized tensors next dispatch operations on the tensors inside
         run = (_operators.get(id(func)) or _operator(func))[1]
         out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
@@ -49,7 +49,7 @@ _operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operato
 
 
 def _operator(func: Any) -> tuple[Any, Callable, bool]:
-    """``func``, which keeps its address; what runs it; whether it returns (a view of) one of its arguments, no new memory."""
+    """``func`` (kept, so that no other takes its address), what runs it, and whether it returns an argument or a view of one."""
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
         run = partial(compat.settled, func) if func in compat.collectives else run
@@ -61,7 +61,7 @@ _wrappers: dict[type, bool] = {}
 
 
 def _wraps(kind: type, args: tuple, kwargs: dict | None) -> bool:
-    """Whether tensors of this type have none of the bytes that they show."""
+    """Whether tensors of this type are wrappers, with a size but no bytes of their own."""
     if kind not in _wrappers:
         for tensor in tensors_in((args, kwargs or {})):
             if tensor.numel() and type(tensor) is kind:
@@ -70,12 +70,12 @@ def _wraps(kind: type, args: tuple, kwargs: dict | None) -> bool:
 
 
 class Meter:
-    """Keeps ``recording`` up to date while its block runs: the phase, what each storage is for, and who owns it.
+    """Keeps ``recording`` up to date while its block runs: the phase, and the category and owner of each storage.
 
     Args:
-        model: whose parameters, gradients and buffers are counted from the start. They must be on ``recording.device``.
-        optimizers: whose states are; those that step inside the block are found.
-        after_sample: is told ``(asked, func)`` after each sample: the bytes that it added, and what asked for them.
+        model: its parameters, gradients and buffers are counted from the start. They must be on ``recording.device``.
+        optimizers: their states are counted from the start. Other optimizers are found when they step inside the block.
+        after_sample: called as ``after_sample(asked, func)`` after each sample: the new bytes, and the operation that asked.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Meter:
     ):
         self.model, self.optimizers, self.recording = model, dict.fromkeys(optimizers), recording
         self.after_sample = after_sample
-        # Reentrant: a garbage collection inside the locked part may free tensors and run Python code.
+        # Reentrant, since a garbage collection inside the locked part may free tensors and run Python code.
         self.lock = threading.RLock()
         self.stack: list[nn.Module] = []
         self._thread = threading.get_ident()
@@ -104,7 +104,7 @@ class Meter:
                 raise compiled_error(name or type(module).__name__)
         modules = list(self.model.modules()) if self.model is not None else []
         self._replicated = any(isinstance(module, DistributedDataParallel) for module in modules)
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
         self._gathers = any(isinstance(module, kinds) for module in modules)
         with self.inside as undo:
@@ -121,18 +121,18 @@ class Meter:
         return self
 
     def __exit__(self, *error) -> None:
-        with self.inside, suppress(RuntimeError):  # of a model that has moved since its last step
+        with self.inside, suppress(RuntimeError):  # raised for a model that has moved since its last step
             self.sync()
 
     def close(self) -> None:
-        """Let go of the model; what was recorded keeps the names of its modules."""
+        """Drop the model. The recorded entries keep the names of its modules."""
         modules, recording = self.module_names(), self.recording
         for entry in recording.entries() + recording.run.gone + recording.lap.gone:
             entry.module = name_of(entry.module, modules)
         self.model, self.optimizers, self.stack = None, {}, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        """Called after every operation: take off what is gone, add what is new, and see where that leaves us."""
+        """Called after every operation: remove storages that are gone, add new ones, and sample the sum if it changed."""
         recording, asked = self.recording, 0
         self.lock.acquire()  # `with` takes twice as long
         try:
@@ -144,7 +144,7 @@ class Meter:
                 recording.phase = OPTIMIZER_STEP
             elif graph_task() != -1:
                 recording.phase = BACKWARD
-                self._in_forward = False  # nor is what follows the backward pass
+                self._in_forward = False  # also for the operations after the backward pass
                 if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
@@ -153,7 +153,7 @@ class Meter:
                 entry = recording.live.get(storage_key(storage))
                 if entry is None or entry.size != storage.nbytes():
                     asked += self._add(storage, entry, func, args)
-            if self._gathers and func is compat.all_gather:  # FSDP's buffer, which no backward needs
+            if self._gathers and func is compat.all_gather:  # FSDP's buffer, which backward does not need
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
                 self.sample(asked, func)
@@ -168,18 +168,18 @@ class Meter:
             self.after_sample(asked, func)
 
     def _add(self, storage: UntypedStorage, entry: Entry | None, func: Any, args: tuple) -> int:
-        """Count ``storage`` if it is new (no ``entry``), or has a new size; the bytes that it adds."""
+        """Count ``storage`` if it is new (no ``entry``) or has a new size. Returns the bytes that it adds."""
         recording = self.recording
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
         if self._gathers and func == "resize_":
             return recording.enter(storage, names.PARAMETERS, GATHERED, func)
         if _operator(func)[2] or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
-            category = names.OTHER  # made before the block, or by code that does not dispatch; or DDP's own
+            category = names.OTHER  # DDP's own, or made before the block or by code that does not dispatch
         elif recording.phase == FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
         elif recording.phase == BACKWARD:
-            # Autograd computes gradients with grad mode off; on means that a forward is being recomputed.
+            # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being recomputed.
             category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
         elif recording.phase == OPTIMIZER_STEP:
             category = names.TEMPORARIES
@@ -192,11 +192,11 @@ class Meter:
         return recording.enter(storage, category, "(backward)" if in_backward else self.owner(), func)
 
     def owner(self) -> tuple[weakref.ref, type] | str:
-        """The module that runs, by a weak reference: held for its name, it would keep its weights alive."""
+        """A weak reference to the module that runs. A strong one, kept for the name, would keep the weights alive."""
         return (weakref.ref(self.stack[-1]), type(self.stack[-1])) if self.stack else ""
 
     def _find_bucket(self, out: Any, func: Any) -> int:
-        """DDP's buckets, made where nobody looks, are first seen when a gradient is written into them; the bytes found."""
+        """Count a bucket of DDP's, whose allocation is not dispatched: it is first seen when a gradient is written into it."""
         storage, recording = own_storage(out) if isinstance(out, torch.Tensor) else None, self.recording
         if storage is None or storage_key(storage) in recording.live:
             return 0
@@ -207,7 +207,7 @@ class Meter:
     # Who owns what
 
     def sync(self, states: bool = True) -> None:
-        """Put parameters, gradients, buffers and new states where they belong: they may have been replaced since the last look."""
+        """Update the categories of parameters, gradients, buffers and new states, any of which may have been replaced."""
         recording = self.recording
         before = recording.total
         recording.drain()
@@ -221,15 +221,15 @@ class Meter:
         weights = {*self._names.values()}
         for entry in recording.live.values():
             if entry.category == names.PARAMETERS and entry.module in weights:
-                entry.category = names.OTHER  # unless it is a parameter still
-        # First, for one that is a view of a parameter is that parameter.
+                entry.category = names.OTHER  # set back below if it is still a parameter
+        # Buffers first: the storage of a buffer that is a view of a parameter belongs to the parameter.
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
             recording.tag(buffer, names.OTHER, name)
         for name, parameter in parameters.items():
             self._names[id(parameter)] = name
             self._tag_parameter(parameter)
             state = getattr(parameter, "quant_state", None)
-            while state is not None:  # of bitsandbytes' 4 bits: their scales, and the scales' own
+            while state is not None:  # bitsandbytes' 4-bit weights have scales, and these may have scales too
                 recording.tag(vars(state), names.PARAMETERS, name)
                 state = state.state2
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
@@ -242,7 +242,7 @@ class Meter:
             self.sample()
 
     def _tag_parameter(self, parameter: torch.Tensor) -> None:
-        with self.lock:  # also called when its gradient has come
+        with self.lock:  # also called when the parameter's gradient has been accumulated
             name, grad = self._names.get(id(parameter), "parameter"), parameter.grad
             self.recording.tag(parameter, names.PARAMETERS, name)
             if grad is not None:
@@ -255,7 +255,7 @@ class Meter:
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording
         with self.lock:
-            if optimizer not in self.optimizers:  # what it brings has been there since the block began
+            if optimizer not in self.optimizers:  # its states existed before the block
                 self.optimizers[optimizer] = None
                 recording.drain()
                 known = set(recording.live)
@@ -270,7 +270,7 @@ class Meter:
         return tuple(map(self._apart, args)), {name: self._apart(value) for name, value in kwargs.items()}
 
     def _apart(self, value: Any) -> Any:
-        """A closure that a step calls (LBFGS) has a forward and a backward of its own; the step goes on after it."""
+        """Wrap a closure that a step calls (LBFGS): it runs a forward and a backward, and the step continues after it."""
         if not callable(value):
             return value
 
@@ -290,7 +290,7 @@ class Meter:
     # Modules
 
     def _told_of_calls(self, call: Callable) -> Callable:
-        # A hook on the model would be copied and pickled with it, and hooks on all modules cost twice as much as this.
+        # A hook on the model would be copied and pickled with it, and hooks on all modules take twice as long as this.
         def __call__(module, *args, **kwargs):
             if threading.get_ident() != self._thread and graph_task() == -1 and not compat.listening():
                 self._refuse_thread(module)
@@ -318,17 +318,17 @@ class Meter:
         if compat.is_compiled(module):
             raise compiled_error(type(module).__name__)
         with self.lock:
-            self._stepping.clear()  # a step that raised never came to its end
+            self._stepping.clear()  # a step that raised an error has not ended
             self._in_forward, self._with_grad = True, torch.is_grad_enabled()
-            self.sync(states=False)  # which would take as long as the rest of it
-            # A batch that was made before the block; what is known stays what it is.
+            self.sync(states=False)  # states would take as long as all the rest
+            # Count a batch that was made before the block. Storages that are known keep their categories.
             for storage in storages_of((args, kwargs)):
                 if storage_key(storage) not in self.recording.live:
                     self.recording.enter(storage, names.OTHER, "inputs")
                     self.sample()
 
     def _told_of_sizes(self, resize: Callable) -> Callable:
-        # No dispatch shows it, and FSDP frees memory by it.
+        # A resize is not dispatched, and FSDP frees memory with it.
         def resize_(storage, size):
             out = resize(storage, size)
             with self.lock:

@@ -1,8 +1,8 @@
 """Gradient accumulation whose result is the full batch's gradient, however the batch is cut.
 
-A mean over a batch is a sum over its *items* (tokens that are predicted, or examples) divided by their number. Sums can
-be taken piece by piece; means of pieces cannot be averaged unless all pieces have the same number of items. So every
-micro-batch contributes its summed loss, and all of them are divided by one number: the items of the whole window.
+A mean over a batch is a sum over its *items* (predicted tokens, or examples) divided by their number. A sum can be computed
+piece by piece. The means of pieces can only be averaged if all pieces have the same number of items. So every micro-batch
+contributes its summed loss, and all of these are divided by one number: the items of the whole window.
 """
 
 import math
@@ -18,7 +18,7 @@ from .data_parallel import NOTHING, Processes, processes_of
 
 
 class Accumulated(NamedTuple):
-    """What a window of micro-batches amounts to: its loss (the mean over all items) and the number of its items."""
+    """The result of a window of micro-batches: its loss (the mean over all items) and the number of its items."""
 
     loss: float
     items: int
@@ -34,28 +34,28 @@ def accumulate_gradients(
     model: nn.Module | None = None,
     scaler: Any = None,
 ) -> Accumulated:
-    """Leave in ``.grad`` the gradient of the mean loss over all items of all ``micro_batches``, one backward for each.
+    """Put the gradient of the mean loss over all items of all ``micro_batches`` into ``.grad``, with one backward for each.
 
-    Neither zeroes gradients nor steps: clip and step afterwards, then ``optimizer.zero_grad()``. It is the full batch's
-    gradient where an item's loss depends on its own row alone, and not where rows are compared (contrastive losses) or
-    share statistics: a ``BatchNorm`` in ``model`` that sees a second micro-batch is a warning.
+    Neither zeroes gradients nor steps: clip and step afterwards, then call ``optimizer.zero_grad()``. The result is the full
+    batch's gradient if each item's loss depends on its own row alone. It is not if rows are compared (contrastive losses)
+    or share statistics: a ``BatchNorm`` in ``model`` gives a warning at the second micro-batch.
 
     Args:
-        micro_batches: any iterable, also a generator; each is let go before the next forward. Sizes may differ.
+        micro_batches: any iterable, also a generator. Each is released before the next forward. Sizes may differ.
         loss_and_count: ``loss_and_count(micro) -> (summed loss, items)``: a scalar tensor in float32 or float64, and a
-            whole number, 0 for a micro-batch without labels. Autocast belongs inside it.
-        total_items: the items of all micro-batches together, where they are known before the first backward.
-        count_items: ``count_items(micro) -> items`` counts a list of micro-batches before the first backward. With
-            neither, losses are divided by the first count, and gradients are scaled in place at the end: anything but
-            zeros in them from before is then a ``ValueError``. With a total they are added to, as ``backward()`` does.
-        reduction: ``"sum"``, or ``"mean"`` where the loss is the micro-batch's mean, as a model returns it.
-        model: whose gradients they are. A ``DistributedDataParallel`` or a sharded module (``fully_shard``, FSDP) must
-            be given: items (``total_items`` too) are added up over all processes. Gradients travel with the last
-            micro-batch (DDP) or with each (FSDP, where all processes need equally many).
+            whole number, 0 for a micro-batch without labels. Use autocast inside this function.
+        total_items: the items of all micro-batches together, if they are known before the first backward.
+        count_items: ``count_items(micro) -> items`` counts a list of micro-batches before the first backward. Without both,
+            losses are divided by the first count, and gradients are scaled in place at the end: then gradients from before
+            that are not zero raise ``ValueError``. With a total, gradients are added to them, as ``backward()`` does.
+        reduction: ``"sum"``, or ``"mean"`` if the loss is the micro-batch's mean, as a model returns it.
+        model: the model that is trained. A ``DistributedDataParallel`` or a sharded module (``fully_shard``, FSDP) must
+            be given: items (also ``total_items``) are added up over all processes. Gradients are sent with the last
+            micro-batch (DDP) or with each one (FSDP, where all processes need equally many).
         scaler: scales each loss. Unscale before clipping, as always.
 
-    ``TypeError`` or ``ValueError`` for returns that cannot be right, a total that does not come out, and a window
-    without any item. After an error the gradients are incomplete: zero them.
+    Raises ``TypeError`` or ``ValueError`` for returned values that cannot be right, for a total that differs from the count,
+    and for a window without any item. After an error the gradients are incomplete: zero them.
     """
     if reduction not in ("sum", "mean"):
         raise ValueError(
@@ -85,7 +85,7 @@ def accumulate_gradients(
 
 
 class _Window:
-    """What is counted so far, and by what each loss is divided: the total, or the first count where it is unknown."""
+    """The counts so far, and the number that each loss is divided by: the total, or the first count if it is unknown."""
 
     def __init__(self, processes: Processes, total: int | None, mean: bool, model, scaler):
         if total == 0:
@@ -100,7 +100,7 @@ class _Window:
     def add(self, returned: Any, needed: bool) -> None:
         loss, count = _checked(returned, self.mean)
         self.items += count
-        if self.divisor is None:  # a provisional one keeps sums over many items within the range of float16
+        if self.divisor is None:  # a provisional divisor keeps sums over many items within the range of float16
             self.divisor = max(1, int(self.processes.sums(count)[0]))
         if not count:
             if needed:
@@ -109,15 +109,15 @@ class _Window:
         if self.search:
             self._will_train([p for p in _leaves(loss) if p not in self.trained])
         factor = (count if self.mean else 1) * self.processes.divisor / self.divisor
-        scaled = loss if factor == 1 else loss * factor  # a batch in one piece needs no second loss
+        scaled = loss if factor == 1 else loss * factor  # an uncut batch needs no second loss tensor
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         del scaled
-        # float64, where there is one: a window has many micro-batches, and their sums differ in size
+        # float64 where the device has it: a window has many micro-batches, and their sums differ in size
         dtype = loss.dtype if loss.device.type == "mps" else torch.float64
         if self.loss_sum is None:
             self.loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
         value = loss.detach().to(dtype)
-        # In place: each micro-batch leaves as many bytes behind as the one before.
+        # In place, so that every micro-batch leaves equally many bytes behind.
         self.loss_sum += value * count if self.mean else value
 
     def end(self) -> Accumulated:
@@ -137,12 +137,12 @@ class _Window:
         return Accumulated(loss / items, items)
 
     def _will_train(self, parameters: Iterable[Tensor]) -> None:
-        """Remember whose gradients are corrected at the end: they must not have any from before."""
+        """Remember the parameters whose gradients are corrected at the end. They must not have gradients from before."""
         new = dict.fromkeys(parameters)
         old = [p.grad for p in new if p.grad is not None]
-        # Of a sharded gradient, what lies in this process.
+        # Of a sharded gradient, only this process's part.
         existing = sum(bool((g.to_local() if hasattr(g, "to_local") else g).any()) for g in old)
-        # Over all processes: where one has some and raises, the others must not wait for it.
+        # Summed over all processes: if one has gradients and raises, the others must not wait for it.
         if found := int(self.processes.sums(existing)[0]):
             raise ValueError(
                 f"{found} parameters have gradients from before, and the correction at the end would scale them too: "
@@ -164,9 +164,9 @@ def _warn_of_shared_statistics(model: nn.Module | None, between_ranks: bool) -> 
 
 
 def split(batch: Any, size: int) -> Iterator[Any]:
-    """Cut a batch into micro-batches of ``size`` rows; the last one has what is left. They are views: no bytes.
+    """Cut a batch into micro-batches of ``size`` rows; the last one has the rest. They are views and take no new bytes.
 
-    ``batch`` is a tensor, or a dict or tuple of them; what has no rows (a number, a flag) goes into every micro-batch.
+    ``batch`` is a tensor, or a dict or tuple of tensors. A value without rows (a number, a flag) goes into every micro-batch.
     Raises ``ValueError`` when ``size`` is not positive or the tensors have unequal numbers of rows.
     """
     rows = count_rows(batch)
@@ -180,7 +180,7 @@ def split(batch: Any, size: int) -> Iterator[Any]:
 
 
 def count_rows(batch: Any) -> int:
-    """How many rows the tensors of ``batch`` have. ``ValueError`` where they do not agree."""
+    """How many rows the tensors of ``batch`` have. Raises ``ValueError`` if they differ."""
     rows = {len(leaf) for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(rows) != 1:
         raise ValueError(
@@ -205,7 +205,7 @@ def _whole(number: Any, what: str) -> int:
 
 
 def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
-    """The loss and the count that ``loss_and_count`` returned, if they can be right."""
+    """Check what ``loss_and_count`` returned. Returns the loss and the count."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
             f"loss_and_count must return two things, (summed loss, items), and returned {type(returned).__name__}: for "
@@ -229,7 +229,7 @@ def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
 
 
 def _send_without_items(loss: Tensor) -> None:
-    """Backward through a loss without items, for the gradients of the earlier micro-batches travel with it."""
+    """Run backward through a loss without items, since it sends the gradients of the earlier micro-batches."""
     if not loss.requires_grad or not math.isfinite(loss.item()):
         raise ValueError(
             "the last micro-batch has no items, and its loss cannot carry the other gradients to the other processes: "
@@ -244,7 +244,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
         return [loss]
     seen = {loss.grad_fn}
     todo = [loss.grad_fn]
-    for node in todo:  # which grows
+    for node in todo:  # todo grows in this loop
         if "CheckpointFunction" in node.name():
             raise ValueError(
                 "parameters are hidden inside a reentrant checkpoint: give model=, or total_items=, or use "

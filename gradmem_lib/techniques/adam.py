@@ -8,7 +8,7 @@ For a gradient g, at step t = 1, 2, ...:
 
 Adam: Kingma and Ba 2015, algorithm 1. AdamW takes weight decay out of the gradient and applies it to the parameter
 itself: Loshchilov and Hutter 2019, algorithm 2. Both follow ``torch.optim``'s plain loop operation by operation, so
-trajectories and checkpoints are interchangeable, and need less room: a step makes one temporary, as large as the
+trajectories and checkpoints are interchangeable. They need less memory: a step makes one temporary, as large as the
 parameter that is being updated.
 """
 
@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 class Adam(Optimizer):
     """Adam, with weight decay (if any) added to the gradient.
 
-    Keeps, for each parameter that has had a gradient: ``exp_avg`` (m) and ``exp_avg_sq`` (v), with the parameter's
-    shape and dtype, and ``step``, one float32 number. That is 8 bytes a parameter in float32, 4 in bf16, and 4 for
-    each tensor; they appear in the first ``step()``.
+    For each parameter that has had a gradient, it keeps ``exp_avg`` (m) and ``exp_avg_sq`` (v), with the parameter's
+    shape and dtype, and ``step``, one float32 number. That is 8 bytes for each number of a parameter in float32, 4 in bf16,
+    and 4 more for each tensor. The first ``step()`` allocates them.
 
     Args:
         params: parameters, or dicts with ``"params"`` and settings of their own, as for any ``torch.optim`` optimizer.
-        lr: how far a step goes, at least 0.
-        betas: what m and v keep of their old values, each at least 0 and below 1.
+        lr: the learning rate, at least 0.
+        betas: the share of their old values that m and v keep, each at least 0 and below 1.
         eps: added to the root of v, at least 0.
-        weight_decay: at least 0; without it 0 in Adam, 0.01 in AdamW.
+        weight_decay: at least 0. By default 0 in Adam, 0.01 in AdamW.
 
     Raises ``ValueError`` for settings outside these ranges, in any group. ``state_dict`` is that of ``torch.optim``.
     """
@@ -52,23 +52,23 @@ class Adam(Optimizer):
         super().__init__(params, defaults | {"decoupled_weight_decay": self.decoupled})
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add parameters with settings of their own. Raises ``ValueError`` for settings that it cannot use."""
+        """Add parameters with settings of their own. Raises ``ValueError`` for settings that this optimizer cannot use."""
         if isinstance(param_group, dict):
             self._refuse(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict) -> None:
-        """The last part of ``load_state_dict``. Raises ``ValueError`` for settings that it cannot use."""
+        """The last part of ``load_state_dict``. Raises ``ValueError`` for settings that this optimizer cannot use."""
         for group in state["param_groups"]:
-            # As in torch.optim: AdamW decouples whatever wrote the checkpoint, and Adam goes on as it was.
+            # As in torch.optim: AdamW always decouples, and Adam continues as the optimizer that wrote the checkpoint.
             group["decoupled_weight_decay"] = self.decoupled or group.get("decoupled_weight_decay", False)
             self._refuse(group)
         super().__setstate__(state)
 
     def _refuse(self, group: dict) -> None:
-        """``ValueError`` for settings that are out of range, or that a checkpoint of ``torch.optim``'s asks for."""
+        """``ValueError`` for settings out of range, and for options of ``torch.optim`` (in a checkpoint) that are not here."""
         for setting, example in (("lr", 0.001), ("eps", 1e-8), ("weight_decay", 0.01)):
-            if not group[setting] >= 0:  # so written, it refuses nan too
+            if not group[setting] >= 0:  # written this way, it also refuses nan
                 raise ValueError(f"{setting}={group[setting]}: it must be at least 0, for example {example}")
         betas = group["betas"]
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -105,13 +105,13 @@ class Adam(Optimizer):
         return loss
 
     def _start(self, p: Tensor, state: dict) -> None:
-        # Counters stay on the CPU: reading one from a card would make every step wait for it.
+        # Counters stay on the CPU: reading one from a card would make every step wait for the card.
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def _update(self, p: Tensor, state: dict, group: dict) -> None:
-        # A method of its own: its temporary is gone before the next parameter's is made.
+        # A separate method, so that its temporary is freed before the next parameter's is made.
         tensors = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
         if p.is_complex():  # two real numbers each
             tensors = tuple(map(torch.view_as_real, tensors))
@@ -119,7 +119,7 @@ class Adam(Optimizer):
 
 
 def adam_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: float, group: dict) -> None:
-    """Step ``t`` of a weight and its moments, in place: four tensors of one shape, and a group's settings."""
+    """Update a weight and its moments in place at step ``t``: four tensors of one shape, and a group's settings."""
     lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
     if decay and group["decoupled_weight_decay"]:
         p.mul_(1 - lr * decay)
@@ -127,14 +127,14 @@ def adam_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: float, group: di
         grad = grad.add(p, alpha=decay)
     m.lerp_(grad, 1 - beta1)
     v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    del grad  # a decayed gradient is a temporary, and the next line makes another
+    del grad  # with decay it is a temporary, and the next line makes another one
 
     denominator = v.sqrt().div_(sqrt(1 - beta2**t)).add_(group["eps"])
     p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: each step first takes ``lr * weight_decay`` of the parameter away, and the
-    moments never see it. Everything else is as for ``Adam``."""
+    """Adam with decoupled weight decay: each step first subtracts ``lr * weight_decay`` times the parameter, and the
+    moments do not contain the decay. Everything else is as for ``Adam``."""
 
     decoupled, usual_decay = True, 0.01

@@ -28,28 +28,27 @@ def checkpoint_layers(
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
 
     Args:
-        layers_or_model: an ``nn.Sequential``; an ``nn.ModuleList`` whose layers are called in order, each with the last
-            one's output; or a transformers model, in which the list of layers is found, or several (an encoder's and a
-            decoder's), each of which gets a schedule of its own.
-        every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about sqrt(n) of them; a list of
-            segment lengths, first segment first, in which a list is a segment made of segments; ``"first-k"`` for the first
-            k layers one by one (of several lists, the first list's come first), and the others kept; or ``"best"``, which
-            measures what each layer keeps and needs at the beginning of the first training forward (two extra forwards
-            and a backward of the layers, one at a time) and takes ``safe_segments``: afterwards never a higher peak than one a layer,
+        layers_or_model: an ``nn.Sequential``; an ``nn.ModuleList`` whose layers are called in order, each with the output
+            of the one before; or a transformers model, whose list of layers is found. A model with several lists (an
+            encoder's and a decoder's) gets a schedule for each.
+        every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about sqrt(n) segments; a list of
+            segment lengths, first segment first, in which a list is a segment made of segments; ``"first-k"`` to checkpoint
+            the first k layers one by one (counted from the first list on) and keep the others; or ``"best"``. This measures
+            the bytes of each layer at the beginning of the first training forward (two extra forwards and a backward of the
+            layers, one at a time) and uses ``safe_segments``. Then the peak is never higher than with one checkpoint a layer,
             whatever logits and loss need after the layers.
-        keep_last: whether the last segment is kept rather than run again. ``None``: yes for a list, no for an int and
-            ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` says it itself.
+        keep_last: whether the last segment is kept rather than recomputed. ``None``: yes for a list, no for an int and
+            ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` sets it itself.
 
-    Modules, parameters and state dicts stay what they are, and so do layers in eval mode and without gradients. Hooks on a
-    layer fire whenever it really runs (the last one that runs again is left before its end, once nothing more is needed). In
-    training, an empty key-value cache is left out (with a warning), for a layer that runs again would write to it again. A
-    forward of a model given here that collects hidden states or attentions checkpoints its layers one by one. Under
-    ``torch.compile`` of the whole model, the layers run uncompiled. A copy of the model (``copy.deepcopy``, ``pickle``) is a
-    plain one.
+    Modules, parameters and state dicts do not change, and layers in eval mode or without gradients run as before. Hooks on a
+    layer fire each time that it runs (the last layer of a recomputation stops early, once nothing more is needed). In training,
+    an empty key-value cache is left out (with a warning), since a recomputed layer would write to it again. If the model is
+    given here, a forward that collects hidden states or attentions checkpoints its layers one by one. Under ``torch.compile`` of
+    the whole model, the layers run uncompiled. A copy of the model (``copy.deepcopy``, ``pickle``) has no checkpoints.
 
-    Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` where no list of layers is found,
-    and ``RuntimeError`` where a layer, or a part of one, is checkpointed already (by this function or by transformers), where
-    a layer is compiled, or where ``"best"`` meets weights that FSDP has spread over processes.
+    Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no list of layers is found, and
+    ``RuntimeError`` if a layer, or a part of one, is checkpointed already (by this function or by transformers), if a layer
+    is compiled, or if ``"best"`` is used on weights that FSDP has sharded over processes.
     """
     found = find_layers(layers_or_model)
     refuse_checkpointed([layer for layers, _ in found.values() for layer in layers])
@@ -75,11 +74,11 @@ def checkpoint_layers(
 
 
 class CheckpointedLayers(AbstractContextManager):
-    """Layers that run in segments; made by ``checkpoint_layers``.
+    """Layers that run in segments, as ``checkpoint_layers`` returns them.
 
     Attributes: ``layers``; ``segments`` (the schedule; None until ``"best"`` has measured); ``keep_last``; ``internal`` and
-    ``boundary`` (what ``"best"`` measured, in bytes, a list with one number a layer; None before, and for the others). For
-    a model with several lists of layers, each is a dict by the list's name in the model.
+    ``boundary`` (the bytes that ``"best"`` measured, one number a layer; None before that, and for other schedules). If the
+    model has several lists of layers, each attribute is a dict by the list's name in the model.
     """
 
     def __init__(self, lists: dict[str, _Segments]):
@@ -107,21 +106,21 @@ class CheckpointedLayers(AbstractContextManager):
 class _Segments:
     """One list of layers, and how it runs.
 
-    A call of a segment's first layer runs the whole segment. The model then calls the others, which hand on what is
-    ``waiting``: (the next layer, where the segment ends, what it returned, its arguments but the input).
+    A call of a segment's first layer runs the whole segment. The model then calls the other layers, which return the output
+    in ``waiting``: (the next layer, the segment's end, its output, its arguments without the input).
     """
 
     layers: list[nn.Module]
     owner: nn.Module | None  # the transformers model that calls them
-    whole: bool  # a layer's output is handed on as it is, and not the first of a tuple
+    whole: bool  # the next layer gets the whole output, not the first element of a tuple
     segments: Schedule | None
     keep_last: bool | None
     internal: list[int] | None = None
     boundary: list[int] | None = None
     waiting: tuple[int, int, Any, tuple] | None = None
-    apart: bool = False  # in this forward, each layer is a segment
+    apart: bool = False  # in this forward, each layer is its own segment
     warned: bool = False
-    # While "best" measures: each call's layer, its bytes, and whether it may share a segment with the one before.
+    # While "best" measures: for each call the layer, its bytes, and whether it may share a segment with the layer before.
     measured: list[tuple[int, LayerBytes, bool]] | None = None
 
     def install(self, undo: ExitStack) -> None:
@@ -133,13 +132,13 @@ class _Segments:
             undo.callback(replace_call(layer, _Turn(self, call, i)))
 
     def put_on_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
-        """The same schedule on a copy of the model; ``copies`` has the copy of each of its modules."""
+        """Put the same schedule on a copy of the model; ``copies`` maps each module to its copy."""
         layers = [copies[layer] for layer in self.layers]
         copied = replace(self, layers=layers, owner=copies.get(self.owner), waiting=None)
         CheckpointedLayers({"layers": copied})
 
     def call(self, i: int, args: tuple, kwargs: dict) -> Any:
-        """Layer ``i`` was called: run its segment, or hand its output on if it has run."""
+        """Called for layer ``i``: run its segment, or return the output if the segment has run."""
         waiting, self.waiting = self.waiting, None
         if not self._training():
             begun = waiting is not None and waiting[0] == i
@@ -203,14 +202,14 @@ class _Segments:
         return out
 
     def _hidden(self, out: Any) -> Any:
-        """What the next layer is given of a layer's output."""
+        """The part of a layer's output that the next layer gets."""
         return out[0] if isinstance(out, tuple) and not self.whole else out
 
     def _says_more(self, out: Any) -> bool:
         return isinstance(out, tuple) and not self.whole and any(part is not None for part in out[1:])
 
     def _problem(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> str | None:
-        """Why this call of layer ``i`` does not continue a segment; None if it does."""
+        """The reason why this call of layer ``i`` does not continue a segment; None if it does."""
         if waiting is None or waiting[0] != i:
             return "was called out of order"
         _, _, out, before = waiting
@@ -221,28 +220,28 @@ class _Segments:
         return None
 
     def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """The model that calls these layers begins its forward."""
+        """Called when the model that owns these layers begins its forward."""
         self.apart = any(
             getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in ("output_hidden_states", "output_attentions")
         )
         if self.segments is None and not self.apart and self._training():
-            # Layers of different kinds get masks of their own where a batch has padding.
+            # Where a batch has padding, layers of different kinds get different masks.
             kinds = set(getattr(model.config, "layer_types", None) or ())
             self._choose(lambda: model.forward(*args, **kwargs), alike=len(kinds) < 2)
 
     def _one_after_another(self, i: int, x: Any, rest: tuple) -> None:
-        """Call the layers of a list whose owner is not known, each with the output of the one before it."""
+        """Measure the layers of a list without a known owner: call each with the output of the one before it."""
         if i != 0:
             raise RuntimeError(f'layer {i} was called before layer 0, at which "best" measures all layers')
         for j in range(len(self.layers)):
             x = self._hidden(self._measure(j, x, rest, self.waiting))
 
     def _choose(self, run: Callable[[], Any], alike: bool = True) -> None:
-        """Measure each layer while ``run`` calls them, and settle the schedule. Random states are left as they were."""
+        """Measure each layer while ``run`` calls them, and choose the schedule. Random states do not change."""
         devices = {p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"}
         self.measured = measured = list[tuple[int, LayerBytes, bool]]()
-        torch.clear_autocast_cache()  # casts made before the layers would wait beside each layer's backward
+        torch.clear_autocast_cache()  # copies cast before the layers would be alive during each layer's backward
         try:
             with torch.random.fork_rng(devices=list(devices)):
                 run()
@@ -257,7 +256,7 @@ class _Segments:
             self.segments, self.keep_last = [1] * len(self.layers), bool(self.keep_last)
 
     def _measure(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> Any:
-        """The output of layer ``i``, without a graph; what it keeps and needs is noted down."""
+        """The output of layer ``i``, without a graph. Records the bytes that the layer keeps and needs."""
         if any(hasattr(p, "placements") for p in self.layers[i].parameters()):
             raise RuntimeError(
                 'every="best" measures one layer alone, and here FSDP has spread its weights over processes: give an int, '
@@ -270,17 +269,17 @@ class _Segments:
 
 
 def checkpoints_of(model: nn.Module) -> list[_Segments]:
-    """What ``checkpoint_layers`` has put on layers of ``model``."""
+    """The checkpoints that ``checkpoint_layers`` has put on layers of ``model``."""
     turns = [stand_in(module) for module in model.modules()]
     return list(dict.fromkeys(turn.segments for turn in turns if isinstance(turn, _Turn)))
 
 
 class Again:
-    """What stands in for the ``__call__`` of a module that runs again in backward."""
+    """Replaces the ``__call__`` of a module that is recomputed in backward."""
 
 
 class _Turn(Again):
-    """For a layer. In a copy of the layer it becomes the layer's own again."""
+    """Replaces a layer's call. In a copy of the layer, it becomes the layer's own call again."""
 
     def __init__(self, segments: _Segments, call: Callable, index: int):
         self.segments, self.call, self.index = segments, call, index
@@ -306,7 +305,7 @@ class _BeforeModel:
 
 
 def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-    """The arguments with None for a key-value cache, and whether there was one. ``RuntimeError`` for one that has entries."""
+    """The arguments with None for a key-value cache, and whether there was a cache. ``RuntimeError`` if it has entries."""
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
     if any(cache.get_seq_length() > 0 for cache in caches):
@@ -320,7 +319,7 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
-    """A layer's input, and its other arguments: (the positional ones, or None where the input has a name; those by name)."""
+    """A layer's input, and its other arguments: (the positional ones, or None if the input was named; the named ones)."""
     if args:
         return args[0], (args[1:], kwargs)
     if "hidden_states" not in kwargs:
@@ -338,7 +337,7 @@ def _joined(x: Any, rest: tuple) -> tuple[tuple, dict]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether all arguments are the same: one tensor (or two views of the same elements), or equal values."""
+    """Whether all arguments are the same: the same tensors (or views of the same elements), or equal values."""
     (ones, kind), (others, other_kind) = tree_flatten(a), tree_flatten(b)
     return kind == other_kind and all(map(_same_leaf, ones, others))
 
@@ -362,9 +361,9 @@ CACHE_LEFT_OUT = "training with checkpoints leaves the key-value cache out: set 
 
 
 def refuse_checkpointed(layers: list[nn.Module]) -> None:
-    """``RuntimeError`` where a layer, or a part of one, is checkpointed or compiled already."""
+    """Raise ``RuntimeError`` if a layer, or a part of one, is checkpointed or compiled already."""
     for part in [part for layer in layers for part in layer.modules()]:
-        # In a copy, what stands in is the part's own call.
+        # In a copy, the stand-in is the part's own call, and no checkpoint.
         if isinstance(stand_in(part), Again) or getattr(part, "gradient_checkpointing", False):
             raise RuntimeError(_TWICE)
     if any(map(is_compiled, layers)):

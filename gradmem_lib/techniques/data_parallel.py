@@ -1,4 +1,4 @@
-"""Processes that train one model together: what is summed over them, and what each has to do for the others."""
+"""Processes that train one model together: the sums over all of them, and the work that each has to do for the others."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,21 +16,21 @@ NOTHING = "there is nothing to learn from: no micro-batch, or not one item in al
 
 
 class Processes:
-    """Those that average their gradients over ``groups``, one after another. Without groups: a process on its own."""
+    """Processes that average their gradients over ``groups``, one group after another. Without groups: a single process."""
 
     def __init__(self, model: nn.Module | None = None, groups: Sequence[dist.ProcessGroup] = ()):
         self.model, self.groups = model, groups
-        self.divisor: float = math.prod(group.size() for group in groups)  # of gradients, on their way
+        self.divisor: float = math.prod(group.size() for group in groups)  # averaging divides gradients by it
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Each micro-batch, and whether the others wait for its backward even if it has no items."""
+        """Each micro-batch, and whether other processes wait for its backward even if it has no items."""
         return ((micro, False) for micro in given)
 
     def forward_and_backward(self, needed: bool) -> AbstractContextManager:
         return nullcontext()
 
     def check_gradients(self) -> None:
-        """After the last backward. ``ValueError`` where gradients have not travelled."""
+        """Called after the last backward. Raises ``ValueError`` if gradients have not been sent."""
 
     def sums(self, *numbers: float) -> list[float]:
         """Each number, added up over all processes."""
@@ -43,9 +43,9 @@ class Processes:
 
 
 class Replicated(Processes):
-    """``DistributedDataParallel``: gradients travel with the last micro-batch. Processes may have unequally many.
+    """``DistributedDataParallel``: gradients are sent with the last micro-batch. Processes may have unequally many.
 
-    To know the last one, the next is fetched early: two of them are held at a time."""
+    To know which one is the last, it prefetches the next one: two micro-batches are alive at a time."""
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         held = nothing = object()
@@ -67,16 +67,16 @@ class Replicated(Processes):
             without = [n for n, p in trained if p.grad is None]
             raise ValueError(
                 f"backward has not reached every trained parameter ({', '.join(without[:3]) or 'of this micro-batch'}), and "
-                "DistributedDataParallel still waits for it, others' gradients not averaged: freeze what is not used "
-                "(requires_grad_(False)) or, where the data decide what is, wrap the model in DistributedDataParallel yourself, with "
-                "find_unused_parameters=True"
+                "DistributedDataParallel still waits for it, so other gradients are not averaged: freeze unused parameters "
+                " (requires_grad_(False)). If the data decide which ones are used, wrap the model yourself, in "
+                "DistributedDataParallel(find_unused_parameters=True)"
             )
 
 
 class Sharded(Processes):
-    """FSDP: every forward and backward is done by all processes together, and each keeps its part of the gradients.
+    """FSDP: all processes run every forward and backward together, and each keeps its part of the gradients.
 
-    Gradients travel with every micro-batch. Held back they would be whole on each process, which sharding avoids."""
+    Gradients are sent with every micro-batch. If they waited, each process would hold all of them, which sharding avoids."""
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         nothing, rest = object(), iter(given)
@@ -96,13 +96,13 @@ class Sharded(Processes):
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where ``model`` computes: of offloaded shards, the device that they are gathered on."""
+    """The device that ``model`` computes on: for offloaded shards, the device on which they are gathered."""
     first = next(model.parameters())
     return torch.device(first.device_mesh.device_type) if hasattr(first, "device_mesh") else first.device
 
 
 def processes_of(model: nn.Module | None) -> Processes:
-    """How ``model`` is trained. ``ValueError`` where several processes would get a wrong gradient unnoticed."""
+    """The processes that train ``model``. ``ValueError`` if several processes would get a wrong gradient unnoticed."""
     if not (dist.is_available() and dist.is_initialized()):
         return Processes()
     if model is None:
@@ -130,7 +130,7 @@ def processes_of(model: nn.Module | None) -> Processes:
 
 
 def check_trained_together(model: nn.Module, optimizer: Any) -> None:
-    """``ValueError`` where each process would train a model of its own, or an optimizer that knows none of the shards."""
+    """``ValueError`` if each process would train its own model, or if the optimizer has none of the shards."""
     groups = [] if isinstance(optimizer, list) else optimizer.param_groups
     stepped, own = {id(p) for group in groups for p in group["params"]}, {id(p) for p in model.parameters()}
     if not processes_of(model).groups or (stepped and stepped.isdisjoint(own)):

@@ -1,4 +1,4 @@
-"""What one layer keeps and needs, in bytes, found by running it forward and backward once, alone."""
+"""The bytes that one layer keeps and needs, measured by running its forward and backward once, alone."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from ..measure.watch import Watch
 
 
 class LayerBytes(NamedTuple):
-    """Of one layer, in bytes.
+    """The bytes of one layer.
 
     Attributes:
         boundary: its input, which a checkpoint keeps.
         internal: what its backward needs besides the input and the weights.
-        temporaries: the most that its forward or its backward has beside these at once: the gradient of its output, that of
-            its input, those of its weights, and what lies between.
-        gradients: of its weights, those that are not there yet. They wait for the optimizer's step.
-        trained: whether a gradient goes through it. One that has none keeps nothing, and never runs again.
+        temporaries: the most bytes besides these at one time of its forward or backward: the gradients of its output, of its
+            input and of its weights, and those in between.
+        gradients: the gradients of its weights that do not exist yet. They stay until the optimizer's step.
+        trained: whether a gradient passes through it. A layer without one keeps nothing, and is never recomputed.
     """
 
     boundary: int
@@ -31,26 +31,26 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any) -> tuple[LayerBytes, Any]:
-    """The bytes of ``layer(*args, **kwargs)``, whose input ``x`` is one of these; and its output, without a graph.
+    """The bytes of ``layer(*args, **kwargs)``, and its output without a graph. ``x`` is the argument that is the layer's input.
 
-    ``hidden(output)`` is what the next layer gets of it, and what a gradient comes from. Nothing is left behind but the output:
-    no gradient, and every buffer is what it was. Hooks on the layer do not fire. The caller looks after random states.
+    ``hidden(output)`` is the part of the output that the next layer gets, and that has a gradient. Only the output stays: no
+    gradients are left, and buffers get their old values back. Hooks on the layer do not fire. The caller restores random states.
     """
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
     buffers = [(m, name, b, b.clone()) for m in layer.modules() for name, b in m.named_buffers(recurse=False)]
     device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
-    # As it is set, without a cache, in which casts would stay that no backward needs.
+    # Autocast as it is set, but without its cache, which would keep copies that no backward needs.
     casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
     try:
         internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights, hidden, casts)
-        with torch.no_grad(), casts:  # only now: beside a backward, no output waits but the one it began with
+        with torch.no_grad(), casts:  # after the backward, so that no second output is alive beside it
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
-                setattr(module, name, buffer)  # forward may have put another one in its place
+                setattr(module, name, buffer)  # forward may have replaced it by another tensor
     for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
         tensor.requires_grad_(needed)
     waiting = sum(p.nbytes for p in weights if p.grad is None)
@@ -61,7 +61,7 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
 def _forward_and_backward(
     layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor], hidden: Any, casts: torch.autocast
 ) -> tuple[int, int, list[bool]]:
-    """Bytes kept, the most beside them at once, and which tensors of the output have a gradient."""
+    """The bytes kept, the most bytes besides these at one time, and which tensors of the output have a gradient."""
     made = _Made()
     with Watch(made.observe):
         with casts:
@@ -69,7 +69,7 @@ def _forward_and_backward(
         internal = _nbytes(made.alive.difference(storages_of(hidden(out))))  # the next layer's boundary
         trained = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((hidden(out),)) if t.requires_grad]
-        # While a layer runs again, the gradient of its output waits beside it.
+        # While a layer is recomputed, the gradient of its output is alive too.
         most = made.most + sum(t.nbytes for t in outputs)
         if outputs:
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
@@ -77,14 +77,14 @@ def _forward_and_backward(
             del out, outputs
             made.most = _nbytes(made.alive)
             leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
-            with torch.autocast(casts.device, enabled=False):  # as in a loss's backward, after the block
+            with torch.autocast(casts.device, enabled=False):  # a real backward runs after the autocast block
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
             most = max(most, made.most)
     return internal, most - internal, trained
 
 
 class _Made:
-    """The storages that operations have made and that are ``alive``, and the ``most`` bytes of them at once."""
+    """The storages that operations have made and that are still ``alive``, and the ``most`` bytes of them at one time."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet = weakref.WeakSet()
@@ -100,5 +100,5 @@ def _nbytes(storages: Any) -> int:
 
 
 def _cut_off(value: Any) -> Any:
-    """The same tensors without the graph behind them."""
+    """The same tensors, detached from the graph behind them."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)

@@ -1,10 +1,10 @@
-"""Where the layers of a model are."""
+"""Finds the layers of a model."""
 
 import sys
 
 from torch import nn
 
-# By the list's name in the model: the layers, and the transformers model that calls them, if it was given.
+# By each list's name in the model: the layers, and the transformers model that calls them, if it was given.
 Lists = dict[str, tuple[list[nn.Module], nn.Module | None]]
 
 
@@ -23,7 +23,7 @@ def find_layers(given: nn.Module) -> Lists:
         owners = {}
         for name, module in given.named_modules():
             if any(name.startswith(f"{outer}.") for outer in found):
-                continue  # a list inside a layer of another list runs again with it
+                continue  # a list inside a layer of another list is recomputed with that layer
             if hasattr(module, "config"):
                 owners[f"{name}." if name else ""] = module
             if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, kind) for m in module):

@@ -1,4 +1,4 @@
-"""LoRA: a frozen linear layer plus a trained addition of low rank."""
+"""LoRA: a frozen linear layer plus a trained low-rank addition."""
 
 import math
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
 
-    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. ``dtype`` is
-    theirs: by default float32 where the base has 16 bits, as PEFT has it, and ``x`` is copied to it. ``base`` is an
-    ``nn.Linear`` or transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have
+    ``dtype``, by default float32 on a base in 16 bits, as in PEFT; ``x`` is cast to it. ``base`` is an ``nn.Linear`` or
+    transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Base and addition as one new matrix in the base's shape. Mamba multiplies by its ``dt_proj`` so."""
+        """Base plus addition as one new matrix in the base's shape. Mamba reads the weight of its ``dt_proj`` directly."""
         addition = self.scale * (self.B @ self.A)
         base = self.base.weight
         return base + (addition.T if type(self.base).__name__ == "Conv1D" else addition).to(base.dtype)
@@ -53,8 +53,8 @@ class LoRALinear(nn.Module):
 
 @torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, ``None`` for any other module, such as a router that is a Linear and returns a pair:
-    a forward of its own is tried on one row."""
+    """(in, out) of a linear layer, ``None`` for any other module. A subclass of Linear may be a router, whose forward returns
+    a pair: if it has its own forward, that is tried on one row."""
     if isinstance(module, nn.Linear):
         own = type(module).forward is not nn.Linear.forward
         if own and not isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor):
@@ -80,9 +80,9 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def add_lora(
     model: nn.Module, rank: int, targets: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> int:
-    """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place; returns how many.
+    """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place. Returns their number.
 
-    ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``); none means all but the output layer.
+    ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``). Without any, all but the output layer.
     """
     model.requires_grad_(False)
     linear, ends = linear_layers(model), tuple(f".{target}" for target in targets)

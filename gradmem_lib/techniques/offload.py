@@ -1,4 +1,4 @@
-"""Move instead of keeping: what autograd saves for backward goes to files, or from a card to the host, and comes back."""
+"""Offloading: tensors that autograd saves for backward are moved to files, or from a card to the host, and reloaded."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ..compat import base_of, for_a_checkpoint, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, choose
 
-MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # which fully_shard moves
+MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # fully_shard moves parameters
 
 
 class offload_activations(saved_tensors_hooks):
-    """``with offload_activations(model=model) as moved:`` around a forward moves what autograd saves in it, until backward.
+    """``with offload_activations(model=model) as moved:`` around a forward moves the tensors that autograd saves, until backward.
 
-    From the CPU it goes to files, one for each storage and of as many bytes; from a card to the host's pinned memory, by
-    copies on the stream that computes. What is changed in place after it was saved comes back as it was when it was saved.
+    On the CPU, tensors are moved to files: one file for each storage, of equally many bytes. On a card, they are moved to the
+    host's pinned memory, by copies on the computing stream. A tensor that is later changed in place is reloaded unchanged.
 
     Args:
-        folder: where the files get a folder of their own; ``None``: among the system's temporary ones. A file goes with the
-            graph that needs it, and the folder with its last file. ``.close()`` and an exception in the block remove both.
-        model: whose parameters and buffers stay where they are. Without it, all ``nn.Parameter`` do.
+        folder: the folder in which the files get their own folder. ``None``: the system's folder for temporary files. A file is
+            deleted with its graph, and the folder with its last file. ``.close()`` and an exception in the block delete both.
+        model: its parameters and buffers are not moved. Without a model, no ``nn.Parameter`` is moved.
         what: ``"activations"`` or ``"boundaries"`` (``OFFLOAD``).
 
-    Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that held them, each moved once. A backward
-    reads each back as often as it needs it, and raises ``RuntimeError`` where the files are gone.
+    Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that were moved, each of them once. Backward
+    reloads a storage each time that it needs it, and raises ``RuntimeError`` if its file is gone.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class offload_activations(saved_tensors_hooks):
             self.close()
 
     def close(self) -> None:
-        """Remove the files that are left. A backward that needs them is an error afterwards."""
+        """Delete the files that are left. A backward that needs them then raises an error."""
         self._known.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _pack(self, tensor: Tensor) -> tuple:
         if not self._moves(tensor):
-            # With its graph it would keep itself alive.
+            # Detached, since with its graph it would keep itself alive.
             return None, (tensor if tensor.is_leaf else tensor.detach(), version(tensor))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -94,7 +94,7 @@ class offload_activations(saved_tensors_hooks):
     def _path(self) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="gradmem-", dir=self._parent))
-        self._folder.mkdir(mode=0o700, exist_ok=True)  # it went with its last file
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # it may have been deleted with its last file
         return self._folder / str(self.tensors)
 
 
@@ -103,7 +103,7 @@ def _unpack(packed: tuple) -> Tensor:
     if moved is not None:
         return moved.tensor(*form)
     tensor, before = form
-    if version(tensor) != before:  # which autograd itself does not ask where hooks are
+    if version(tensor) != before:  # autograd does not check this where hooks are used
         raise RuntimeError(
             f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this backward, has been changed in "
             "place since the forward: run backward first, or change a copy"
@@ -126,25 +126,25 @@ class _Moved:
             here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._host.copy_(here, non_blocking=True)
-        elif not self._fake:  # written by no operation, which trackers would see
+        elif not self._fake:  # written without a torch operation, which trackers would count
             self._path = new_path()
-            weakref.finalize(self, _remove, self._path)  # first, so that no interrupt leaves a file
+            weakref.finalize(self, _remove, self._path)  # before the write, so that an interrupt leaves no file
             self._path.write_bytes((ctypes.c_char * self._nbytes).from_address(storage.data_ptr()))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
-        # Chunks of one storage may count their changes apart, as in a GRU: the tensor that counts has to be the same.
+        # Chunks of one storage may each count their own changes, as in a GRU: so the base tensor has to be the same too.
         return self._of() is base_of(tensor) and self._version == version(tensor)
 
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
-        """The saved tensor of this dtype, offset, shape and stride. Those of a storage share a copy while any lives unchanged."""
-        with torch.enable_grad():  # by which a tracker knows an activation, as it knows what runs again
+        """The saved tensor of this dtype, offset, shape and stride. Tensors of one storage share a copy while it is unchanged."""
+        with torch.enable_grad():  # so that a tracker counts it as an activation, like one that is recomputed
             storage = self._back()
             if storage is None or version(self._empty):
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
                 storage, self._empty = flat.untyped_storage(), flat.detach()
-                self._empty.data = flat.new_empty(0)  # counts changes of all that share, and keeps nothing
-                self._back = WeakIdRef(storage)  # of which autograd makes tensors of its own
+                self._empty.data = flat.new_empty(0)  # counts the changes of all tensors that share it, and holds no bytes
+                self._back = WeakIdRef(storage)  # of the storage, since autograd makes new tensors of it
             shared = self._empty.detach()
             shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)
             return shared
@@ -164,6 +164,6 @@ class _Moved:
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # the folder has other files, or both are gone already
+    with suppress(OSError):  # the folder has other files, or file and folder are gone already
         path.unlink()
         path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""AdamW whose states take one byte a number."""
+"""AdamW with one byte for each number of its states."""
 
 import math
 from functools import cache, lru_cache
@@ -18,9 +18,9 @@ SMALLEST_8BIT = 4096
 class AdamW8bit(OwnDtypes):
     """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
 
-    The layout is bitsandbytes': blocks of 256 numbers share one float32, their largest magnitude; tensors below 4,096
-    numbers stay in float32; two float32 tables of 256 values are shared by all parameters. The update runs inside one
-    operator, as it does in their kernel, so that it needs no memory that an allocator would see.
+    The layout is that of bitsandbytes: blocks of 256 numbers share one float32, their largest magnitude; tensors with fewer
+    than 4,096 numbers stay in float32; all parameters share two float32 tables of 256 values. The update runs inside one
+    operator, as in the kernel of bitsandbytes, so it needs no memory that an allocator would see.
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
@@ -30,7 +30,7 @@ class AdamW8bit(OwnDtypes):
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            if "code" in state:  # the tables are shared by all parameters again
+            if "code" in state:  # let all parameters share the tables again
                 state["code"], state["code_sq"] = self._tables(p.device)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class AdamW8bit(OwnDtypes):
 def code_table(signed: bool, device: torch.device | None) -> Tensor:
     """256 increasing values from -1 (or 0) to 1, 0 among them (Dettmers et al. 2022, section 1.3, "dynamic tree quantization").
 
-    Each decade from 1e-7 on has twice as many values as the one below it, in the middles of equal intervals of it.
+    Each decade from 1e-7 on has twice as many values as the decade below it: the middles of equal intervals of the decade.
     """
     decades = []
     for exponent in range(7):
@@ -73,7 +73,7 @@ def code_table(signed: bool, device: torch.device | None) -> Tensor:
 
 @cache
 def _adamw_8bit():
-    """The 8-bit update as an operator of its own: one kernel to whoever watches, as bitsandbytes' is."""
+    """The 8-bit update as a single operator: a tracker sees one kernel, as with bitsandbytes."""
 
     @torch.library.custom_op(
         "gradmem::adamw_8bit", mutates_args=("p", "exp_avg", "exp_avg_sq", "absmax", "absmax_sq")
@@ -119,9 +119,9 @@ def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest(values: Tensor, code: Tensor) -> Tensor:
-    """uint8 indices of the values of ``code``, which increase, that lie next to ``values`` (float32, flat, from -1 to 1).
+    """uint8 indices of the values in ``code`` (increasing) that are nearest to ``values`` (float32, flat, from -1 to 1).
 
-    The CPU's binary search takes eight times as long as all the rest of an update. There a table says where to look.
+    On the CPU, a binary search takes eight times as long as all the rest of an update. There, a table replaces it.
     """
     if values.device.type != "cpu":
         return torch.bucketize(values, _middles(code)).to(torch.uint8)
@@ -136,8 +136,8 @@ def _middles(code: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _by_upper_half(code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """By the upper 16 bits of a float32: how many middles of ``code`` are below all numbers that begin so. At most one more is
-    below some of them, the next one. And the middles, with one that nothing is above."""
+    """For each value of a float32's upper 16 bits, how many middles of ``code`` are below all numbers with these bits. At most
+    one more middle, the next one, is below some of them. Also the middles themselves, with infinity at the end."""
     middles = _middles(torch.tensor(code))
     upper = torch.arange(2**16, dtype=torch.int32) << 16
     least = torch.bucketize((upper | (upper >> 31 & 0xFFFF)).view(torch.float32), middles)

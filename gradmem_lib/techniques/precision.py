@@ -1,4 +1,4 @@
-"""Training in 16 bits: exact weights beside rounded ones, rounding by chance, and a scaled loss."""
+"""Training in 16 bits: float32 master weights, stochastic rounding, and a scaled loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from .adam import AdamW, adam_step
 
-SLICE = 2**18  # numbers of a tensor that are float32 at a time in a step
+SLICE = 2**18  # numbers of a tensor that a step copies to float32 at a time
 
 
 class OwnDtypes(AdamW):
-    """``load_state_dict`` leaves what it loads in its dtype, and not in the parameter's: a float32 copy of the weights
-    would come back rounded to bf16, and 8-bit codes as numbers. A copy, or one from a pickle, has the original's switches."""
+    """``load_state_dict`` keeps the saved dtypes, where torch casts to the parameter's dtype: a float32 copy of the weights
+    would be rounded to bf16, and 8-bit codes would become bf16 numbers. Copies and pickles keep the original's switches."""
 
     def __getstate__(self) -> dict:
         own = ("foreach", "fused", "generator", "_codes")
@@ -34,8 +34,8 @@ class MasterAdamW(OwnDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
     A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32
-    copy, and the parameter is that copy, rounded. One parameter at a time, so that one float32 gradient exists at a
-    time; ``foreach`` and ``fused`` want all of them at once.
+    copy, and the parameter is that copy, rounded. It updates one parameter at a time, so that only one float32 gradient
+    exists; ``foreach`` and ``fused`` need all of them at once.
     """
 
     def __init__(self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any):
@@ -73,21 +73,21 @@ class MasterAdamW(OwnDtypes):
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """``x``, float32 of any shape, as bf16: one of its two neighbours, the nearer one with the greater chance.
+    """Round ``x`` (float32, any shape) to bf16: to one of its two neighbours, to the nearer one with the higher probability.
 
-    The mean over many roundings is ``x`` itself, so that of many updates too small for a bf16 weight the right share counts
-    (Gupta et al. 2015). A bf16 number is the upper half of a float32 number. A random lower half is added, and carries into the
-    upper one as often as ``x``'s own lower half is large.
+    The mean over many roundings is ``x`` itself. So if many updates are each too small for a bf16 weight, the right share of
+    them takes effect (Gupta et al. 2015). A bf16 number is the upper half of a float32 number. A random lower half is added: the
+    larger the lower half of ``x``, the more often the sum carries into the upper half.
     """
     chance = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     return chance.add_(x.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
 class StochasticAdamW(OwnDtypes):
-    """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments by chance: 8 bytes a parameter
-    with its gradient, as in pure bf16, and no update is lost on average.
+    """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments stochastically. It needs 8 bytes a
+    parameter (with its gradient), as in pure bf16, and no update is lost on average.
 
-    ``generator``: where chance comes from; without one it is torch's own for the device. Over several processes give each a
+    ``generator``: the source of random numbers, by default torch's own for the device. With several processes, give each a
     generator with the same seed: else their copies of the weights drift apart. Parameters in other dtypes are updated as usual.
     """
 
@@ -98,7 +98,7 @@ class StochasticAdamW(OwnDtypes):
     def _update(self, p: Tensor, state: dict, group: dict) -> None:
         if p.dtype != torch.bfloat16:
             return super()._update(p, state, group)
-        # A slice at a time, so that the float32 copies stay small beside a large embedding.
+        # One slice at a time, so that the float32 copies stay small for a large embedding.
         tensors = [torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])]
         rows = max(1, SLICE * len(tensors[0]) // max(1, p.numel()))
         for weight, grad, m, v in zip(*(t.split(rows) for t in tensors), strict=True):
@@ -110,10 +110,10 @@ class StochasticAdamW(OwnDtypes):
 
 
 class GradScaler:
-    """Keeps float16 gradients above zero: the loss is multiplied by ``factor``, and the gradients divided by it.
+    """Keeps float16 gradients from rounding to zero: it multiplies the loss by ``factor``, and divides the gradients by it.
 
-    Where a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` halved. After
-    ``growth_interval`` good steps in a row it is doubled. The names are ``torch.amp.GradScaler``'s.
+    If a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` is halved. After
+    ``growth_interval`` good steps in a row, ``factor`` is doubled. The names are those of ``torch.amp.GradScaler``.
     """
 
     def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000):
@@ -124,7 +124,7 @@ class GradScaler:
         return loss * self.factor
 
     def step(self, optimizer: Optimizer) -> None:
-        """Divide the gradients, in place; then step, unless one of them is not finite."""
+        """Divide the gradients in place, then step unless one of them is not finite."""
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         largest = [torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()]
         self.finite = all(norm.isfinite().item() for norm in largest)

@@ -1,9 +1,9 @@
 """A frozen linear layer in 4 bits, as QLoRA keeps its base (Dettmers et al. 2023, sections 3 and "Double Quantization").
 
-A weight is one of 16 values (quantiles of a normal distribution) times the largest magnitude of its block of 64; these
-magnitudes are bytes themselves, with a float32 scale for every 256 of them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a
-weight, the layout that bitsandbytes documents. To multiply, the whole matrix is written out in 16 bits, once in forward
-and once more in backward, and thrown away again: 4 bits is how it is kept, not how it is computed with.
+A weight is one of 16 values (quantiles of a normal distribution) times the largest magnitude of its block of 64. Each of these
+magnitudes is stored in one byte, with a float32 scale for every 256 of them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a
+weight, the layout that bitsandbytes documents. To multiply, the layer dequantizes the whole matrix to 16 bits, once in
+forward and once in backward, and frees it again: weights are stored in 4 bits, but not multiplied in 4 bits.
 """
 
 from functools import cache
@@ -18,24 +18,24 @@ from .optimizers import BLOCK as SCALES_BLOCK
 from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
 
 BLOCK = 64
-SLICE = 2**20  # weights written out at a time
+SLICE = 2**20  # weights dequantized at a time
 _OUTERMOST = 0.9677083  # the quantile of the largest value, as bitsandbytes sets it
 
 
 @cache
 def nf4_values(device: torch.device | None = None) -> Tensor:
-    """The 16 values of NF4, increasing from -1 to 1, 0 among them: 8 below 0 and 8 from 0 on (the paper's appendix E)."""
+    """The 16 values of NF4, increasing from -1 to 1: 7 below 0, 0 itself, and 8 above it (the paper's appendix E)."""
     above = torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 9, dtype=torch.float64))
     below = -torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 8, dtype=torch.float64))[1:]
     return (torch.cat([below.flip(0), above]) / above[-1]).float().to(device)
 
 
 class Linear4bit(nn.Module):
-    """What is left of a frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) when its weight is kept in 4 bits.
+    """A frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) whose weight is stored in 4 bits.
 
-    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte;
-    ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean.
-    The bias stays as it was.
+    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two weights a byte;
+    ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, the magnitudes'
+    mean. The bias does not change.
     """
 
     def __init__(self, base: nn.Module):
@@ -49,7 +49,7 @@ class Linear4bit(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as it was loaded, written out anew for models that read it themselves (Mamba's mixers, T5)."""
+        """The dequantized weight in its first dtype, for models that read it themselves (Mamba's mixers, T5)."""
         return self.dequantized(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,13 +57,13 @@ class Linear4bit(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (out, in) that the layer multiplies with."""
+        """The weight (out, in) that the layer multiplies by."""
         magnitudes = _operators().magnitudes(self.magnitudes, self.scales, self.offset)
         return _operators().dequantize(self.packed, magnitudes, self.out_features, self.in_features, dtype)
 
 
 class _Multiply(torch.autograd.Function):
-    """``x @ W.T`` of a 4-bit layer. Backward writes the frozen weight out again, so that nothing is saved for it."""
+    """``x @ W.T`` of a 4-bit layer. Backward dequantizes the frozen weight again, so forward saves nothing for it."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -76,9 +76,9 @@ class _Multiply(torch.autograd.Function):
 
 
 def quantize_base(model: nn.Module) -> int:
-    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, those inside LoRA layers included; returns
-    how many. The output layer, the embedding and the norms stay, and a mixture's experts, whose weights are one tensor for
-    all of them and no linear layers: they keep their 16 bits, without LoRA. ``ValueError`` where no linear layer is frozen."""
+    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, also those inside LoRA layers. Returns their number.
+    The output layer, the embedding and the norms stay, and so do a mixture's experts: their weights are one tensor for all of
+    them and no linear layers, so they keep 16 bits, without LoRA. Raises ``ValueError`` if no linear layer is frozen."""
     if not (frozen := {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}):
         raise ValueError(
             "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes the model), since "
@@ -91,7 +91,7 @@ def quantize_base(model: nn.Module) -> int:
 
 @cache
 def _operators() -> SimpleNamespace:
-    """The three kernels as operators of their own: one each to whoever watches, as bitsandbytes' are."""
+    """The three kernels, each as a single operator: a tracker sees one kernel for each, as with bitsandbytes."""
 
     @torch.library.custom_op("gradmem::nf4_quantize", mutates_args=())
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -121,7 +121,7 @@ def _operators() -> SimpleNamespace:
     def _(codes, scales, offset):
         return codes.new_empty(codes.shape, dtype=torch.float32)
 
-    # In slices, so that it needs no memory beside its result that an allocator would notice.
+    # In slices, so that it needs almost no memory besides its result.
     @torch.library.custom_op("gradmem::nf4_dequantize", mutates_args=())
     def dequantize(packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         values, out = nf4_values(packed.device), packed.new_empty(rows * columns, dtype=dtype)

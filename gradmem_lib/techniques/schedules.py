@@ -1,12 +1,12 @@
-"""Checkpointing schedules: which boundaries between layers to keep, and which layers to run again in backward.
+"""Checkpointing schedules: which boundaries between layers to keep, and which layers to recompute in backward.
 
-A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers; an element may be a
-list, a segment made of segments. The input of each segment (its boundary) is kept. What its layers compute inside is
-dropped in forward, and computed again when backward reaches the segment. The last segment may be kept instead.
+A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers. An element may be a
+list: a segment made of segments. The input of each segment (its boundary) is kept. The activations of its layers are
+dropped in forward, and recomputed when backward reaches the segment. The last segment may be kept instead.
 
-With boundaries of x bytes and layers that keep a more bytes each, segment number i (from 1) of k layers stands at
-i·x + k·a + (k - 1)·x bytes when its backward begins: i boundaries, and everything inside the segment. The largest of
-these is the peak. Later segments find more boundaries kept, so the best schedules put long segments first.
+Let a boundary have x bytes, and let each layer keep a more bytes. When the backward of segment number i (from 1) with k layers
+begins, i·x + k·a + (k - 1)·x bytes are alive: i boundaries, and everything inside the segment. The largest of these
+sums is the peak. In later segments more boundaries are alive, so the best schedules put long segments first.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..units import is_whole, whole
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
-# Bytes, or whole multiples of any unit: one number for all layers, or one for each.
+# Bytes, or whole multiples of any unit: one number for all layers, or one for each layer.
 Sizes = int | Sequence[int]
 
 
@@ -34,9 +34,9 @@ def uniform_segments(n: int, k: int) -> list[int]:
 
 
 def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
-    """How many forward calls of a layer backward adds: one for each layer of a segment that runs again.
+    """How many forward calls of layers backward adds: one for each layer of a recomputed segment.
 
-    ``keep_last``: whether the last segment is kept rather than run again. Inside a nested segment it always is.
+    ``keep_last``: whether the last segment is kept rather than recomputed. Inside a nested segment, the last one is always kept.
     """
     total_layers(segments)
     again = sum(map(total_layers, segments[:-1] if keep_last else segments))
@@ -52,17 +52,17 @@ def schedule_peak(
     temporaries: Sizes = 0,
     tail: int = 0,
 ) -> int:
-    """The most bytes that a schedule needs at once for activations, the first layer's input included.
+    """The most bytes that a schedule needs at one time for activations, including the first layer's input.
 
     Args:
-        segments: segment lengths, first segment first; an element may be a list, a segment made of segments.
-        internal: bytes that autograd keeps inside one layer, its input excluded: a number, or a list with one a layer.
+        segments: segment lengths, first segment first. An element may be a list: a segment made of segments.
+        internal: bytes that autograd keeps inside one layer, without its input: a number, or a list with one a layer.
         boundary: bytes of one layer's input: a number, or a list.
-        keep_last: whether the last segment is kept rather than run again. Backward finds it complete in either case, so
-            this changes the work, and the peak only where there is a tail.
-        temporaries: bytes that one layer's backward needs besides what is kept: gradients on their way, and those of the
-            weights of later layers. What a forward needs in passing is taken to be no more than internals and these.
-        tail: bytes that logits and loss need after the layers. They meet all boundaries, and a last segment that is kept.
+        keep_last: whether the last segment is kept rather than recomputed. All of it is alive when its backward begins in
+            either case. So this changes the work, but the peak only if there is a tail.
+        temporaries: bytes that one layer's backward needs besides the kept ones: gradients inside it, and those of the
+            weights of later layers. A forward is assumed to need no more temporaries than internals and these together.
+        tail: bytes of logits and loss after the layers. All boundaries, and a kept last segment, are alive at that time.
     """
     return _peak(segments, _sizes(total_layers(segments), internal, boundary, temporaries, tail, keep_last))
 
@@ -71,7 +71,7 @@ def _peak(segments: Schedule, sizes: list[list]) -> int:
     internal, boundary, temporaries, (tail,) = sizes
 
     def walk(segments: Schedule, start: int, held: int) -> tuple[int, int]:
-        """The peak of layers from ``start`` on above ``held`` bytes of boundaries, and the boundaries with theirs."""
+        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive; and ``held`` after them."""
         highest = 0
         for item in segments:
             if isinstance(item, int):
@@ -102,12 +102,12 @@ def best_segments(
     """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most ``max_extra_forward`` · n extra forwards.
 
     The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward, so below 1.0 it must be
-    longer. Above 1.0, for layers of equal size and a tail that is no larger than temporaries, segments may be made of
-    segments (the result then has lists in it); else all are plain. ``keep_last=False`` costs n calls: ``ValueError`` where
-    fewer are allowed.
+    longer. Above 1.0, if all layers have equal sizes and the tail is no larger than temporaries, segments may be made of
+    segments (the result then contains lists). Otherwise all segments are plain. ``keep_last=False`` costs n extra calls, and
+    raises ``ValueError`` if fewer are allowed.
 
-    Among schedules of equal peak, the one with the fewest extra forward calls, then the one that keeps the fewest bytes
-    of boundaries. Exact: dynamic programming finds what fits below a limit, which is halved until nothing fits.
+    Among schedules with equal peaks, it takes the one with the fewest extra forward calls, then with the fewest bytes of
+    boundaries. The result is exact: dynamic programming finds a schedule below a limit, and bisection finds the lowest limit.
     """
     whole("n", n, 12, "layers")
     if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
@@ -132,14 +132,14 @@ def best_segments(
 
 
 def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -> tuple[Schedule, bool]:
-    """Segments that never need more than one checkpoint a layer, whatever comes after the layers; and whether to keep the last.
+    """Segments whose peak is never above that of one checkpoint a layer, whatever comes after the layers; and ``keep_last``.
 
-    A step has three moments at which a schedule matters: backward while the gradients of the weights come into being;
-    backward with all of them there from before (a second micro-batch); and what comes after the layers, of any size.
-    One checkpoint a layer has some peak in each. The schedule is the one whose worst excess over these three is the lowest,
-    and that is at most 0. ``keep_last`` True or False asks for one or the other, and may cost the promise.
+    A schedule matters at three moments of a step: in a backward that creates the gradients of the weights; in a backward with
+    all of these from before (a second micro-batch); and after the layers, in logits and loss of any size. One checkpoint a
+    layer has a peak in each of these. The schedule chosen is the one whose largest excess over these three peaks is lowest.
+    That excess is at most 0, except perhaps where ``keep_last`` is given as True or False.
 
-    Layers without a gradient at the beginning keep nothing and never run again: each gets a segment of its own.
+    Layers without a gradient at the beginning keep nothing and are never recomputed: each gets its own segment.
     """
     first = next((i for i, layer in enumerate(layers) if layer.trained), len(layers) - 1)
     boundary, internal, temporaries, gradients, _ = zip(*layers[first:], strict=True)
@@ -166,8 +166,8 @@ def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -
 def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
     """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last segment; or None."""
     internal, boundary, temporaries, (tail,) = sizes
-    before = [0, *accumulate(map(add, internal, boundary))]  # all that layers before p keep
-    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and where the segment starts
+    before = [0, *accumulate(map(add, internal, boundary))]  # the bytes that all layers before p keep
+    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and the start of the last segment
     for q in range(1, n + 1):
         starts, highest = [], 0
         for p in reversed(range(q)):
@@ -177,7 +177,7 @@ def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[li
             starts.append(p)
         if not starts:
             return None
-        # A last segment that is kept is the longest one: its layers do not run again.
+        # A kept last segment should be as long as possible, since its layers are not recomputed.
         longest = q == n and keep_last
         start = starts[-1] if longest else min(starts, key=lambda p: kept[p] + boundary[p])
         kept.append(kept[start] + boundary[start])
@@ -191,14 +191,14 @@ def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[li
 
 
 def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
-    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of ``limit`` at most; or None."""
+    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of at most ``limit``; or None."""
     internal, boundary, temporaries, _ = (values[0] for values in sizes)
 
     @cache
     def fewest(length: int, i: int) -> tuple[float, Schedule]:
-        """The fewest extra forwards for so many layers above i boundaries, and their segments: one, if all fit.
+        """The fewest extra forwards for ``length`` layers while i boundaries are alive, and their segments: one, if all fit.
 
-        Else a first one runs again, and costs what its layers cost once the rest is over; the rest has a boundary more.
+        Otherwise a first segment is recomputed, in the way that is best for its length; the rest has one more boundary.
         """
         room = limit - temporaries - i * boundary
         if length * (internal + boundary) <= room:
@@ -215,8 +215,8 @@ def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[l
 
 
 def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) -> str | int | tuple:
-    """A schedule as recipes and ``checkpoint_layers`` take it, lists as tuples. ``ValueError``, naming ``what``, for another.
-    ``more``: names that are taken besides."""
+    """Check a schedule of a recipe or of ``checkpoint_layers``, and return it with tuples for lists. Raises ``ValueError``, which
+    names ``what``, for anything else. ``more``: other names that are allowed."""
     names = *CHECKPOINTING, *more
     if is_whole(every) or (isinstance(every, str) and (every in names or first_layers(every) is not None)):
         return every
@@ -230,7 +230,7 @@ def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) 
 
 
 def first_layers(every: Any) -> int | None:
-    """The k of ``"first-k"``: so many layers run again, one by one, and the others are kept. ``None`` for another schedule."""
+    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept. ``None`` for other schedules."""
     number = every.removeprefix("first-") if isinstance(every, str) else ""
     return int(number) if number != every and number.isdecimal() else None
 
@@ -252,7 +252,7 @@ def segments_for(every: Any, n: int) -> Schedule | None:
 
 
 def total_layers(segments: int | Sequence) -> int:
-    """How many layers a schedule, or one of its elements, holds. ``ValueError`` for what is not a schedule."""
+    """How many layers a schedule, or one of its elements, has. Raises ``ValueError`` for anything that is not a schedule."""
     if is_whole(segments):
         return segments
     if isinstance(segments, (list, tuple)) and segments:
@@ -264,7 +264,7 @@ def total_layers(segments: int | Sequence) -> int:
 
 
 def _nest(kind: type, segments: Any) -> Any:
-    """Lists and tuples, at any depth, as ``kind``."""
+    """``segments`` with all lists and tuples, at any depth, converted to ``kind``."""
     return kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
 
 
@@ -274,7 +274,7 @@ def _sizes(
     given = {"internal": internal, "boundary": boundary, "temporaries": temporaries}
     sizes = [_numbers(name, values, n) for name, values in given.items()]
     (after,) = _numbers("tail", tail, 1)
-    if keep_last:  # then the tail meets what the last layer's own backward does
+    if keep_last:  # then the tail finds the same bytes alive as the last layer's own backward
         sizes[2][-1], after = max(sizes[2][-1], after), 0
     return [*sizes, [after]]
 

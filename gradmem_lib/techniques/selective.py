@@ -1,4 +1,4 @@
-"""Selective checkpointing: of each layer a part runs again in backward, and what the rest computed is kept."""
+"""Selective checkpointing: a part of each layer is recomputed in backward, and the results of the rest are kept."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..units import whole
 from .checkpointing import CACHE_LEFT_OUT, Again, refuse_checkpointed, without_cache
 from .layers import find_layers
 
-PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # how the names of their classes end
+PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # the ends of their classes' names
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
 def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts:
-    """Run a part of each layer again in backward while it trains, until ``.remove()`` or the end of a ``with`` block.
+    """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of a ``with`` block.
 
     Args:
         layers_or_model: as for ``checkpoint_layers``.
-        part: a key of ``SELECTIVE``: ``"attention"`` and ``"mlp"`` put that module of each layer into a checkpoint, and
-            ``"elementwise"`` the whole layer into one that keeps the results of matrix products and of fused attention.
+        part: a key of ``SELECTIVE``. ``"attention"`` and ``"mlp"`` put that module of each layer into a checkpoint.
+            ``"elementwise"`` puts the whole layer into one, which keeps the results of matrix products and fused attention.
 
-    In training, an empty key-value cache is left out, with a warning. Copies of the model (``copy.deepcopy``) have checkpoints of
-    their own. Raises ``ValueError`` for another part, or where a
-    layer has no module of that kind, and ``RuntimeError`` where layers are checkpointed or compiled already.
+    In training, an empty key-value cache is left out, with a warning. Copies of the model (``copy.deepcopy``) have their own
+    checkpoints. Raises ``ValueError`` for another part, or if a layer has no module of that kind, and ``RuntimeError`` if
+    layers are checkpointed or compiled already.
     """
     choose("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
@@ -45,12 +45,12 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
 
 
 def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
-    """Run ``module``, which treats each token by itself (an MLP), over so many slices of its tokens while it trains, each in a
-    checkpoint, until ``.remove()`` or the end of a ``with`` block: what it computes inside exists for one slice at a time.
+    """Run ``module`` on ``tiles`` slices of its tokens while it trains, each in a checkpoint, until ``.remove()`` or the end of a
+    ``with`` block. The activations inside exist for one slice at a time. The module must treat each token by itself, as an MLP.
 
     It takes and returns a tensor (..., tokens, width). Gradients of weights are added up slice by slice: the same up to rounding.
-    ``ValueError`` for a number of tiles below 1, and at the first call where a token's output depends on another token, or the
-    module takes or returns something else than such a tensor.
+    Raises ``ValueError`` for a number of tiles below 1; and, at the first call, if a token's output depends on another token, or
+    if the module takes or returns something other than such a tensor.
     """
     whole("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
@@ -58,7 +58,7 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
 
 
 class CheckpointedParts(ExitStack):
-    """Parts of layers that run again; made by ``checkpoint_parts`` and ``tiled``."""
+    """Parts of layers that are recomputed, as ``checkpoint_parts`` and ``tiled`` return them."""
 
     def __init__(self, undo: list[Callable[[], None]]):
         super().__init__()
@@ -71,7 +71,7 @@ class CheckpointedParts(ExitStack):
 
 
 class Part(Again):
-    """What stands in for a module's ``__call__``."""
+    """Replaces the ``__call__`` of a module that is recomputed."""
 
     def __init__(self, module: nn.Module, keeps_products: bool, warned: list[str]):
         self.module, self.keeps_products, self.warned = module, keeps_products, warned
@@ -90,7 +90,7 @@ class Part(Again):
 
 
 class Tiled(Again):
-    """What stands in for the ``__call__`` of a module that runs over slices."""
+    """Replaces the ``__call__`` of a module that runs on slices."""
 
     def __init__(self, module: nn.Module, tiles: int):
         self.module, self.tiles, self.checked = module, tiles, False
@@ -100,16 +100,16 @@ class Tiled(Again):
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
-            # A checkpoint of the whole layer around this call must not notice.
+            # A checkpoint of the whole layer around this call must not see this check.
             with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
-                # Nor what transformers collects of a forward, by a context variable.
-                few = max(2, min(16, x.shape[-2] - 1))  # a slice, with the strides of one
+                # In a new context: transformers collects a forward's outputs through a context variable.
+                few = max(2, min(16, x.shape[-2] - 1))  # a view, with the strides that slices have
                 Context().run(self._check, run, x[..., :few, :].detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
     def _check(self, run: Callable, few: Tensor) -> None:
-        """There is an output for each token, and the gradient of the first one's, and of the last one's, is 0 at all others."""
+        """Check that each token has an output, and that the first and last token's outputs have no gradient at other tokens."""
         name, shape = type(self.module).__name__, (*few.shape,)
         try:
             out = run(few)
@@ -133,18 +133,18 @@ class Tiled(Again):
                     f"in {name}, a token's output depends on another token, and slices would change it: tile a module that treats "
                     "each token by itself, such as an MLP"
                 )
-        self.checked = few.shape[-2] > 1  # one token alone says nothing of longer rows
+        self.checked = few.shape[-2] > 1  # a single token says nothing about longer rows
 
 
 def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keep what is costly to compute."""
+    """Keep the results that are costly to compute."""
     name = schema(op).name
     kept = name in PRODUCTS or "attention" in name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
-    """The modules of ``layer`` that are its attention (two in a decoder that looks at an encoder), or its MLP."""
+    """The modules of ``layer`` that are its attention (two in a decoder with cross-attention), or its MLP."""
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

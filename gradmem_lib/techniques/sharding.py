@@ -1,7 +1,7 @@
-"""One model over several processes, each called a rank: what every rank has a copy of, and what is cut over them.
+"""One model on several processes, each called a rank: what every rank has a copy of, and what is sharded over them.
 
-PyTorch's own engines carry it out. Rajbhandari et al. 2020 ("ZeRO", section 5) cut the optimizer's states first, then the
-gradients, then the weights: stages 1, 2 and 3.
+PyTorch's own engines do the work. Rajbhandari et al. 2020 ("ZeRO", section 5) shard the optimizer's states first, then also
+the gradients, then also the weights: stages 1, 2 and 3.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> nn.Module:
-    """Train ``model`` in all processes of ``mesh`` together, as ``how`` says, a key of ``SHARDING``. Every process calls it.
+    """Prepare ``model`` for training in all processes of ``mesh`` by ``how``, a key of ``SHARDING``. Every process calls this.
 
-    Returns the ``DistributedDataParallel`` around the model, or for ``"zero2"`` and ``"fsdp"`` the model itself, whose layers
-    and whose rest are sharded in place, and whose parameters are new: make the optimizer afterwards, and put checkpoints on
-    before. ``"zero1"`` wraps as ``"ddp"`` does, and its optimizer is ``cut_states``'.
+    Returns the ``DistributedDataParallel`` around the model. For ``"zero2"`` and ``"fsdp"`` it returns the model itself: its
+    layers, and the rest of it, are sharded in place. Its parameters are new, so put checkpoints on before, and make the
+    optimizer afterwards. ``"zero1"`` wraps like ``"ddp"``, and ``cut_states`` makes its optimizer.
 
     Args:
         mesh: the processes, in one dimension. ``None``: all of the process group.
-        compute_dtype: that sharded float32 weights are gathered in. Their gradients are summed in float32.
+        compute_dtype: the dtype in which sharded float32 weights are gathered. Their gradients are summed in float32.
         offload: keep the shards and their gradients in the host's memory, where the optimizer steps them (``"fsdp"``).
 
-    ``ValueError`` in a process that no group was started for, and for a model whose layers are not found.
+    Raises ``ValueError`` in a process without a process group, and for a model whose layers are not found.
     """
     choose("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
@@ -86,16 +86,16 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
     with shards_of_integers():
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, **options)
-        # What is left, such as embeddings and the output layer. Backward begins where forward ends: freed between, it would be
-        # gathered again at once.
+        # The rest, such as embeddings and the output layer. Backward begins where forward ends: if the rest were freed in
+        # between, it would be gathered again at once.
         fully_shard(model, reshard_after_forward=False, **options)
 
 
 def cut_states(
     parameters: list[nn.Parameter], make: Callable[[list], Optimizer], group: dist.ProcessGroup | None = None
 ) -> Optimizer:
-    """The optimizer that ``make(some of the parameters)`` returns, for each parameter on one rank alone, which sends the
-    others what it has become."""
+    """An optimizer for which each rank calls ``make(its part of the parameters)``. One rank steps each parameter, and sends its
+    new value to the others."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, optimizer_class=make, process_group=group)
