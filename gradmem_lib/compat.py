@@ -168,7 +168,7 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def for_a_checkpoint() -> bool:
     """In a hook on saved tensors: whether a checkpoint saves its arguments. The file of the caller, two calls out, tells it."""
     frame: Any = sys._getframe(3)
-    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves them in an autograd Function
+    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves by a Function
         frame = frame.f_back
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 

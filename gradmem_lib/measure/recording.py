@@ -158,7 +158,7 @@ class Recording:
     def sample(self, func: object = "") -> None:
         """Record the live bytes after operation ``func``."""
         total, phase = self.total, self.phase
-        for peak in (self.lap, self.run) if total > self.lap.total else ():  # a lap's peak is never above the run's
+        for peak in (self.lap, self.run) if total > self.lap.total else ():  # a lap is never above its run
             if total > peak.total:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:

@@ -11,7 +11,7 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # ValueError: a lazy module's tensor has no size yet
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # ValueError: a lazy module has no size
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 

@@ -82,7 +82,7 @@ class MemoryTracker:
         draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        told = self._after_sample if draws or self.budget is not None else None  # without both, it costs no time
+        told = self._after_sample if draws or self.budget is not None else None  # costs no time without
         self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
@@ -232,7 +232,7 @@ def checked_optimizers(optimizer) -> list[Optimizer]:
             f"MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and was given "
             f"{type(optimizer).__name__}. For states kept by hand, use tracker.watch(tensors, 'optimizer')"
         )
-    inner = [getattr(o, "optim", None) for o in several]  # inside ZeRO's optimizer, the one that steps this rank's part
+    inner = [getattr(o, "optim", None) for o in several]  # inside ZeRO's: steps this rank's part
     return [*several, *(o for o in inner if isinstance(o, Optimizer))]
 
 

@@ -22,7 +22,7 @@ from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
 
 GATHERED = "gathered parameters"  # FSDP's full parameters, which exist only while a layer needs them
-graph_task, storage_key = compat.graph_task, compat.storage_key  # a faster look-up, since every operation needs them
+graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
 class Watch(compat.Unguarded, compat.TorchDispatchMode):

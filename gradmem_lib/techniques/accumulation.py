@@ -100,7 +100,7 @@ class _Window:
     def add(self, returned: Any, needed: bool) -> None:
         loss, count = _checked(returned, self.mean)
         self.items += count
-        if self.divisor is None:  # a provisional divisor keeps sums over many items within the range of float16
+        if self.divisor is None:  # a provisional one keeps sums over many items within the range of float16
             self.divisor = max(1, int(self.processes.sums(count)[0]))
         if not count:
             if needed:

@@ -78,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if wants_hidden:
                     d_hidden[start : start + tokens] = d_logits @ matrix
                 if wants_weight and d_weight.dtype == dtype:
-                    d_weight.addmm_(d_logits.T, rows)  # += would need a second gradient as large as the matrix
+                    d_weight.addmm_(d_logits.T, rows)  # += would need a second gradient of the same size
                 elif wants_weight:
                     d_weight += d_logits.T @ rows
                 del log_p, d_logits, rows

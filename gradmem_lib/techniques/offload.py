@@ -128,7 +128,7 @@ class _Moved:
             self._host.copy_(here, non_blocking=True)
         elif not self._fake:  # written without a torch operation, which trackers would count
             self._path = new_path()
-            weakref.finalize(self, _remove, self._path)  # before the write, so that an interrupt leaves no file
+            weakref.finalize(self, _remove, self._path)  # first, so that an interrupt leaves no file
             self._path.write_bytes((ctypes.c_char * self._nbytes).from_address(storage.data_ptr()))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
@@ -143,7 +143,7 @@ class _Moved:
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
                 storage, self._empty = flat.untyped_storage(), flat.detach()
-                self._empty.data = flat.new_empty(0)  # counts the changes of all tensors that share it, and holds no bytes
+                self._empty.data = flat.new_empty(0)  # counts changes of all that share it, and holds no bytes
                 self._back = WeakIdRef(storage)  # of the storage, since autograd makes new tensors of it
             shared = self._empty.detach()
             shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)

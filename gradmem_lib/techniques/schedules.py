@@ -167,7 +167,7 @@ def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[li
     """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last segment; or None."""
     internal, boundary, temporaries, (tail,) = sizes
     before = [0, *accumulate(map(add, internal, boundary))]  # the bytes that all layers before p keep
-    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and the start of the last segment
+    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and its segment's start
     for q in range(1, n + 1):
         starts, highest = [], 0
         for p in reversed(range(q)):
@@ -230,7 +230,7 @@ def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) 
 
 
 def first_layers(every: Any) -> int | None:
-    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept. ``None`` for other schedules."""
+    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept. ``None`` for others."""
     number = every.removeprefix("first-") if isinstance(every, str) else ""
     return int(number) if number != every and number.isdecimal() else None
 
