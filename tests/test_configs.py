@@ -45,7 +45,7 @@ def test_the_first_known_architecture_is_taken():
     assert configs.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
     with pytest.raises(ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"):
         configs.model_class(transformers.EncodecConfig())
-    with pytest.raises(ValueError, match=r"is of NotThere, NorThis, which transformers has not"):
+    with pytest.raises(ValueError, match=r"is of NotThere, NorThis, which transformers does not have"):
         configs.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
 
 

@@ -169,7 +169,7 @@ def test_a_class_that_transformers_has_not_is_not_taken_for_its_familys():
     config, _ = find_model(Twice(tiny_llama().config))
     other = LlamaConfig(architectures=["LlamaRewardModel"])
     for asked, name in ((config, "Twice"), (other, "LlamaRewardModel")):
-        with pytest.raises(ValueError, match=rf"the config is of {name}, which transformers has not"):
+        with pytest.raises(ValueError, match=rf"the config is of {name}, which transformers does not have"):
             model_class(asked)
     other.architectures = None
     assert model_class(other).__name__ == "LlamaForCausalLM"

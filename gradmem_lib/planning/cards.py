@@ -1,4 +1,4 @@
-"""The one table of cards: their bytes, their rates, and how people write their names."""
+"""The only table of cards: their bytes, their rates, and the ways to write their names."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from ..units import GiB, format_bytes, parse_bytes
 
 _TERA, _GIGA = 1e12, 1e9
-# Bytes a second each way, of 16 lanes by the standard: 128 of 130 bits are data. NVLink-C2C by Grace Hopper's data sheet.
+# Bytes a second each way: 16 lanes by the PCIe standard, where 128 of 130 bits are data; NVLink-C2C by Grace Hopper's data sheet.
 BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
-BUS_KEPT = 0.8  # of that: what copies of pinned memory, and NCCL between cards, reach, roughly
+BUS_KEPT = 0.8  # the share of that rate that copies of pinned memory, and NCCL between cards, reach, roughly
 
 
 @dataclass(frozen=True)
 class Card:
-    """``nbytes``: what the driver lets a program have. ``half`` and ``single``: operations a second in 16 and 32 bits;
-    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way;
-    ``nvlink``: to other cards, 0 where they talk over the bus."""
+    """``nbytes``: the bytes that the driver lets a program use. ``half`` and ``single``: operations a second in 16 and 32 bits.
+    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way.
+    ``nvlink``: bytes a second to other cards, each way; 0 if they use the bus."""
 
     name: str
     nbytes: int
@@ -33,7 +33,7 @@ class Card:
 
     @property
     def bf16(self) -> bool:
-        """Whether it multiplies bf16 matrices at the rate ``half``; older cards do only float16 so."""
+        """Whether it multiplies bf16 matrices at the rate ``half``. Older cards reach that rate only with float16."""
         return self.capability >= (8, 0)
 
 
@@ -47,19 +47,19 @@ def _card(
 
 
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
-    """The time in which ``nbytes`` cross the bus between ``card`` and the host once: an estimate, by ``BUS_KEPT`` of its rate."""
+    """The time in which ``nbytes`` cross the bus between ``card`` and its host once: estimated, at ``BUS_KEPT`` of its rate."""
     return nbytes / (BUS_KEPT * find_card(card).bus)
 
 
 def seconds_between(nbytes: float, card: Card | str | int) -> float:
-    """The time in which ``card`` sends ``nbytes`` to another one beside it, and receives as many: an estimate, as above."""
+    """The time in which ``card`` sends ``nbytes`` to another card in its machine and receives as many: an estimate, as above."""
     return nbytes / (BUS_KEPT * find_card(card).link)
 
 
-# Memory: what PyTorch's out-of-memory message calls the total capacity of such a card on Linux, to two digits. The nominal
-# figure is in GiB too; the driver keeps 1 to 4 % of it, and 8 % where error correction takes its share of GDDR6. Rates: the
-# makers' data sheets, dense matrices, float32 sums. NVLink, half of what they state, which is both ways: of modules (SXM); an
-# RTX 3090 has it too (56), over a bridge that is bought apart.
+# Memory: the total capacity in PyTorch's out-of-memory message on Linux, to two digits. The nominal figure in a name is in GiB
+# too: the driver keeps 1 to 4 % of it, and 8 % where error correction takes part of the GDDR6. Rates: the makers' data sheets
+# for dense matrices with float32 sums. NVLink: of modules (SXM), half of the stated rate, which is for both directions. An
+# RTX 3090 can have NVLink too (56), over a bridge that is sold separately.
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -84,13 +84,13 @@ CARDS: dict[str, Card] = {
     )
 }
 
-_UNNAMED = CARDS["RTX 4090 24GB"]  # whose rates a card has of which only the bytes are known
+_UNNAMED = CARDS["RTX 4090 24GB"]  # its rates are used if only a card's bytes are known
 
 
 def find_card(card: Card | str | int) -> Card:
-    """The card called so (upper or lower case, "4090" for "RTX 4090 24GB"), or one of so many bytes: ``"24 GiB"`` or an int.
+    """The card with this name (upper or lower case, "4090" for "RTX 4090 24GB"), or with these bytes (``"24 GiB"`` or an int).
 
-    ``ValueError`` for a name that no card or more than one has, and for a number that can only be GiB or MiB without its unit.
+    Raises ``ValueError`` for a name that fits no card or several, and for a number that must be GiB or MiB without its unit.
     """
     if isinstance(card, Card):
         return card
@@ -105,7 +105,7 @@ def find_card(card: Card | str | int) -> Card:
         raise ValueError(
             f"no card is known as {card!r}: give its memory, such as card='24 GiB', or one of {', '.join(CARDS)}"
         ) from None
-    if nbytes < 2**18 and re.fullmatch(r"[\d\s.,_e+]+", str(card)):  # as many as the MiB that a driver shows
+    if nbytes < 2**18 and re.fullmatch(r"[\d\s.,_e+]+", str(card)):  # perhaps MiB, as a driver shows them
         raise ValueError(
             f"card={card!r} without a unit is {format_bytes(nbytes)}, and no card is that small: write the unit, such as "
             f"card='24 GiB' or card='24576 MiB', or one of {', '.join(CARDS)}"
@@ -118,6 +118,6 @@ def _plain(name: str) -> str:
 
 
 def _spellings(name: str) -> set[str]:
-    """A card's name in full or without its memory, and both without RTX."""
+    """A card's name with and without its memory, and both without RTX."""
     spelled = {_plain(name), _plain(name.rpartition(" ")[0])}
     return spelled | {s.removeprefix("rtx") for s in spelled}

@@ -1,4 +1,4 @@
-"""What a recipe costs on a card: residents by count, time by estimate, and what lies beside the live bytes."""
+"""The cost of a recipe on a card: counted residents, estimated time, and the bytes besides live tensors."""
 
 import inspect
 import math
@@ -27,18 +27,18 @@ from .cards import Card, seconds_between, seconds_over_bus
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
-ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds beside them, before it is replayed
-OPERATIONS_KEPT = 0.5  # of a data sheet's operations a second: what training reaches on most cards, roughly
-NCCL = 544 * MiB  # beside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
+ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds besides, until it is replayed
+OPERATIONS_KEPT = 0.5  # the share of a data sheet's rate that training reaches on most cards, roughly
+NCCL = 544 * MiB  # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton. ``matrices``: entries of linear layers but the ``head``'s; ``passed``: what layers
-    with adapters, or all that may get some, take and return; ``experts``: entries of those that a token goes through; ``scores``:
-    heads x head size, summed over layers, of which attention makes its products; ``attended``: entries of ``matrices`` in attention;
-    ``root``: parameters outside of the layers. Where the model brings adapters, ``own`` entries are trained, ``parameters`` are all
-    others, and ``widths`` the mean bytes of these and those."""
+    """A model's sizes, counted on its skeleton. ``matrices``: entries of the linear layers without the ``head``. ``passed``: sum of
+    inputs and outputs of the linear layers that have adapters, or may get them. ``experts``: entries of the experts that a
+    token passes. ``scores``: heads x head size, summed over attentions. ``attended``: entries of ``matrices`` in attention.
+    ``root``: parameters outside the layers. If the model has adapters already, ``own`` numbers are trained, ``parameters`` counts
+    the others, and ``widths`` are the mean bytes of a frozen number and of a trained one."""
 
     source: Source
     parameters: int
@@ -62,17 +62,17 @@ class Work:
         return self.own is not None or recipe.lora_rank is not None
 
     def trained(self, recipe: Recipe) -> int:
-        """How many numbers are trained."""
+        """The number of trained numbers."""
         own = self.parameters if self.own is None else self.own
         return self.passed * recipe.lora_rank if recipe.lora_rank else own
 
     def bytes_each(self, recipe: Recipe) -> tuple[float, float]:
-        """Of a weight that LoRA freezes, and of one that is trained."""
+        """The bytes of a weight that LoRA freezes, and of a trained one."""
         return self.widths if recipe.weight_dtype is None else 2 * (recipe.weight_dtype.itemsize,)
 
 
 def count(config) -> Work:
-    """Count the parameters and matrices of ``config``'s model, without memory for it. ``ValueError`` unless it takes labelled tokens."""
+    """Count ``config``'s parameters and matrices on a model without memory. ``ValueError`` unless it takes labelled tokens."""
     model = skeleton(config)
     labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
     named = labels in inspect.signature(model.forward).parameters
@@ -89,10 +89,10 @@ def count(config) -> Work:
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
-    # An encoder with a decoder has as many layers in each, and the decoder's attend twice.
+    # Encoder and decoder have equally many layers, and each layer of the decoder attends twice.
     attentions = 3 * layers if config.is_encoder_decoder else layers
     root = parameters = sum(p.numel() for p in model.parameters())
-    with suppress(ValueError):  # of all lists: first-k goes on to the next
+    with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
         blocks = [block for several, _ in find_layers(model).values() for block in several]
         layers, root = len(blocks), root - sum(p.numel() for block in blocks for p in block.parameters())
     return Work(
@@ -115,8 +115,8 @@ def count(config) -> Work:
 
 
 def with_adapters(work: Work, given, method: str | None = None) -> Work:
-    """``work`` where ``given`` is a model with LoRA in it already, which is then what is trained; else as it is. ``ValueError`` for
-    what plan cannot train so: PEFT's other adapters, a base in 4 bits, another ``method``."""
+    """``work`` for training the LoRA that ``given`` has already; unchanged if it has none. Raises ``ValueError`` for what plan
+    cannot train: PEFT's other adapters, a base in 4 bits, another ``method``."""
     if not isinstance(given, nn.Module) or not has_adapters(given):
         return work
     kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {"LORA"}
@@ -135,14 +135,14 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     bases = [linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))]
     counted = {"parameters": frozen, "own": own, "widths": tuple(widths), "chunked": False}
     counted["passed"] = sum(map(sum, bases))
-    with suppress(ValueError):  # which is raised for an adapter on the output layer
+    with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
     return replace(work, source=replace(source_of(given), given=False), **counted)
 
 
 def _experts(model: nn.Module) -> float:
-    """Entries of the experts' matrices (experts, out, in) that one token goes through."""
+    """The entries of the experts' matrices (experts, out, in) that one token passes."""
     text = model.config.get_text_config()
     if not (most := getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)):
         return 0.0
@@ -151,8 +151,8 @@ def _experts(model: nn.Module) -> float:
 
 
 def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
-    """Bytes that no cut of the batch makes smaller: weights, gradients (all alive at the end of a backward, unless the
-    optimizer steps in it), optimizer states. On one of several ``cards``, what ``recipe.sharding`` leaves it, at least."""
+    """Bytes that do not depend on the micro-batch: weights, gradients (all alive at the end of backward, unless the optimizer
+    steps in backward), and optimizer states. With several ``cards``, a lower bound for one of them under ``recipe.sharding``."""
     kept, width = work.bytes_each(recipe)
     weights, trained, sizes = kept * work.parameters, work.trained(recipe), work.sizes
     if work.adapts(recipe):
@@ -164,7 +164,7 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
         own = 4 if recipe.optimizer == "adafactor" else width
         states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
     cut = cards if recipe.fully_sharded else 1
-    if recipe.sharding == "zero2":  # gathered until backward, in the dtype that computes
+    if recipe.sharding == "zero2":  # whole until backward, in the computing dtype
         weights = weights * _gathered(work, recipe) // kept * cards
     gradients = 0 if recipe.in_backward else round(width * trained) // cut
     states = round(states) // (cards if recipe.sharding == "zero1" else cut)
@@ -173,16 +173,16 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
 
 
 def _gathered(work: Work, recipe: Recipe) -> float:
-    """Bytes of a weight in what computes with it."""
+    """Bytes of a weight in the dtype that computes."""
     return 2 if recipe.precision == "float32-master" else work.bytes_each(recipe)[0]
 
 
 def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     """Bytes that each of ``cards`` cards in a ring sends to the next in a step (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
-    To gather what is cut, or to add it up and cut it, sends all but the own part once. DDP does both to the gradients, at the end of
-    the step alone; zero1 gathers what has been trained as well. ``fully_shard`` adds up the gradients of every micro-batch, and
-    gathers all weights before each forward and (fsdp) each layer's before its backward.
+    An all-gather, and a reduce-scatter, send all but the rank's own part once. DDP does both with the gradients, once at the end
+    of the step. zero1 also gathers the trained weights. ``fully_shard`` reduces and scatters the gradients of every micro-batch.
+    It gathers all weights before each forward, and (fsdp) the weights of each layer before its backward.
     """
     alone = replace(recipe, sharding=None, offload=None, in_backward=False)
     held, (width, each) = resident_bytes(work, alone), work.bytes_each(alone)
@@ -195,12 +195,12 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
 def seconds_per_token(
     work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None, cards=1
 ) -> float:  # fmt: skip
-    """The estimated time of a training step, by token: operations in matrix products at half the data sheet's rate, bytes of
-    weights, gradients and states at its bandwidth, ``moved`` bytes of the token over the bus, there and back together, and what
-    ``cards`` send each other, one after the other. Without ``moved`` it is as much as is moved at least, by the sizes alone.
-    ``micro_batch`` is a card's.
+    """The estimated time of a training step, for each token. It is the sum of: operations in matrix products at half the data
+    sheet's rate; bytes of weights, gradients and states at its bandwidth; ``moved`` bytes of the token over the bus, in both
+    directions together; and what ``cards`` send each other. Without ``moved``, its lower bound is computed from the sizes.
+    ``micro_batch`` is that of one card.
 
-    Elementwise work, launching kernels and waiting are left out. It serves to put recipes in order, not to plan a night.
+    Elementwise work, kernel launches and waiting are left out. Use it to compare recipes, not to schedule a run.
     """
     tokens = micro_batch * seq_len
     attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
@@ -223,12 +223,12 @@ def seconds_per_token(
     if recipe.quantized_base:
         read += (0.5 + 2) * work.matrices
     micro = (2 + again) * read + 3 * width * trained
-    # Weights are read and written, gradients read; then the states. Adafactor's dozen operations on float32 copies of a
-    # tensor read or write it 17 times, those of torch's Adafactor 14 times.
+    # Weights are read and written, gradients are read; then come the states. Adafactor's dozen operations on float32 copies of a
+    # tensor read or write it 17 times, and those of torch's Adafactor 14 times.
     states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}
     step = (3 * width + states.get(recipe.optimizer, 4 * width)) * trained
     step /= 1 if recipe.sharding in (None, "ddp") else cards
-    # The host's memory, where it steps, is taken to be as fast for each card as its bus.
+    # If the host steps, its memory is assumed to be as fast for each card as the bus.
     stepped = step / recipe.accumulation / (card.bus if recipe.offload == "parameters" else card.bandwidth)
     sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
     if moved is None:
@@ -240,7 +240,7 @@ def seconds_per_token(
 
 
 def run_again(work: Work, recipe: Recipe) -> float:
-    """The part of the layers' products with weights that runs twice."""
+    """The share of the layers' products with weights that is recomputed."""
     if recipe.every_n_layers and work.layers:
         return -(-work.layers // recipe.every_n_layers) / work.layers
     if recipe.checkpointing in SELECTIVE:
@@ -253,8 +253,8 @@ def run_again(work: Work, recipe: Recipe) -> float:
 
 
 def kept_by_a_token(work: Work, recipe: Recipe) -> float:
-    """Bytes that backward needs of each token at least, by the sizes alone: half of what linear layers take and return, and the
-    logits; where layers are checkpointed, half of one layer's."""
+    """The least bytes that backward needs for each token, from the sizes: half of the linear layers' inputs and outputs, and the
+    logits. If all layers are checkpointed, half of one layer's."""
     layers = work.passed / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
     if recipe.offload == "activations":
@@ -265,9 +265,9 @@ def kept_by_a_token(work: Work, recipe: Recipe) -> float:
 
 
 def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1) -> dict[str, int]:
-    """What a card must hold beside the live bytes, in bytes; empty for target "cpu".
+    """The bytes that a card must hold besides live tensors; empty for target "cpu".
 
-    ``replay``: follow the allocator through the whole step (seconds for a deep model); else its part is a rough one.
+    ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part is a rough estimate.
     """
     if prediction.target == "cpu":
         return {}
@@ -276,8 +276,8 @@ def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards
 
 
 def beside(live: int, capability: tuple[int, int], reserved: int | None = None, cards=1) -> dict[str, int]:
-    """What a card of ``capability`` must hold beside ``live`` bytes, of which its allocator has ``reserved`` (``None``: roughly
-    so many)."""
+    """The bytes that a card of ``capability`` must hold besides ``live`` bytes, if its allocator has ``reserved`` bytes in all
+    (``None``: a rough estimate)."""
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:

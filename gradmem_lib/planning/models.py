@@ -1,4 +1,4 @@
-"""Models that people know by name: their sizes, without a network."""
+"""Well-known models by name: their sizes, without a network."""
 
 import copy
 import json
@@ -14,15 +14,15 @@ from ..prediction.configs import find_config, title_of
 
 
 def model_table() -> dict[str, dict[str, Any]]:
-    """By name: ``ids`` on the hub (the first one is loaded), and the config as its makers publish it, where that is not
-    transformers' default."""
+    """By name: ``ids`` on the hub (the first one is loaded), and the settings of the published config that differ from
+    transformers' defaults."""
     return json.loads(files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
 
 
 def known_model(name: str) -> tuple[str, Any, str] | None:
-    """(name, config, hub id) of a well-known model, in whatever way its name or its id is written; ``None`` for others.
+    """(name, config, hub id) of a well-known model, however its name or its id is written; ``None`` for other models.
 
-    The config has the model's sizes and needs no network. Where an id was given, the hub id is that one.
+    The config has the model's sizes and needs no network. If an id was given, the hub id is that one.
     """
     from transformers import AutoConfig
 
@@ -41,7 +41,7 @@ def _plain(name: str) -> str:
 
 
 def find_model(given) -> tuple[Any, str]:
-    """(config, title) of a model, a config, a well-known name, a folder or a hub id; else a ``ValueError``."""
+    """(config, title) of a model, a config, a well-known name, a folder or a hub id. Raises ``ValueError`` for anything else."""
     if isinstance(given, nn.Module):
         inside = compat.inside_peft(given)
         if (config := getattr(inside, "config", None)) is None:
@@ -63,7 +63,7 @@ def find_model(given) -> tuple[Any, str]:
         if not (like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]):
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
-    except Exception as error:  # transformers checks a config's fields in ways of its own
+    except Exception as error:  # transformers' checks of a config's fields may raise anything
         if not isinstance(given, str | os.PathLike):
             raise
         said = (str(error).strip().splitlines() or [""])[-1].strip()

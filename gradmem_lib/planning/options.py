@@ -1,4 +1,4 @@
-"""One way to train, with what it needs and what it takes; and which of several comes first."""
+"""One way to train, with the bytes and the time that it needs; and the order of several ways."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,21 @@ from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
 
-# What is trained: every weight, low-rank additions to a frozen model, or the same where that model is kept in 4 bits.
+# What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen model in 4 bits.
 METHODS = ("full", "lora", "qlora")
 
-# By how far they are from plain AdamW. transformers' own Adafactor needs more than torch's, and no less time.
+# In the order of their distance from plain AdamW. transformers' Adafactor needs more bytes than torch's, and no less time.
 OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adafactor-torch")
-EQUAL_TIME = 1.10  # what an estimate of time cannot tell apart
+EQUAL_TIME = 1.10  # estimated times within this factor count as equal
 
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe with its micro-batch, what it needs, and what it takes.
+    """A recipe with its micro-batch, the bytes that it needs, and its time.
 
-    ``parts`` are what a card holds beside the live bytes of the prediction (empty for target "cpu"); ``needs``, the sum, and
-    ``spare``, what the card has left (negative: what it lacks), are in bytes. ``seconds`` is the estimated time of one token. Of
-    several ``cards``, the micro-batch and all bytes are each one's, and the time is that of all. ``own``: the model brings its adapters.
+    ``parts``: bytes that a card holds besides the prediction's live bytes (empty for target "cpu"). ``needs``: the sum of all.
+    ``spare``: the bytes that the card has left (negative: missing). ``seconds``: the estimated time of one token. With several
+    ``cards``, micro-batch and bytes are those of each card, and the time is that of all. ``own``: the model has its own adapters.
     """
 
     recipe: Recipe
@@ -49,7 +49,7 @@ class Option:
         return f"{describe(self.recipe, self.own)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}{cards}"
 
     def why_not(self) -> str:
-        """What stands in the way, in bytes."""
+        """Why it does not fit, in bytes."""
         peak = self.prediction.peak
         parts = {n: b for n, b in peak.by_category.items() if b >= 0.02 * peak.total} | self.parts
         held = ", ".join(f"{n} {format_bytes(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1]))
@@ -59,8 +59,8 @@ class Option:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """A kind of recipe that was not predicted: ``needs``, the bytes that it cannot do without, are too many already, or it
-    cannot be predicted at all."""
+    """A kind of recipe that was not predicted: ``needs``, the bytes that it needs at least, are too many already, or the recipe
+    cannot be predicted."""
 
     recipe: Recipe
     needs: int
@@ -76,7 +76,7 @@ def method_of(recipe: Recipe, own: bool = False) -> str:
 
 
 def describe(recipe: Recipe, own: bool = False) -> str:
-    """A recipe in a line, its options spelled as ``Recipe`` does."""
+    """A recipe in one line, with its options spelled as in ``Recipe``."""
     words = [method_of(recipe, own), recipe.precision or "precision=None", recipe.optimizer]
     words += ["in_backward"] if recipe.in_backward else []
     words += [f"sharding={recipe.sharding}"] if recipe.sharding else []
@@ -88,15 +88,15 @@ def describe(recipe: Recipe, own: bool = False) -> str:
 
 
 def changes(recipe: Recipe) -> tuple[int, ...]:
-    """How far the result of training is from that of plain AdamW on float32 weights, as far as it can be put in order; the
-    last two change no result."""
+    """How much training differs from plain AdamW on float32 weights, as a tuple that can be compared. The last two entries do
+    not change the result."""
     chosen = METHODS.index(method_of(recipe)), recipe.precision == "bf16", OPTIMIZERS.index(recipe.optimizer)
     return *chosen, recipe.in_backward, recipe.chunked_loss
 
 
 def ordered(options: list[Option]) -> list[Option]:
-    """By estimated time; of those within 10 % of each other, the one that changes training least comes first. Left out is what
-    another one beats in time and bytes alike, and changes results no more."""
+    """Sort by estimated time; among times within 10 % of each other, the option that changes training least comes first. An
+    option is left out if another one is better in time and bytes, and changes training no more."""
     rest = sorted((o for o in options if not any(_beaten(o, by) for by in options)), key=lambda o: o.seconds)
     found: list[Option] = []
     while rest:

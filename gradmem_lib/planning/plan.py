@@ -20,28 +20,28 @@ def plan(
     target: str = "cuda",
     cards: int = 1,
 ) -> Plan:
-    """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why faster ones do not.
+    """The ways to train ``model_or_config`` that fit ``card``, fastest first by estimate, and why faster ways do not fit.
 
     Args:
         model_or_config: a transformers config, a model, a folder with a config, or a hub id.
         card: a name such as ``"RTX 4090"`` (see ``CARDS``), or its memory: ``"24 GiB"``, or bytes.
         seq_len: tokens in a row.
-        global_batch: rows of one optimizer step, on all cards together; the plan cuts them into micro-batches.
-        method: ``"full"`` (the default), ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"`` of them.
-            A model that has LoRA in it, by PEFT or ``add_lora``, trains what it has: ``"lora"``, the only way and the default.
+        global_batch: rows of one optimizer step, on all cards together. The plan cuts them into micro-batches.
+        method: ``"full"`` (the default), ``"lora"`` (rank 16 on all linear layers but the head), ``"qlora"``, or ``"any"``. A
+            model that has LoRA already (from PEFT or ``add_lora``) trains it: its only method, and its default, is ``"lora"``.
         target: ``"cuda"``, or ``"cpu"``: live bytes as ``MemoryTracker`` counts them, against its budget.
-        cards: how many such cards of one machine train together: each key of ``SHARDING`` is tried.
+        cards: the number of such cards in one machine that train together. Each key of ``SHARDING`` is tried.
 
-    Tried are precisions (mixed, or bf16 throughout), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; stepping in
-    backward where nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every
-    micro-batch that divides the global batch. In place of the best one's checkpoints, as few layers as fit, parts of each layer
-    or the host's memory are tried where they are faster; where nothing fits, the inputs of checkpoints go to the host, or what
-    cards share. Attention is always fused where the model can: eager needs more bytes and more time. ``float32-master`` is not
-    tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW in bf16. On
-    several, no loss is in chunks, and AdamW alone steps in backward.
+    It tries precisions (mixed, or bf16 for all), optimizers (AdamW fused, 8-bit AdamW, torch's Adafactor; steps in backward
+    if nothing else fits), checkpoints (none, one layer in two, all), the loss whole or in chunks, and every micro-batch that
+    divides the global batch. To replace the checkpoints of the best recipe, it tries as few layers as fit, parts of each layer,
+    or the host's memory, if these are faster. If nothing fits, it moves the inputs of checkpoints to the host, or the shards of
+    several cards. Attention is fused if the model can: eager attention needs more bytes and more time. On one card,
+    ``float32-master`` is not tried, since it holds as many bytes as mixed precision, and ``adamw-stochastic`` as many as AdamW in
+    bf16. On several cards, the loss is not in chunks, and only AdamW steps in backward.
 
-    Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take, and ``RuntimeError`` for a
-    model with LoRA in it that is checkpointed or compiled already.
+    Raises ``ValueError`` for an unknown card, model or method and for sizes that the model cannot take, and ``RuntimeError`` for
+    a model with LoRA that is checkpointed or compiled already.
     """
     choose("method", method, (None, *METHODS, "any"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
@@ -65,7 +65,7 @@ def plan(
 
 
 def _advice(search: Search, methods: list[str]) -> list[str]:
-    """What would fit: another method, a smaller global batch, shorter rows, or a larger card."""
+    """Suggestions that would fit: another method, a smaller global batch, shorter rows, a larger card, or more cards."""
     refused = search.refused()
     closest, advice = refused[0], []
 

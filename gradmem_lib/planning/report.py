@@ -1,4 +1,4 @@
-"""What a plan has found: the recipes that fit, fastest first, and why the others do not."""
+"""The result of a plan: the recipes that fit, fastest first, and why the others do not fit."""
 
 import html
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from .options import Option, RuledOut
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What fits a card, fastest first by estimate, and what does not and why. Bytes everywhere.
+    """The recipes that fit a card, fastest first by estimate, and those that do not, with the reasons. All sizes are bytes.
 
-    Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by what they need) were predicted,
-    ``ruled_out`` was not: weights, gradients and states alone are too much. ``advice``: where nothing fits, what would.
+    Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes) were predicted. ``ruled_out``
+    was not predicted: weights, gradients and states alone are too much. ``advice``: if nothing fits, changes that would fit.
     """
 
     title: str
@@ -33,23 +33,23 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The fastest option, ``None`` where nothing fits."""
+        """The fastest option; ``None`` if nothing fits."""
         return self.fits[0] if self.fits else None
 
     @property
     def closest(self) -> Option:
-        """``best``, or where nothing fits what needs least."""
+        """``best``; if nothing fits, the option that needs the fewest bytes."""
         return self.best or self.refused[0]
 
     @property
     def next_faster(self) -> Option | None:
-        """The slowest of the options that would be faster than ``best``, and do not fit."""
+        """The slowest of the options that would be faster than ``best`` but do not fit."""
         faster = [o for o in self.refused if self.best and o.seconds < self.best.seconds]
         return max(faster, key=lambda o: o.seconds, default=None)
 
     @property
     def code(self) -> str:
-        """Python that trains by ``best``; empty where nothing fits. ``train_dataset`` is yours."""
+        """A Python program that trains by ``best``; empty if nothing fits. Add your own ``train_dataset``."""
         if self.best is None:
             return ""
         return pictures().plan_code(self.best, self.given, self.config, self.target)

@@ -1,4 +1,4 @@
-"""The search for recipes that fit: from the fastest down, without predicting what surely needs too much."""
+"""The search for recipes that fit: it starts with the fastest, and does not predict those that surely need too much."""
 
 import math
 from bisect import bisect_left
@@ -19,31 +19,31 @@ from . import cost
 from .cards import Card
 from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
-# What is run again: less memory at each step. Older transformers cannot checkpoint one layer in two.
+# Checkpoints, each with less memory than the one before. Older transformers cannot checkpoint one layer in two.
 _HALF = [{"every_n_layers": 2}] if checkpointing_name(PreTrainedModel) != "gradient_checkpointing" else []
 CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
-# What is weighed against these once the fastest is known: parts of layers run again, or what waits is moved.
+# Alternatives to these, once the fastest recipe is known: recompute parts of layers, or offload activations.
 LESS: list[dict] = [*({"checkpointing": part} for part in SELECTIVE), {"offload": "activations"}]
-TRIED = 2  # of them, the fastest: each takes a prediction
+TRIED = 2  # only the fastest of these, since each takes a prediction
 
 
 class Search:
-    """Everything that one ``plan`` has been asked, and what it has found out so far. A recipe's ``accumulation`` says how the
-    rows of a card are cut; a *family* is a recipe with neither that nor checkpoints nor a chunked loss, on one card."""
+    """The question of one ``plan``, and what has been found so far. A recipe's ``accumulation`` says how the rows of a card are
+    cut. A *family* is a recipe for one card without accumulation, checkpoints and a chunked loss."""
 
     def __init__(self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1):
         self.work, self.card, self.target, self.cards = work, card, target, cards
         self.own = work.own is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
-        self.chunked = work.chunked and cards == 1  # which goes around what averages gradients
+        self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
         self.ruled_out: list[RuledOut] = []
         self._known: dict[Recipe, Option] = {}
-        # Bytes for live tensors and the allocator.
+        # The bytes for live tensors and the allocator.
         beside = cost.beside(0, card.capability, 0, cards) if target == "cuda" else {}
         self.room = card.nbytes - sum(beside.values())
 
     def option(self, recipe: Recipe) -> Option:
-        """``recipe``, predicted. The allocator is replayed, which may take seconds, only where its part decides."""
+        """``recipe``, predicted. The allocator's replay may take seconds, so it runs only if its result matters."""
         if recipe not in self._known:
             ranks = self.cards if self.cards > 1 else None
             sizes = {"batch_size": self.rows, "seq_len": self.seq_len, "ranks": ranks}
@@ -56,12 +56,12 @@ class Search:
         return self._known[recipe]
 
     def fits(self) -> list[Option]:
-        """What was predicted and fits, in order, each recipe with its largest micro-batch."""
+        """The predicted options that fit, in order, each recipe with its largest micro-batch."""
         by_size = sorted(self._known.values(), key=lambda o: o.micro_batch)
         return ordered(list({replace(o.recipe, accumulation=1): o for o in by_size if o.fits}.values()))
 
     def refused(self) -> list[Option]:
-        """What was predicted and does not fit, by what it needs."""
+        """The predicted options that do not fit, by needed bytes."""
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
     def seconds(self, recipe: Recipe, moved: float | None = None) -> float:
@@ -69,7 +69,7 @@ class Search:
         return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
-        """Precisions and optimizers, those first that change training least; optimizers in backward come last."""
+        """Precisions and optimizers, starting with those that change training least. Steps in backward come last."""
         base = Recipe(attention="fused" if self.work.fused else "eager", optimizer=OPTIMIZERS[0])
         mixed = "autocast-bf16" if self.card.bf16 else "autocast-fp16"
         precisions = [mixed, "bf16"] if self.target == "cuda" else ["float32", mixed, "bf16"]
@@ -81,19 +81,19 @@ class Search:
             return
         for in_backward in (False, True):
             for precision in precisions:
-                # Of several cards, in backward, each steps a part of each weight: which AdamW alone can.
+                # With several cards, each steps a part of each weight in backward: only AdamW can do that.
                 optimizers = OPTIMIZERS[:1] if in_backward and self.cards > 1 else OPTIMIZERS
                 for optimizer in optimizers if not in_backward or precision != "autocast-fp16" else ():
                     yield replace(base, precision=precision, optimizer=optimizer, in_backward=in_backward)
 
     def ways(self, family: Recipe) -> list[Recipe]:
-        """The family's recipes, its loss as it is, from the fastest to the slowest, which needs least of those in pieces."""
+        """The family's recipes with its own kind of loss, fastest first. The last needs the fewest bytes of those in pieces."""
         pieces = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
         adapts = self.work.adapts(family)
         ways = [
             {"sharding": how, "precision": _precision(family, not adapts and how), "accumulation": n, **less}
             for how in (SHARDING if self.cards > 1 else (None,))
-            if how not in ("zero1", "zero2") or not adapts  # of which little is cut
+            if how not in ("zero1", "zero2") or not adapts  # with adapters, these shard little
             for less in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
@@ -107,7 +107,7 @@ class Search:
         return min(reversed(self.ways(family)), key=lambda way: sum(self.residents(way).values()))
 
     def run(self, method: str) -> None:
-        """Look for the fastest way of each family; what cannot be predicted, or need not, is ``ruled_out``."""
+        """Look for the fastest way of each family. Families that cannot be, or need not be, predicted are ``ruled_out``."""
         best: Option | None = None
         for family in self.families(method):
             if family.in_backward and best is not None and not best.recipe.in_backward:
@@ -126,7 +126,7 @@ class Search:
                 self.ruled_out.append(RuledOut(family, held, str(error), self.own))
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
-        """The first of the family's ways that fits; after a ``best`` that changes training less, only if it is faster."""
+        """The first of the family's ways that fits. If a ``best`` exists, which changes training less, it must be faster."""
         limit = best.seconds / EQUAL_TIME if best else math.inf
         ways = (way for way in self.ways(family) if self.seconds(way) < limit)
         return next((self.option(way) for way in ways if self._fits(way)), None)
@@ -135,7 +135,7 @@ class Search:
         return self.may_fit(recipe) and self.option(recipe).fits
 
     def find(self, methods: list[str]) -> None:
-        """All that a plan tries."""
+        """Try all that a plan tries."""
         for name in methods:
             self.run(name)
         if found := self.fits():
@@ -146,7 +146,7 @@ class Search:
             self.join(found[0])
 
     def refine(self, best: Option) -> None:
-        """In place of what ``best`` runs again: less of it, or moving what waits, where that is faster and fits."""
+        """Replace the checkpoints of ``best`` by fewer ones or by offloading, if that is faster and fits."""
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
         if best.recipe == plain:
             return
@@ -154,18 +154,18 @@ class Search:
         for n in [1] if plain.in_backward else range(best.recipe.accumulation, self.rows + 1):
             ways = [replace(plain, accumulation=n, checkpointing=k) for k in first if self.rows % n == 0]
             ways = [way for way in ways if self.seconds(way) < best.seconds]
-            with suppress(ValueError, CannotTrace):  # layers that do not run again one by one
+            with suppress(ValueError, CannotTrace):  # raised if layers cannot be recomputed one by one
                 fewest = self._fewest(ways, self._known.get(replace(plain, accumulation=n)), best)
                 best = self.option(ways[fewest]) if fewest < len(ways) else best
         ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
         faster = [w for w in sorted(ways, key=self.seconds) if self.seconds(w) * EQUAL_TIME < best.seconds]
         for way in faster[:TRIED]:
-            with suppress(ValueError, CannotTrace):  # a model without such a part
+            with suppress(ValueError, CannotTrace):  # raised for a model without such a part
                 if self._fits(way) and self.option(way).seconds < best.seconds:
                     return
 
     def _fewest(self, ways: list[Recipe], none: Option | None, some: Option) -> int:
-        """Which of ``ways``, with 1, 2, ... layers run again, fits first: on a line from ``none`` to ``some``, or beside it."""
+        """The index of the first of ``ways`` (1, 2, ... recomputed layers) that fits. First guess: between ``none`` and ``some``."""
         low, high = 0, len(ways)
         part = (none.needs - self.card.nbytes) / (none.needs - some.needs) if none and not none.fits else 0.5
         near = math.ceil(part * cost.run_again(self.work, some.recipe) * self.work.layers) - 1
@@ -175,23 +175,23 @@ class Search:
         return bisect_left(ways, True, low, high, key=self._fits)
 
     def join(self, best: Option) -> None:
-        """Larger micro-batches for what moves something away: so many pieces were for what had stayed until then."""
+        """Try larger micro-batches if ``best`` offloads something: the pieces were chosen without offloading."""
         fewer = [n for n in range(best.recipe.accumulation - 1, 0, -1) if self.rows % n == 0]
         all(self._fits(replace(best.recipe, accumulation=n)) for n in fewer if best.recipe.offload)
 
     def next_faster(self, best: Option) -> Option | None:
-        """The slowest of the ways that are faster than ``best`` and differ from it in pieces and checkpoints alone."""
+        """The slowest of the ways that are faster than ``best`` and differ from it only in pieces and checkpoints."""
         family = replace(best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None)
         how, limit = family.sharding, best.seconds
         ways = [w for w in self.ways(family) if w.sharding == how and self.seconds(w) < limit]
         return self.option(ways[-1]) if ways else None
 
     def may_fit(self, recipe: Recipe) -> bool:
-        """Whether it does not surely need too much: the hundredth part is for states that are counted roughly."""
+        """Whether ``recipe`` might fit, by its lower bounds. One percent is added for states that are counted roughly."""
         return max(self._least(recipe, known) for known in (None, *self._known.values())) <= 1.01 * self.room
 
     def lightest(self, methods: list[str]) -> list[Recipe]:
-        """Those with the fewest residents, with an optimizer after backward and, where there is one, in it."""
+        """The recipes with the fewest residents: one that steps after backward, and one that steps in it, if there is one."""
         families = [replace(f, chunked_loss=self.chunked) for m in methods for f in self.families(m)]
         found = []
         for in_backward in (False, True):
@@ -200,7 +200,7 @@ class Search:
         return found
 
     def move(self, methods: list[str]) -> None:
-        """Where nothing fits: what needs least, and the same with the inputs of its checkpoints, or what cards share, on the host."""
+        """If nothing fits: try the lightest recipes, also with the inputs of checkpoints, or the shards of cards, on the host."""
         for recipe in self.lightest(methods):
             if not self.option(recipe).fits and self.target == "cuda" and self.room > 0:
                 plain = replace(recipe, checkpointing="per-layer", every_n_layers=None)
@@ -208,14 +208,14 @@ class Search:
                 list(map(self.option, _possible(plain, away[: 1 + (self.cards > 1)])))
 
     def _least(self, recipe: Recipe, known: Option | None = None) -> float:
-        """Live bytes that ``recipe`` needs at least: by its sizes, or by what ``known`` needs, which saves as much or more.
+        """A lower bound for the live bytes of ``recipe``: from its sizes, or from a ``known`` option that saves as much or more.
 
-        At each moment, what is neither parameter, gradient nor state is taken to shrink with the micro-batch. Of another
-        optimizer, what it does in its step says nothing."""
+        At each moment, bytes other than parameters, gradients and states are assumed to shrink with the micro-batch. If the
+        optimizers differ, the optimizer's step is left out."""
         if known is None:
             held = self.residents(recipe)
             tokens = self.seq_len * (self.rows // recipe.accumulation)
-            # In one piece, gradients come while activations go.
+            # In one piece, gradients are made while activations are freed.
             waiting = held["gradients"] if recipe.accumulation > 1 else 0
             kept = tokens * cost.kept_by_a_token(self.work, recipe)
             return max(sum(held.values()), held["parameters"] + held["optimizer"] + waiting + kept)
@@ -228,7 +228,7 @@ class Search:
         by = rows[:, BY]
         fixed, gradients = by[:, PARAMETERS] + by[:, OPTIMIZER] + states[1] - states[0], by[:, GRADIENTS]
         if recipe.accumulation > 1:
-            # From the second micro-batch on, all are there from the beginning; not those that are about to be cut.
+            # From the second micro-batch on, all gradients exist from the beginning, except those that are about to be sharded.
             gradients = min(gradients.max(), self.residents(recipe)["gradients"])
         elif known.recipe.accumulation > 1:
             gradients = 0
@@ -236,19 +236,19 @@ class Search:
         return (fixed + gradients + grows).max()
 
     def _alike(self, known: Recipe, recipe: Recipe) -> bool:
-        """Whether ``known`` differs in no more than its micro-batch, its optimizer after backward, and in saving more."""
-        states = known.sharding == "ddp" and recipe.sharding == "zero1"  # which differ by states
+        """Whether ``known`` differs only in its micro-batch, its optimizer (if that steps after backward), and in saving more."""
+        states = known.sharding == "ddp" and recipe.sharding == "zero1"  # these differ only in states
         kinds = [
             (r.precision, r.lora_rank, r.quantized_base, r.in_backward and r.optimizer, states or r.sharding, r.offload)
             for r in (known, recipe)
         ]  # fmt: skip
         saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
-        if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:  # products are not savings there
+        if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:  # products are no measure there
             saves = known.checkpointing in (recipe.checkpointing, "per-layer")
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 
     def _too_many(self, recipe: Recipe) -> str:
-        """Which of weights, gradients and states are more than the card has."""
+        """A text that says which of weights, gradients and states exceed the card."""
         names, held, sums = {"parameters": "weights", "optimizer": "optimizer states"}, [], 0
         for category, nbytes in self.residents(recipe).items():
             if nbytes and sums <= self.card.nbytes:
@@ -259,7 +259,7 @@ class Search:
 
 
 def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:
-    """``recipe`` with each of ``changes`` that goes with it."""
+    """``recipe`` with each of ``changes`` that is possible for it."""
     found = []
     for change in changes:
         with suppress(ValueError):
@@ -268,7 +268,7 @@ def _possible(recipe: Recipe, changes: Iterable[dict]) -> list[Recipe]:
 
 
 def _precision(family: Recipe, sharding: str | bool | None) -> str | None:
-    """Mixed precision by autocast, or where weights are gathered, by gathering them in bf16, which sends and holds half of it."""
+    """Mixed precision by autocast; if weights are gathered, by gathering them in bf16, which sends and holds half the bytes."""
     if family.precision not in ("autocast-bf16", "float32-master"):
         return family.precision
     cut = sharding in ("zero2", "fsdp") and family.optimizer == OPTIMIZERS[0]

@@ -1,4 +1,4 @@
-"""The caching allocator's rules on addresses that stand for memory, and what a card holds beside the tensors.
+"""The caching allocator's rules, applied to addresses without memory, and what a card holds besides tensors.
 
 It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu`` compares it with a card; that has not been
 done yet.
@@ -20,14 +20,14 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-# Estimates. cuBLAS takes a workspace for each thread that multiplies matrices, forward and backward each their own;
-# it comes from PyTorch's allocator. The context is the driver's, outside of any allocator's figure.
+# Estimates. cuBLAS takes a workspace for each thread that multiplies matrices: one for forward and one for backward.
+# They come from PyTorch's allocator. The context belongs to the driver, and no allocator counts it.
 WORKSPACE_HOPPER, WORKSPACE = 32 * MiB, 4 * 2 * MiB + 8 * 16 * 1024
 CONTEXT = 500 * MiB
 
 
 def workspace(compute_capability: tuple[int, int] = (8, 0)) -> int:
-    """Bytes of cuBLAS workspace that a training step ends up with: one for forward, one for autograd's thread."""
+    """Bytes of the cuBLAS workspaces at the end of a training step: one for forward, one for autograd's thread."""
     return 2 * (WORKSPACE_HOPPER if compute_capability[0] >= 9 else WORKSPACE)
 
 
@@ -35,19 +35,19 @@ SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE, ROUND_LARGE = 1 * MiB, 2 * MiB, 20 *
 
 
 class NoRoom(Exception):
-    """The card has no room for a segment of ``asked`` bytes, and nothing that could be given back for it."""
+    """The card has no room for a segment of ``asked`` bytes, and no unused segment to free for it."""
 
     def __init__(self, asked: int):
         self.asked = asked
 
 
 class Allocator:
-    """The caching allocator's rules on addresses that stand for memory (expandable segments off, one stream).
+    """The caching allocator's rules, applied to addresses without memory (expandable segments off, one stream).
 
-    Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment of their
-    own, in whole 2 MiB. The smallest free block that fits is taken, and split if enough is left; neighbours that are free
-    merge again. ``reserved`` is what has been taken from the driver, which ``empty_cache`` gives back: the
-    caller's, or its own where ``capacity`` bytes have no room for a new segment. If that is not enough, it is ``NoRoom``.
+    Requests up to 1 MiB come from segments of 2 MiB. Requests up to 10 MiB come from segments of 20 MiB. Larger ones get their
+    own segment, a multiple of 2 MiB. The smallest free block that fits is taken, and split if enough is left. Free neighbours
+    merge again. ``reserved`` is the bytes taken from the driver. ``empty_cache`` returns unused segments to the driver. Callers
+    may call it, and ``allocate`` does when ``capacity`` is too small for a new segment. If that fails, it raises ``NoRoom``.
     """
 
     def __init__(self, capacity: float = math.inf):
@@ -58,10 +58,10 @@ class Allocator:
         # By pool: sorted (bytes, address).
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._begins: dict[int, int] = {}  # a free block's address: its bytes
-        self._ends: dict[int, int] = {}  # where a free block ends: its bytes
+        self._ends: dict[int, int] = {}  # a free block's end: its bytes
 
     def allocate(self, nbytes: int) -> int:
-        """The address of a block for ``nbytes``, taking a new segment where no free block fits."""
+        """The address of a block for ``nbytes``. Takes a new segment if no free block fits."""
         size = max(rounded(nbytes), BLOCK)
         small = size <= SMALL
         at = bisect_left(self._free[small], (size, -1))
@@ -87,7 +87,7 @@ class Allocator:
         return address
 
     def free(self, address: int) -> None:
-        """Give the block at ``address`` back, merged with free neighbours."""
+        """Free the block at ``address``, and merge it with free neighbours."""
         size, small = self._used.pop(address)
         before, after = self._ends.get(address, 0), self._begins.get(address + size, 0)
         if after:
@@ -97,7 +97,7 @@ class Allocator:
         self._put(address - before, before + size + after, small)
 
     def empty_cache(self) -> None:
-        """Give the segments without a block in use back to the driver, as ``torch.cuda.empty_cache`` does."""
+        """Return the segments without a block in use to the driver, as ``torch.cuda.empty_cache`` does."""
         for address, total in list(self._segments.items()):
             if self._begins.get(address) == total:
                 self._take(address, total, (total, address) in self._free[True])
@@ -114,7 +114,7 @@ class Allocator:
 
 
 def replayed(requests: Iterable[int]) -> int:
-    """Bytes reserved after ``requests``: a number of bytes asks for a block, ``-1 - n`` gives the nth one back."""
+    """Bytes reserved after ``requests``: a number of bytes asks for a block, and ``-1 - n`` frees the block of request n."""
     allocator, addresses = Allocator(), []
     for request in requests:
         if request >= 0:

@@ -1,4 +1,4 @@
-"""A model's config, from wherever it was given, the class that trains on it, and a batch that it takes."""
+"""Finds a model's config, the class to train it with, and an example batch for it."""
 
 import copy
 import inspect
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from .. import compat
 
-# Where a config names no architecture: transformers' tables of classes, in the order in which they are asked.
+# For a config that names no architecture: transformers' tables of classes, in the order in which they are searched.
 _PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
 _TABLES = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION",
            "CTC")  # fmt: skip
 
 
 def model_class(config):
-    """The class that trains on ``config``: its first architecture, else what its family is mostly trained as.
+    """The class to train a model of ``config`` with: its first architecture, or else the usual class of its family.
 
-    An encoder with a decoder is trained as a pair, and other configs as a masked or causal language model, on pairs of
-    pictures and texts, as an image classifier, or on speech.
+    Encoder-decoder configs give a sequence-to-sequence model. Other configs give a masked or causal language model, a model of
+    pairs of pictures and texts, an image classifier, or a speech model.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -32,8 +32,8 @@ def model_class(config):
             return known
     if config.architectures:
         raise ValueError(
-            f"the config is of {', '.join(config.architectures)}, which transformers has not: name the class that is trained in "
-            "config.architectures, set it to None for what the family is mostly trained as, or predict the model itself"
+            f"the config is of {', '.join(config.architectures)}, which transformers does not have: name the class to train in "
+            "config.architectures, set it to None for the family's usual class, or predict the model itself"
         )
     for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
@@ -48,11 +48,11 @@ def model_class(config):
 
 
 def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Tensor]:
-    """What ``model`` trains on, by name: token ids (batch_size, seq_len), pictures or spectrograms, and labels for its head.
+    """The inputs of ``model`` in training, by name: token ids (batch_size, seq_len), pictures or spectrograms, and labels.
 
-    Labels are one class a row, one class a token, the two ends of an answer, or the tokens themselves, as the class's name
-    says. ``seq_len`` is ignored where there are only pictures. Random and on the model's device; with fake tensors if fake
-    mode is on. ``ValueError``, naming ``batch=``, where the inputs cannot be told from the config.
+    The name of the model's class decides the labels: one class a row, one class a token, the two ends of an answer, or the
+    tokens themselves. ``seq_len`` is ignored if there are only pictures. Values are random, on the model's device; in a fake
+    mode they are fake tensors. Raises ``ValueError``, which names ``batch=``, if the config does not tell the inputs.
     """
     model = compat.inside_peft(model)
     config, inputs = model.config, set(inspect.signature(model.forward).parameters)
@@ -67,7 +67,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
 
     main, head = getattr(model, "main_input_name", "input_ids"), labels_of(model)
     if main == "input_features" and hasattr(config, "max_source_positions") and head == "tokens":
-        # Whisper: two frames of the spectrogram make one position.
+        # Whisper: two frames of the spectrogram are one position.
         spectrogram = numbers(config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": spectrogram, "labels": classes(text.vocab_size, seq_len)}
     if main == "pixel_values" and head == "class" and "labels" in inputs:
@@ -91,7 +91,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
 
 
 def labels_of(model: nn.Module) -> str | None:
-    """What the labels of ``model`` are; ``None`` where its class's name does not say."""
+    """The kind of labels that ``model`` takes; ``None`` if the name of its class does not say."""
     name = type(model).__name__
     heads = {
         "ForSequenceClassification": "class", "ForImageClassification": "class", "ForTokenClassification": "class of a token",
@@ -102,7 +102,7 @@ def labels_of(model: nn.Module) -> str | None:
 
 
 def picture_shape(config) -> tuple[int, int, int]:
-    """(channels, height, width) of the pictures that a model of ``config`` takes; 224 x 224 where it takes any size."""
+    """(channels, height, width) of the pictures that a model of ``config`` takes; 224 x 224 if it takes any size."""
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -110,9 +110,9 @@ def picture_shape(config) -> tuple[int, int, int]:
 
 
 def most_positions(model: nn.Module) -> int | None:
-    """Tokens that a row may have; ``None`` for a model that takes any number.
+    """The largest number of tokens in a row; ``None`` for a model that takes any number.
 
-    RoBERTa and its kin count positions from the padding token's id on, so that their table is longer than a row."""
+    RoBERTa and similar models count positions from the padding token's id on, so their table is longer than a row."""
     config = model.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
@@ -156,11 +156,11 @@ def find_config(given):
 
 
 def _hub_answers() -> bool:
-    """Whether there is a way to the hub: without one, its client would try for half a minute."""
+    """Whether the hub can be reached. If it cannot, its client would try for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
-        return not constants.HF_HUB_OFFLINE  # the way may lead through a proxy
+        return not constants.HF_HUB_OFFLINE  # a proxy may reach it
     hub = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
@@ -170,11 +170,11 @@ def _hub_answers() -> bool:
 
 
 def skeleton(config) -> nn.Module:
-    """The model of ``config`` on the meta device: its structure, and no memory."""
+    """The model of ``config`` on the meta device: its structure without memory."""
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "the config has a quantization_config, and what the operations of such weights take is not known: give the model as it was "
-            "before, or a config without that field. method='qlora' of plan and Recipe(lora_rank=16, quantized_base=True) keep it in 4 bits"
+            "the config has a quantization_config, and the memory of operations on such weights is not known: give the model as it was "
+            "before, or a config without that field. To keep it in 4 bits: plan's method='qlora', Recipe(lora_rank=16, quantized_base=True)"
         )
     kind = model_class(config)
     try:

@@ -1,4 +1,4 @@
-"""Copies of modules and batches that have no memory behind them."""
+"""Copies of modules and batches, without memory behind them."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ from .question import CannotTrace
 
 
 def fake_batch(batch):
-    """``batch`` with fake tensors in place of its own: one for a tensor that is there twice."""
+    """``batch`` with fake tensors in place of its own. A tensor that occurs twice gets one fake tensor."""
     with _Copying({}, "the batch"):
         return copy.deepcopy(batch)
 
@@ -21,11 +21,11 @@ def fake_batch(batch):
 def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | None = None) -> nn.Module:
     """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first ``keep``, if given.
 
-    For use in a fake mode. What ``checkpoint_layers`` has put on the model is put on the copy too."""
+    For use in a fake mode. The copy gets the same checkpoints that ``checkpoint_layers`` has put on the model."""
     memo: dict[int, Any] = {}
     bases: dict[int, torch.UntypedStorage] = {}
     for _, module in model.named_modules(None if keep is None else set(list(layers)[keep:])):
-        for parameter in module.parameters(recurse=False):  # whose own way to be copied cannot be replaced
+        for parameter in module.parameters(recurse=False):  # _Copying cannot replace how these are copied
             if any(hook_counts(parameter)):
                 raise CannotTrace(
                     "a parameter has a hook, which may do anything: remove it (an optimizer in backward is Recipe(in_backward=True))"
@@ -44,7 +44,7 @@ def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | Non
 
 
 class _Copying(torch.overrides.TorchFunctionMode):
-    """Inside ``copy.deepcopy``: tensors become fake ones rather than being copied."""
+    """While it is active, ``copy.deepcopy`` makes fake tensors and does not copy the real ones."""
 
     def __init__(self, bases: dict[int, torch.UntypedStorage], where: str = "the model"):
         super().__init__()
@@ -60,7 +60,7 @@ class _Copying(torch.overrides.TorchFunctionMode):
 
 
 def _fake_like(tensor: Tensor, bases: dict[int, torch.UntypedStorage], where: str = "the model") -> Tensor:
-    """A fake CPU tensor like ``tensor``; tensors that share a storage get fakes that share one (kept in ``bases``)."""
+    """A fake CPU tensor like ``tensor``. Tensors that share a storage get fakes that share one, too (from ``bases``)."""
     if tensor.layout != torch.strided:
         raise CannotTrace(
             f"{where} holds a tensor of layout {tensor.layout}, and only dense ones can be predicted: make it dense"
@@ -68,7 +68,7 @@ def _fake_like(tensor: Tensor, bases: dict[int, torch.UntypedStorage], where: st
     if type(tensor).__module__.startswith("bitsandbytes.") or own_storage(tensor) is None:
         raise CannotTrace(
             f"{where} holds a {type(tensor).__name__}, and what its own operations take in a step is not known: measure one real step "
-            "with MemoryTracker. Of the model before it had 4 bits, Recipe(lora_rank=16, quantized_base=True) can be predicted"
+            "with MemoryTracker, or predict the model as it was before it had 4 bits, with Recipe(lora_rank=16, quantized_base=True)"
         )
     if not tensor.is_leaf and tensor.requires_grad:
         raise CannotTrace(

@@ -1,6 +1,6 @@
-"""Where PyTorch's fake tensors say something else than the kernels do: what the kernels really return, and how large.
+"""Corrections where PyTorch's fake tensors differ from the kernels: what the kernels really return, and with how many bytes.
 
-Found by running PyTorch's own samples of every operator (``torch.testing``) for real and on fake tensors.
+The differences were found by running PyTorch's own samples of every operator (``torch.testing``) on real and on fake tensors.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from .. import compat
 from .question import CannotTrace
 
 aten = torch.ops.aten
-PAGE = 4096  # oneDNN begins each part of an LSTM's workspace on a page of its own
+PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
 NO_REDUCTION = 0
 
 
 def _viewed(args, out):
-    """Real views give a dimension of one element other strides than fakes do, and convolutions choose their layout by them."""
+    """For a dimension of one element, real views have other strides than fake ones. Convolutions choose their layout by these."""
     if 1 not in out.shape:
         return out
     with compat.without_modes():
@@ -26,12 +26,12 @@ def _viewed(args, out):
 
 
 def _contiguous_gradient(args, out):
-    """The gradient of what ``layer_norm`` was given is laid out row by row, whatever the input's strides."""
+    """The gradient of ``layer_norm``'s input is laid out row by row, whatever strides the input has."""
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
 def _filled(args, out):
-    """A value beyond the tensor's dtype is an error for real, and none of a fake tensor's."""
+    """A value that the dtype cannot hold raises an error on a real tensor, but not on a fake one."""
     with compat.without_modes():
         one = torch.zeros(1, dtype=out.dtype, device="cpu")
         one.masked_fill_(torch.zeros(1, dtype=torch.bool, device="cpu"), args[2])
@@ -39,13 +39,13 @@ def _filled(args, out):
 
 
 def _in_the_columns_storage(args, out):
-    """``fold``, and the backward of ``unfold``, begin with a tensor like the columns and shrink it, and its storage stays as
-    large (ATen's Col2Im.cpp and Col2Im.cu)."""
+    """``fold``, and the backward of ``unfold``, allocate a tensor like the columns and then shrink it. The storage keeps its size
+    (ATen's Col2Im.cpp and Col2Im.cu)."""
     return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
 
 
 def _of_one_dtype(args, out):
-    """Where PyTorch's fake makes two dtypes one, and the kernel refuses them."""
+    """For operations where PyTorch's fake promotes two dtypes to one, but the kernel refuses them."""
     tensors = [t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     dtypes = sorted({str(t.dtype) for t in tensors})
     if len(dtypes) > 1:
@@ -56,7 +56,7 @@ def _of_one_dtype(args, out):
 
 
 def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Callable:
-    """A norm whose first tensor from ``position`` on has the input's dtype or float32; ``mixed``: what comes of the second."""
+    """A norm whose first tensor from ``position`` on has the input's dtype or float32. ``mixed`` corrects the float32 case."""
 
     def correct(args, out):
         weight = next((a for a in args[position:] if isinstance(a, torch.Tensor)), None)
@@ -72,9 +72,9 @@ def _with_float32_statistics(args, out):
 
 
 def _reduced_in_place(position: int) -> Callable:
-    """A loss that writes one number for each element first and takes their mean in the same storage, which stays that large.
+    """A loss that first writes one number for each element, then reduces them in the same storage, which keeps its size.
 
-    ``position`` of the argument that says how the loss is reduced."""
+    ``position``: that of the argument that says how the loss is reduced."""
 
     def correct(args, out):
         if args[position : position + 1] == (NO_REDUCTION,):
@@ -88,12 +88,12 @@ def _reduced_in_place(position: int) -> Callable:
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
     """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
 
-    After oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of states for each of ``seq`` steps
-    and the one before them, below and above the layer; each of them on pages of its own, most of them with padded rows.
+    It follows oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of states for each of ``seq``
+    steps and the one before them, below and above the layer. Each begins on a new page, and most have padded rows.
     """
 
     def row(n: int) -> int:
-        n = -(-n // 16) * 16  # floats in whole cache lines, and not a multiple of 256
+        n = -(-n // 16) * 16  # floats in whole cache lines, but no multiple of 256
         return n + 16 if n % 256 == 0 else n
 
     def pages(floats: int) -> int:
@@ -107,7 +107,7 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
 
 
 def _lstm(args, out):
-    """oneDNN's LSTM returns its workspace where gradients are recorded, whose size PyTorch's fake does not know."""
+    """With gradients on, oneDNN's LSTM also returns its workspace. PyTorch's fake does not know the workspace's size."""
     x, hidden = args[0], args[10]
     if not torch.is_grad_enabled():
         return out
@@ -122,14 +122,14 @@ def _lstm(args, out):
 
 @cache
 def _formula_holds() -> bool:
-    """Whether this machine's oneDNN keeps what ``lstm_workspace`` says: a few kilobytes are tried for real, once."""
+    """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real LSTMs, once."""
     with compat.without_modes():
         sizes = (3, 5, 70, 40), (40, 3, 8, 64)
         return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
 def _bags(args, out):
-    """``embedding_bag`` numbers its bags in tensors that it shortens afterwards."""
+    """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep their sizes."""
     bags, sizes = out[1].new_empty(out[1].numel() + 1), out[2].new_empty(args[2].numel())
     return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
@@ -149,7 +149,7 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.col2im.default: _in_the_columns_storage,
     compat.all_reduce: lambda args, out: compat.reduced(
         args[0]
-    ),  # DDP waits for what a fake group never says
+    ),  # DDP waits for a result, which a fake group never gives
     aten.native_group_norm.default: _normalized(1),
     aten.native_batch_norm.default: _normalized(1),
 } | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
@@ -164,7 +164,7 @@ _ON_CPU = _EVERYWHERE | {
     aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),
     aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(args, _of_one_dtype(args, out)),
     **{
-        op.default: lambda args, out: out.to(args[1].dtype)  # where PyTorch's fake takes the widest one
+        op.default: lambda args, out: out.to(args[1].dtype)  # PyTorch's fake has the widest dtype
         for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.soft_margin_loss_backward)
         if op.default not in compat.of_one_dtype
     },
@@ -173,6 +173,6 @@ _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
 _ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
     args, _normalized(2)(args, out)
 )
-# By target and operator: from its arguments and PyTorch's fake, ``out`` as the target's kernel makes it; or ``CannotTrace``,
-# where nobody can foresee that.
+# By target and operator: functions that take the arguments and PyTorch's fake result, and return the result of the target's
+# kernel. They raise ``CannotTrace`` if it cannot be known.
 OF: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

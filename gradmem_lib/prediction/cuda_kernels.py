@@ -1,4 +1,4 @@
-"""What CUDA's kernels keep for backward where the CPU's keep something else, told to a trace without a card.
+"""Lets a trace without a card keep for backward what CUDA's kernels keep, where the CPU's kernels keep something else.
 
 It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_mode.h). ``make gpu`` compares it with a
 card; that has not been done yet.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compat import efficient_attention, flash_attention, flash_attention_backward, math_attention
 from .allocator import rounded
 
-# Autocast's float32 list on CUDA, as far as it is not on the CPU's, where modules find the functions.
+# The part of CUDA's float32 list of autocast that is not on the CPU's list, by the places where modules look functions up.
 _BOTH = "pow exp log rsqrt reciprocal norm sum prod cumsum softmax log_softmax"
 _METHODS = "__pow__ __rpow__ __rtruediv__"
 _FUNCTIONS = "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss normalize softplus"
@@ -29,11 +29,11 @@ IN_FLOAT32 = tuple(
 
 @contextmanager
 def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Inside it, functions on (fake) CPU tensors keep for backward what CUDA's kernels keep.
+    """Inside this context, functions on (fake) CPU tensors keep for backward what CUDA's kernels keep.
 
-    ``autocast``: the dtype of ``torch.autocast`` if the step uses it, so that the operations that CUDA's autocast runs in
-    float32 do so here. The functions are replaced where modules look them up, and put back at the end: a function mode would
-    not be on when checkpointing runs a layer again.
+    ``autocast``: the dtype of ``torch.autocast`` if the step uses it. Then operations that CUDA's autocast runs in float32 run
+    in float32 here too. The functions are replaced where modules look them up, and put back at the end. A function mode would
+    not be active while checkpointing recomputes a layer.
     """
     with ExitStack() as undo:
         undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
@@ -44,7 +44,7 @@ def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
 
 
 def in_float32(function: Callable) -> Callable:
-    """``function`` as autocast runs what is on its float32 list."""
+    """``function`` with float32 arguments, as autocast calls the functions on its float32 list."""
 
     @wraps(function)
     def wider(*args, **kwargs):
@@ -64,7 +64,7 @@ def _to_float32(value):
 def _dropout(
     plain: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """One kernel that keeps a mask of one byte a number, where the CPU keeps one of the input's dtype."""
+    """One kernel that keeps a mask of one byte a number. The CPU keeps a mask in the input's dtype."""
     if not training or p == 0 or inplace:
         return plain(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -75,8 +75,8 @@ def _attention(
 ) -> Tensor:
     """The kernel that a card would choose: flash attention, else memory-efficient attention, else single operations.
 
-    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision, heads in even groups and no mask; the
-    memory-efficient kernel takes float32 and masks, and no grouped heads.
+    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and heads in equal groups, but no mask. The
+    memory-efficient kernel takes float32 and masks, but no grouped heads.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -94,7 +94,7 @@ def _attention(
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
         if bias is not None:
-            # The kernel reads rows of the bias 16 entries at a time, and pads them to that.
+            # The kernel reads rows of the bias 16 entries at a time, so it pads them to a multiple of 16.
             seq = bias.shape[-1]
             bias = F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
             bias = bias.expand(*query.shape[:3], key.shape[2])
@@ -105,11 +105,11 @@ def _attention(
 
 
 def scratch(func, args) -> int:
-    """Bytes that ``func`` takes inside its kernel and gives back at its end, where they are many."""
+    """Bytes that ``func`` takes inside its kernel and frees at its end, if they are many."""
     if func is not flash_attention_backward.default:
         return 0
-    # The gradient of the queries is added up in float32, with rows and head size rounded up; and when heads share keys, the
-    # gradients of keys and values exist once for each head first.
+    # The gradient of the queries is added up in float32, with rows and head size rounded up. If heads share keys, the gradients
+    # of keys and values first exist once for each head.
     query, key = args[1], args[2]
     batch, heads, seq, size = query.shape
     rows, width = -(-seq // 128) * 128, -(-size // 32) * 32

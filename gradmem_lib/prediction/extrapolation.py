@@ -1,4 +1,4 @@
-"""A long trace from two short ones: every layer of a deep model does the same things, event by event."""
+"""Computes a long trace from two short ones: every layer of a deep model does the same operations, event by event."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from ..compat import hook_counts, own_tensors
 from ..measure.timeline import PHASE
 
 _COMPARED = (int, float, str, bool, type(None), torch.dtype)
-Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase behind each
+Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase of each
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The samples of one step: ``rows`` (samples, 9) as of a ``Timeline``, the operation behind each, where each part of the
-    step begins, what was asked of a card's allocator (``allocator.replayed``), and the bytes that cross the bus."""
+    """The samples of one step: ``rows`` (samples, 9) as in a ``Timeline``, the operation of each sample, the start of each part
+    of the step, the requests to a card's allocator (``allocator.replayed``), and the bytes that cross the bus."""
 
     rows: np.ndarray
     operations: tuple[str, ...]
@@ -25,7 +25,7 @@ class Trace:
     moved: int = 0
 
     def parts(self) -> list[Part]:
-        """Each part's differences from sample to sample (the phase as it is), and its operations with their phases."""
+        """For each part: the differences from sample to sample (but the phase itself), and its operations with their phases."""
         steps = np.diff(self.rows, axis=0, prepend=0)
         steps[:, PHASE] = self.rows[:, PHASE]
         kinds = list(zip(self.operations, self.rows[:, PHASE].tolist(), strict=True))
@@ -34,10 +34,10 @@ class Trace:
 
 
 def repeated_layers(model: nn.Module) -> nn.Module | None:
-    """The ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike, the longest one; ``None`` if none is.
+    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike; ``None`` if there is none.
 
-    Alike: the same modules, parameters, settings and hooks, numbers that count the layers aside. A model whose config lists
-    something per layer that differs (Gemma's alternating attention) has none, nor one whose layers were edited.
+    Alike: the same modules, parameters, settings and hooks, except for numbers that count the layers. The result is ``None`` if
+    the config lists different values for the layers (Gemma's alternating attention), or if the layers were edited.
     """
     found = None
     for module in model.modules():
@@ -51,7 +51,7 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
     config, n = getattr(model, "config", None), len(found)
     values = getattr(config, "__dict__", {}).values()
     unlike = any(isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values)
-    # Edited: some layers are not called, or share their weights.
+    # Edited layers: some are not called, or they share weights.
     called = getattr(getattr(config, "get_text_config", lambda: config)(), "num_hidden_layers", n)
     shared = len([*found.parameters()]) < sum(len([*layer.parameters()]) for layer in found)
     return None if unlike or shared or called < n else found
@@ -72,10 +72,10 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
 
 
 def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) -> list[np.ndarray] | None:
-    """The differences in a trace with ``wanted`` repeated units, by part, from those with ``units`` and ``units + 1``.
+    """The differences in a trace with ``wanted`` repeated units, by part, from traces with ``units`` and ``units + 1``.
 
-    In each part of the step, the longer trace has one more round of the same events: it is found, repeated as often as
-    needed, and whatever happens once (freeing all gradients) grows in proportion. ``None`` where the rounds differ.
+    In each part of the step, the longer trace has one more round of the same events. This round is found and repeated as often as
+    needed. An event that happens once (such as freeing all gradients) grows in proportion. ``None`` if the rounds differ.
     """
     if len(short) != len(long):
         return None
@@ -102,9 +102,9 @@ def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
 
 
 def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: int) -> int | None:
-    """Where the longer trace's additional round may begin, ``lo`` to ``hi``: it must repeat the round before or after it.
+    """A start from ``lo`` to ``hi`` for the longer trace's additional round, which must equal the round before or after it.
 
-    The nearest to the middle is taken, away from what is special about the first round and the last.
+    It takes the start nearest to the middle, far from what is special about the first and the last round.
     """
     for at in sorted(range(lo, hi + 1), key=lambda at: abs(2 * at - lo - hi)):
         block = long[at : at + extra]
@@ -114,6 +114,6 @@ def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: 
 
 
 def _agreeing(a: list, b: list) -> int:
-    """How many entries are the same, from the first on."""
+    """How many entries are equal, counted from the first one."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

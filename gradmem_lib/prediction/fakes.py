@@ -1,9 +1,9 @@
-"""Fake tensors, quickly: what an operator returned for such arguments once, it returns again.
+"""A faster fake mode: it remembers what an operator returned for the same kind of arguments.
 
-PyTorch's fake tensors work out the shape of every result, and take most of a tenth of a millisecond to do so. A model's
-layers ask the same thing over and over. Here the answer (shape, strides, dtype, and whose storage it is) is kept under a
-key that costs little to make. Whatever the key cannot describe goes PyTorch's own way, so this is a shortcut and no
-second opinion.
+PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a millisecond. A model's layers ask
+for the same results over and over. Here a result's description (shape, strides, dtype, and whose storage it has) is kept
+under a key that is cheap to compute. If a key cannot describe the arguments, PyTorch's own code runs. So this mode is only a
+cache: every answer comes from PyTorch.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ KEPT = 20_000
 _PLAIN = frozenset(
     (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came out, made anew
-# By what is the same for a whole trace: its target, and what is set around it. Every answer may be dropped at any time.
+Again = Callable[["QuickFakeMode", tuple], object]  # from (mode, args), makes the remembered result again
+# By what stays the same during a trace: its target and the global settings. Every answer may be dropped at any time.
 known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
 def _settings() -> tuple:
-    """What is set for the whole process and changes what operators return."""
+    """The settings of the whole process that change what operators return."""
     cuda = torch.backends.cuda
     return (
         torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
@@ -35,10 +35,10 @@ def _settings() -> tuple:
 
 
 class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
-    """``FakeTensorMode`` that remembers. Everything that comes out is an ordinary ``FakeTensor``.
+    """A ``FakeTensorMode`` with a memory. Every result is an ordinary ``FakeTensor``.
 
-    Where PyTorch's fake is wrong about what the real kernels of ``target`` return, they are right (see ``corrections.py``).
-    ``value`` is what ``.item()`` returns; ``None``, as at the beginning, leaves that an error.
+    Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected (see ``corrections.py``).
+    ``value`` is what ``.item()`` returns; with ``None``, as at the beginning, ``.item()`` raises an error.
     """
 
     def __init__(self, target: str | None = None):
@@ -59,7 +59,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         if (again := self._answers.get(key)) is not None:
             return again(self, args)
         if func in compat.marks:
-            return func(*args, **kwargs or {})  # for a profiler's record, with no tensors
+            return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._asked(func, types, args, kwargs or {})
         foreign = any(type(value) is torch.nn.Parameter for value in args)
         if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
@@ -74,7 +74,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:
-        """A fake tensor of ``device`` around ``inside``, with what the first one of its kind was found to have."""
+        """A fake tensor of ``device`` around ``inside``, with the attributes of the first fake tensor on that device."""
         if device not in self._blank:
             first = FakeTensor(self, inside, device)
             self._blank[device] = dict(vars(first))
@@ -82,21 +82,21 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return compat.another_fake(inside, device, self._blank[device])
 
     def _asked(self, func, types, args, kwargs):
-        """PyTorch's own answer. Its fake of ``grouped_mm`` knows bf16 alone; the kernels return the same shape for any dtype."""
-        self.cache_enabled = func not in compat.set_storage  # it would keep the storage, and set it once
+        """PyTorch's own answer. Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype."""
+        self.cache_enabled = func not in compat.set_storage  # PyTorch's cache would keep the first storage
         if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
         narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
 
     def _key(self, func, args, kwargs) -> tuple | None:
-        """What the result depends on; ``None`` where that is more than is looked at here."""
+        """A key of all that the result depends on; ``None`` if it depends on more than this function reads."""
         parts: list = [func, torch.is_grad_enabled()]
         for value in (*args, *kwargs.items()):
             kind = type(value)
             if kind is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None or value.is_complex():
-                    return None  # another mode's, or one that knows its values
+                    return None  # of another mode, or one that knows its values
                 parts += (
                     value.shape, value.stride(), value.dtype, value.storage_offset(), value.requires_grad,
                     value.fake_device,
@@ -107,16 +107,16 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
                     return None
                 parts += (kinds, tuple(value))
             elif kind in _PLAIN:
-                parts += (kind, value)  # 1, 1.0 and True are equal, and do not mean the same
+                parts += (kind, value)  # 1, 1.0 and True are equal, but mean different things
             else:
                 return None
         return tuple(parts)
 
 
 def _again(func, args, out) -> Again | None:
-    """How to make ``out`` anew; ``None`` where that is not known."""
+    """A function that makes ``out`` again; ``None`` if there is no safe way."""
     if any(a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments):
-        # Writing does not change a fake tensor, unless it changes its form or its storage (resize_, squeeze_, set_, ...).
+        # A write does not change a fake tensor, unless it changes the shape or the storage (resize_, squeeze_, set_, ...).
         same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
         return (lambda mode, args: args[0]) if same else None
     if type(out) not in (tuple, list):

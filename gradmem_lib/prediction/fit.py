@@ -1,4 +1,4 @@
-"""As few layers run again as a budget allows, by prediction."""
+"""Finds by prediction how few layers have to be recomputed within a budget."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from .predict import predict, source_of
 
 
 def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **asked: Any) -> Recipe:
-    """``recipe`` with as few layers run again as ``budget`` allows: ``checkpointing`` is ``None`` or ``"first-k"``.
+    """``recipe`` with as few recomputed layers as ``budget`` allows: its ``checkpointing`` is ``None`` or ``"first-k"``.
 
-    Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``), and above it for one layer less. Counted are live
-    tensors: what else a card holds, ``plan`` adds up. The first layers run again, which backward reaches when the others are gone.
-    ``asked``: what ``predict`` takes besides. ``ValueError``, with the lowest peak, or with what no checkpoint takes away where that
-    is too much, where no number of layers is enough.
+    Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``); with one layer less, it would be above. Only
+    live tensors are counted (``plan`` adds what else a card holds). The first layers are the ones to recompute, since backward
+    reaches them when the others are gone. ``asked``: other arguments of ``predict``. Raises ``ValueError`` if no number of layers
+    is enough; it says the lowest peak, or the bytes that no checkpoint removes if these alone are too many.
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
@@ -31,7 +31,7 @@ def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None
     n = sum(len(layers) for layers, _ in find_layers(source.skeleton).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
     peaks: dict[int, int] = {}
-    fixed = 0  # bytes that no checkpoint takes away
+    fixed = 0  # bytes that no checkpoint removes
 
     def fits(k: int) -> bool:
         nonlocal fixed
@@ -43,8 +43,8 @@ def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None
         return peaks[k] <= limit
 
     most = 0 if fits(0) else None
-    # The last to try are all layers, and a few less: a checkpoint adds some bytes too. Once one layer less needs more, so does
-    # each further one.
+    # Try all layers first, then a few less, since a checkpoint also adds some bytes. Once one layer less needs more, every
+    # smaller number does too.
     for k in range(n, 0, -1) if most is None else ():
         if fits(k):
             most = k
@@ -67,8 +67,8 @@ def checkpoint_layers(
 ) -> checkpointing.CheckpointedLayers:  # fmt: skip
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
 
-    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which takes ``asked``; without a ``recipe``, the model is trained as
-    it is, with AdamW. All else, and ``keep_last``, is as ``techniques.checkpointing.checkpoint_layers`` says.
+    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``asked``. Without a ``recipe`` in ``asked``, the
+    model stays as it is, with AdamW. All else, and ``keep_last``, is as in ``techniques.checkpointing.checkpoint_layers``.
     """
     if every == "fit" and budget is not None:
         asked = {"recipe": Recipe(precision=None, attention=None)} | asked

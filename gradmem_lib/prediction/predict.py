@@ -1,8 +1,8 @@
 """The peak of a training step without running it.
 
-The step runs for real, on *fake* tensors: they have a shape, a dtype and a storage of so many bytes, and no memory behind
-it. ``MemoryTracker`` counts them as it counts real ones. Every layer of a deep model does the same things, so two short
-traces, of three and of four layers, say what the trace of all of them looks like, event by event.
+The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size, but no memory. The
+``MemoryTracker``'s code counts them like real ones. Every layer of a deep model does the same operations. So two short
+traces, of three and of four layers, are enough to compute the trace of all layers, event by event.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,21 +28,21 @@ from .question import CannotTrace, Question, Source
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
-SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # in repeated units, which are layers or segments of layers
-SHORTEST = 3  # layers: with fewer, the first and the last are all there is
+SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # numbers of repeated units, which are layers or segments of layers
+SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
-REPLAYED = 2  # micro-batches for the allocator: a third asks for what the second has given back
+REPLAYED = 2  # micro-batches for the allocator: a third one reuses what the second has freed
 FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a training step will need, in the form of a ``MemoryTracker`` that has watched it. All figures are bytes.
+    """The memory that a training step will need, in the form of a ``MemoryTracker`` after the step. All figures are bytes.
 
-    The step is a second or later one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (thinned to the largest
-    sample of each window where there are very many); ``peak``; ``peak_by_phase``; ``current``, what stays between steps;
-    ``moved``, what crosses the bus for ``recipe.offload``, away and back together; ``title``; ``traced_layers``, the lengths of the
-    short traces that it was put together from, empty for a full trace.
+    The step is not the first one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (if it has very many
+    samples, only the largest of each window); ``peak``; ``peak_by_phase``; ``current`` (the bytes that stay between steps);
+    ``moved`` (the bytes that cross the bus for ``recipe.offload``, in both directions together); ``title``; ``traced_layers``
+    (the numbers of layers in the short traces; empty for a full trace).
     """
 
     target: str
@@ -57,13 +57,13 @@ class Prediction:
     _asked: tuple = field(default=(), repr=False, compare=False)  # requests, if a full trace was made
 
     def replay_allocator(self) -> int | None:
-        """For a card: bytes that the caching allocator will have reserved from the driver, by replaying its rules over the
-        full trace, which takes seconds for a deep model. An estimate: the order of the frees is the trace's. Without
-        what libraries and the driver keep beside it (``allocator.workspace``, ``CONTEXT``). ``None`` for the CPU."""
+        """For a card: the bytes that the caching allocator will have reserved from the driver; ``None`` for the CPU. It replays
+        the allocator's rules over the full trace, which takes seconds for a deep model. It is an estimate, since frees happen in
+        the trace's order. It does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``)."""
         return allocator.replayed(self.requests()) if self.target == "cuda" else None
 
     def requests(self) -> tuple[int, ...]:
-        """What the step asks of an allocator, in order, beginning with all that is there before it: see ``allocator.replayed``."""
+        """The step's requests to an allocator, in order, after those for what exists before it: see ``allocator.replayed``."""
         return self._requests
 
     @cached_property
@@ -96,27 +96,27 @@ def predict(
     ranks: int | None = None,
     rank: int = 0,
 ) -> Prediction:
-    """The memory of one training step of ``recipe``, to the byte, without allocating the model.
+    """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
     Args:
         model_or_config: a transformers config; a folder or a hub id that has one; or any ``nn.Module``, which is copied
-            without its memory and left as it is. What is set on a module stays so in the prediction: checkpoints of its layers,
+            without its memory and does not change. Settings of a module stay in the prediction: checkpoints of its layers,
             and a key-value cache (``config.use_cache``), which ``make_trainer`` would switch off.
         batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
         seq_len: tokens in a row; not needed for images.
         recipe: a ``Recipe``; ``None`` is the default one.
         target: ``"cpu"``: what ``MemoryTracker`` measures on this machine. ``"cuda"``: what a card's allocator counts as
-            allocated. ``None``: ``"cuda"`` where there is a card, else ``"cpu"``.
-        batch: for modules that are no transformers models: tensors as the module takes them (a dict by name, a tuple, or one
-            tensor), real or on ``device="meta"``, and flags beside them. Gives the sizes. Of values, it is read whether a real
-            ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` begin anew in a row: masks are built for these.
-        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, where the module's output does not hold it.
-        full: trace every layer, also where short traces would do.
-        ranks: processes that train together as ``recipe.sharding`` says, of which this is one: ``rank``. Then ``batch_size`` is
-            the rows of one rank's step.
+            allocated. ``None``: ``"cuda"`` if there is a card, else ``"cpu"``.
+        batch: for modules that are not transformers models: the module's arguments (a dict by name, a tuple, or one tensor), real
+            tensors or on ``device="meta"``, and flags. Only sizes matter, with two exceptions, for which masks are built: whether
+            a real ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` restart within a row.
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the module's output does not have it.
+        full: trace every layer, even if short traces would be enough.
+        ranks: the number of processes that train together by ``recipe.sharding``. The prediction is for one of them, ``rank``,
+            and ``batch_size`` is the rows of that rank's step.
 
-    Raises ``ValueError`` for what cannot be combined or found, and ``CannotTrace``, naming the operation, where the model's
-    course depends on values.
+    Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and ``CannotTrace``, which names the
+    operation, if the model's operations depend on values.
     """
     recipe = Recipe() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
@@ -141,7 +141,7 @@ def predict(
 
 
 def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, rank) -> tuple[int, int | None]:
-    """The sizes of the batch, or a ``ValueError`` that says which is missing or does not fit; it looks at ``ranks`` too."""
+    """The sizes of the batch. Raises ``ValueError`` if one is missing or does not fit. Also checks ``ranks``."""
     if not (ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)):
         raise ValueError(
             f"ranks={ranks!r}, rank={rank!r} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding "
@@ -188,19 +188,19 @@ def source_of(given: Any) -> Source:
 
 
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
-    """(layers in the repeated unit, the recipe for fewer of them); ``None`` where segments are not all of one length."""
+    """(layers in the repeated unit, the recipe for fewer layers); ``None`` if segments differ in length."""
     schedule = recipe.checkpointing
     if recipe.sharding == "zero1":
-        return None  # the ranks share out whole parameters by their sizes, and other layers fall to a rank of a longer model
+        return None  # ranks divide whole parameters by size: in a longer model, a rank gets other layers
     if schedule in (None, "per-layer", *SELECTIVE):
         return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
-        schedule = segments_for("sqrt", n)[0]  # all but the last are of that length
+        schedule = segments_for("sqrt", n)[0]  # all segments but the last have this length
     return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
 
 
 def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
-    """The samples of the step, the bytes moved, and the lengths of the short traces behind them, or a full trace's requests."""
+    """The samples of the step, the bytes moved, and the lengths of the short traces, or else the full trace's requests."""
     if full:
         trace = traced(question, None)
         return trace.rows, trace.moved, (), trace.requests
@@ -219,7 +219,7 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
         except CannotTrace:
             raise
         except Exception:
-            break  # this model cannot do with fewer layers: the full trace will say so, or work
+            break  # this model does not run with fewer layers: the full trace works, or shows the error
         if (steps := extrapolate(one.parts(), two.parts(), pair[0], n // size)) is not None:
             moved = one.moved + (two.moved - one.moved) * (n // size - pair[0])
             return _joined(steps, folded), moved, (short, long), ()
@@ -228,25 +228,25 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
 
 
 def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
-    """A trace, with the bytes moved in all, and how many micro-batches were left out of it, all of them like the second.
+    """A trace with all bytes moved, and the number of micro-batches that were left out of it. These are all like the second one.
 
-    Its parts: what comes first, a forward and a backward for each micro-batch, the optimizer's. The first micro-batch makes the
-    gradients, all others add to them; a backward ends with what the next micro-batch starts from, and the last one has none.
+    Its parts: what exists first, a forward and a backward for each micro-batch, and the optimizer's step. The first micro-batch
+    creates the gradients, and all others add to them. Each backward but the last ends with the next micro-batch's first state.
     """
     k = question.recipe.accumulation
-    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))  # where the last one sends the gradients
+    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))  # there the last one sends the gradients
     if k > few and not question.source.given:
         trace = traced(question, layers, few)
         parts = trace.parts()
         (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
-        same = min(len(fourth), len(last))  # after the last one, the sum of the losses is read
+        same = min(len(fourth), len(last))  # after the last backward, the sum of losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
             return replace(trace, moved=trace.moved * k // few), k - few
     return traced(question, layers), 0
 
 
 def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
-    """The rows of a step from the differences in its parts, the second micro-batch ``folded`` times more."""
+    """The rows of a step from the differences in its parts, with ``folded`` more copies of the second micro-batch."""
     steps = np.concatenate(steps[:5] + steps[3:5] * folded + steps[5:])
     rows = steps.cumsum(axis=0)
     rows[:, PHASE] = steps[:, PHASE]

@@ -1,4 +1,4 @@
-"""What is asked of a prediction: a model without memory, a recipe, sizes and a target."""
+"""The question to a prediction: a model without memory, a recipe, sizes and a target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from .extrapolation import repeated_layers
 
 
 class CannotTrace(RuntimeError):
-    """The model decides something by the values in its tensors, and fake tensors have none."""
+    """The model decides something by the values in its tensors, and fake tensors have no values."""
 
 
 @dataclass(eq=False)
 class Source:
-    """A model without memory, or (``given``) a module as it was given."""
+    """A model without memory, or (if ``given``) the module that the user gave."""
 
     skeleton: nn.Module
     title: str
@@ -27,8 +27,8 @@ class Source:
 
     @cached_property
     def layers(self) -> nn.Module | None:
-        """The list of its repeated layers, if there is one. Segments that are on the model already need all of its layers, and so does
-        a module as people write or patch them: layers that hold the same may do, or be used for, something else."""
+        """The list of its repeated layers, if a few of them can stand for all. They cannot if the model has segments already, or
+        if its user wrote or patched the module: layers with the same tensors may then do different things, or not be called."""
         theirs = type(inside_peft(self.skeleton)).__module__.startswith("transformers.")
         own = self.given and (not theirs or any("forward" in vars(m) for m in self.skeleton.modules()))
         return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)

@@ -1,4 +1,4 @@
-"""One step on fake tensors, watched as real ones are."""
+"""Traces one step on fake tensors, counted like real ones."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ class CpuRecorder(Recording):
         self.optimizers = checked_optimizers(optimizer)
         self.meter = Meter(model, self.optimizers, self)
         self.operations: list[str] = []
-        self.requests: list[int] = []  # bytes asked for, or -1 - n where the storage of the nth request went
+        self.requests: list[int] = []  # bytes asked for; -1 - n: the storage of request n was freed
         self.starts = [0]
         self.moved = 0
 
@@ -58,7 +58,7 @@ class CpuRecorder(Recording):
         self.starts.append(self.count)
 
     def size(self, storage) -> int:
-        # A fake tensor says "cpu", and its storage what is behind it.
+        # A fake tensor's device says "cpu", but its storage's device says "meta".
         return storage.nbytes() if storage.device.type == "meta" else 0
 
     def sample(self, func="") -> None:
@@ -70,12 +70,12 @@ class CpuRecorder(Recording):
 
 
 class CudaRecorder(CpuRecorder):
-    """Counts as a card's allocator does: every storage in whole blocks of 512 bytes, scratch memory of kernels included."""
+    """Counts like a card's allocator: every storage in whole blocks of 512 bytes, and also the kernels' scratch memory."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(model, optimizer)
         self._on_host: set[int] = set()
-        self._numbers: dict[int, int] = {}  # of requests, by entry
+        self._numbers: dict[int, int] = {}  # the number of each entry's request
         self._asked = 0
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class CudaRecorder(CpuRecorder):
 
 
 class OffloadedRecorder(CudaRecorder):
-    """The same where FSDP keeps shards, their gradients and states in the host's memory; ``moved`` counts up and down."""
+    """The same if FSDP keeps shards, their gradients and states in the host's memory. ``moved`` counts both directions."""
 
     def __enter__(self) -> Self:
         self._host, self._arriving, to = WeakValueDictionary(), False, Tensor.to
@@ -121,7 +121,7 @@ class OffloadedRecorder(CudaRecorder):
             return out
 
         super().__enter__()
-        # What FSDP sends between memories, which are one here.
+        # FSDP's copies between host and card, which are one memory here.
         self.meter.inside.enter_context(patch.object(Tensor, "to", copied))
         return self
 
@@ -135,7 +135,7 @@ RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder, "offloaded": OffloadedRec
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
-    """The trace of one step; ``CannotTrace``, naming the operation, where its course depends on values."""
+    """The trace of one step. Raises ``CannotTrace``, which names the operation, if its operations depend on values."""
     try:
         trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
@@ -159,7 +159,7 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
 
 
 def _where(error) -> str:
-    """The line of the model, or of the loss, that has raised ``error``."""
+    """The line of the model, or of the loss, that raised ``error``."""
     ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
@@ -168,24 +168,24 @@ def _where(error) -> str:
 def _traced(
     question: Question, layers: int | None, micro_batches: int | None, real_warm_up: bool
 ) -> Trace | None:
-    """The trace; ``None`` where a real step before it matters: for parameters without gradients, or what modules keep of it."""
+    """The trace. ``None`` if it needs a real step first: if parameters get no gradients, or modules keep tensors of a step."""
     recipe = question.recipe
     with ExitStack() as stack:
-        # transformers has remarks to make when a model trains, and here none does; what fails is said by an exception.
+        # transformers logs remarks about training, and here nothing trains. Failures are reported by exceptions.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         name = stack.enter_context(compat.attention_by_values(*_hidden(question)))
         mesh = _ranks(question, stack)
-        real_warm_up |= mesh is not None  # in a first step, PyTorch's engines make what they keep
+        real_warm_up |= mesh is not None  # in a first step, PyTorch's engines allocate what they keep
         mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
         if cache and question.source.given:
-            model.config.use_cache = True  # a module is taken as it is, and so is what its own loop would do
+            model.config.use_cache = True  # a given module keeps its settings, as in its own training loop
         if compat.attention_of(model) == "sdpa":
             set_attention(model, name)
         given, sizes = question.batch, (question.batch_size, question.seq_len)
@@ -200,7 +200,7 @@ def _traced(
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
             def mark(part: str) -> None:
-                # In the model, values may decide what is computed. Elsewhere any number needs the same bytes: the number of
+                # In the model, values may decide what is computed. Elsewhere, any number needs the same bytes: the number of
                 # labels, the loss, Adafactor's scales.
                 mode.value = None if part == "forward" else 1.0
                 note(part)
@@ -221,12 +221,12 @@ def _traced(
         with recorder:
             one_step(recorder.mark, micro_batches)
         settled = len(used) == len(trained) and kept == _kept(model)
-        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what goes comes back
+        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what is offloaded is reloaded
         return recorder.trace(moved) if real_warm_up or settled else None
 
 
 def _hidden(question: Question) -> tuple[bool, bool]:
-    """Whether the batch hides tokens, and whether its rows hold several sequences; ``CannotTrace`` where a part of it does."""
+    """Whether the batch hides tokens, and whether its rows hold several sequences. ``CannotTrace`` if only a part of it does."""
     batch, model = question.batch if isinstance(question.batch, Mapping) else {}, question.source.skeleton
     if (own := compat.attention_of(model)) is None:
         return False, False
@@ -237,46 +237,46 @@ def _hidden(question: Question) -> tuple[bool, bool]:
 
     whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
     in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
-    # A decoder that is given no mask makes one of ones, and fused attention alone leaves a causal mask out.
+    # A decoder without a given mask makes one of ones. Only fused attention then leaves the causal mask out.
     pair = getattr(model.config, "is_encoder_decoder", False) and batch.get("decoder_attention_mask") is None
     whole |= {True} if pair and (question.recipe.attention or own) != "eager" else set()
     if len(whole) > 1 or len(in_a_row) > 1:
         raise CannotTrace(
-            "some micro-batches, or one of encoder and decoder, have hidden tokens (attention_mask) or several sequences in a row "
-            "(position_ids), for which attention builds masks, and others have not: predict a batch of one kind, or measure a real step"
+            "some micro-batches, or only encoder or decoder, have hidden tokens (attention_mask) or several sequences in a row "
+            "(position_ids), for which attention builds masks, and others do not: predict a batch of one kind, or measure a real step"
         )
     return False in whole, False in in_a_row
 
 
 def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> None:
-    """``ValueError`` where more layers need no multiple of what fewer need."""
+    """Raise ``ValueError`` if the bytes of many layers cannot be computed from those of few."""
     asked = layers is not None and question.target == "cuda" and question.recipe.sharding == "ddp"
     if asked and any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
         raise ValueError("DDP's buckets hold many layers and are rounded as a whole: trace all layers")
 
 
 def _ranks(question: Question, stack: ExitStack):
-    """The mesh of the ranks of which this process is to be one, while ``stack`` is open; ``None`` for a process on its own."""
+    """The mesh of ranks that this process pretends to be one of, while ``stack`` is open; ``None`` for a single process."""
     if question.recipe.sharding is None:
         return None
     summed = Processes.sums
 
     def sums(self: Processes, *numbers: float) -> list[float]:
-        summed(self, *numbers)  # for the memory that it takes
-        return [n * question.ranks for n in numbers]  # the others do the same
+        summed(self, *numbers)  # called for the memory that it takes
+        return [n * question.ranks for n in numbers]  # all ranks have the same numbers
 
     stack.enter_context(patch.object(Processes, "sums", sums))
     stack.enter_context(warnings.catch_warnings())
-    # That layers return views is for those to know who run them.
+    # This warning, about layers that return views, is for a real run.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     return stack.enter_context(compat.one_of(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:
-    """Bring the optimizer's states into being without a step, which can be spared where every parameter gets a gradient."""
+    """Create the optimizer's states without a forward and a backward. It is enough if every parameter gets a gradient."""
     if recipe.checkpointing == "best":
         mode.value = None
-        with autocast("cpu", recipe):  # a first forward, in which it measures the layers and settles
+        with autocast("cpu", recipe):  # in a first forward, "best" measures the layers and chooses a schedule
             loss_of(model, next(cut_batch(batch, recipe)), recipe)
         mode.value = 1.0
     for optimizer in recorder.optimizers:
@@ -288,6 +288,6 @@ def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mod
 
 
 def _kept(model: nn.Module) -> list[int]:
-    """What modules hold besides their parameters."""
+    """The identities of the tensors that modules hold besides their parameters."""
     held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
     return [id(value) for values in held for value in values if isinstance(value, Tensor)]

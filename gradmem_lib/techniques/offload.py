@@ -143,7 +143,7 @@ class _Moved:
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
                 storage, self._empty = flat.untyped_storage(), flat.detach()
-                self._empty.data = flat.new_empty(0)  # counts changes of all that share it, and holds no bytes
+                self._empty.data = flat.new_empty(0)  # counts changes of all, and holds no bytes
                 self._back = WeakIdRef(storage)  # of the storage, since autograd makes new tensors of it
             shared = self._empty.detach()
             shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)

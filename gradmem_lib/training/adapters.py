@@ -1,4 +1,4 @@
-"""LoRA's additions in a trained model: found, merged, and saved as PEFT keeps them."""
+"""Finds LoRA's additions in a trained model, merges them, and saves them in PEFT's format."""
 
 import json
 from pathlib import Path
@@ -13,20 +13,20 @@ from .losses import predicts_next_token
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
-    """LoRA's layers in ``model`` by name."""
+    """The LoRA layers in ``model`` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether LoRA is in ``model`` already, ours or by PEFT."""
+    """Whether ``model`` has LoRA already, from this library or from PEFT."""
     return hasattr(model, "peft_config") or bool(adapters_of(model))
 
 
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
     """Write LoRA's additions in PEFT's format: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    A layer with an addition that the pretrained model does not have (a classifier's, which starts random) is written merged, as
-    one of PEFT's ``modules_to_save``. ``ValueError`` where PEFT would compute something else with what is written.
+    A layer that the pretrained model does not have (a classifier, which starts random) is written merged with its addition, as
+    one of PEFT's ``modules_to_save``. Raises ``ValueError`` if PEFT would compute something else from these files.
     """
     adapters, folder = adapters_of(model), Path(folder)
     kept = {id(p) for module in adapters.values() for p in (module.A, module.B)}
@@ -74,10 +74,10 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Write LoRA's additions into the weights, in place, and return ``model``: an ordinary one, to save and load anywhere.
+    """Write LoRA's additions into the weights, in place. Returns ``model`` as an ordinary model, to save and load anywhere.
 
-    Of a ``peft`` model, what its ``merge_and_unload`` returns. ``ValueError`` where the frozen weights are in 4 bits: what was
-    added would be lost in their rounding.
+    For a ``peft`` model, returns what its ``merge_and_unload`` returns. Raises ``ValueError`` if the frozen weights are in
+    4 bits: rounding would lose the additions.
     """
     if hasattr(model, "merge_and_unload"):
         return model.merge_and_unload()

@@ -1,4 +1,4 @@
-"""The loss that a step takes: how many items it is the mean of, and whether chunks of logits have the same."""
+"""The loss of a step: the number of items that it is the mean of, and whether chunks of logits give the same loss."""
 
 import math
 from collections.abc import Mapping
@@ -14,28 +14,28 @@ from ..techniques.accumulation import count_rows
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
 from .tiny import VOCABULARY, tiny_model
 
-# Transformers' models whose loss is a mean over labels or rows. Others compare or match them, or add up several means.
+# Transformers' models whose loss is a mean over labels or rows. Other losses compare or match rows, or add up several means.
 _MEANS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForCTC",
           "Classification", "ForSemanticSegmentation", "ForMultipleChoice", "NextSentencePrediction", "QuestionAnswering",
           "AnsweringSimple", "GenerationDecoder", "ElectraForPreTraining", "FunnelForPreTraining")  # fmt: skip
-# Those of them that count no label which the attention mask hides.
+# Those of them that do not count a label if the attention mask hides it.
 _MASKED = ("ElectraForPre", "FunnelForPre", "BioGptForT", "MraForT", "XLMRobertaXLForT", "YosoForT", "GraniteSpeech", "Qwen2Audio")  # fmt: skip
-# Their losses are sums of means, and these inputs make of others the mean of something else, as a second kind of labels does.
+# Models whose losses are sums of means; and inputs that make a loss the mean of something else, as a second kind of labels does.
 _CODEBOOKS, _INPUTS = ("Csm", "Musicgen"), ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch")  # fmt: skip
-# Named like those that shift labels, and theirs are the next tokens already; so are those of a pair's decoder (BartForCausalLM).
+# Models that do not shift labels in spite of their names: the labels are the next tokens already, as in BartForCausalLM.
 _NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
 
 
 def count_items(model: nn.Module, batch: Any) -> int:
-    """How many items the mean loss of ``batch`` is taken over: labels that are not -100, or what else the model ignores, after the
-    shift where it shifts them; its rows where it has no tensor ``labels``, for numbers to come near to, and for CTC."""
-    model = compat.inside_peft(getattr(model, "module", model))  # of DistributedDataParallel
+    """The number of items in the mean loss of ``batch``: the labels that the model does not ignore (as -100), after the shift if
+    it shifts them. It is the number of rows if ``labels`` is missing or holds numbers for a regression, and for CTC."""
+    model = compat.inside_peft(getattr(model, "module", model))  # inside DistributedDataParallel
     name, config = type(model).__name__, getattr(model, "config", None)
     labels = batch.get("labels") if isinstance(batch, Mapping) and not name.endswith("ForCTC") else None
     if not isinstance(labels, Tensor) or (labels.is_floating_point() and labels.dim() < 3):
         with suppress(TypeError, ValueError):
             return count_rows(batch)
-        return 1  # then it was not cut, and any number will do
+        return 1  # such a batch is not cut, so any number is right
     whole = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1  # a mean over all pixels
     own = ("semantic_loss_ignore_index", "loss_ignore_index") if labels.dim() == 3 else ()
     ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
@@ -47,11 +47,11 @@ def count_items(model: nn.Module, batch: Any) -> int:
 
 
 def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
-    """``ValueError`` where the losses of a batch's pieces, into which ``how`` has it cut, make another loss than the model's own."""
+    """Raise ``ValueError`` if ``how`` cuts a batch into pieces whose losses do not add up to the model's own loss."""
     model = compat.inside_peft(getattr(model, "module", model))
     given = {key: v for key, v in batch.items() if v is not None} if isinstance(batch, Mapping) else {}
     theirs = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
-    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]  # else a head of one's own
+    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]  # else the user's own head
     others = [name for name in theirs if not name.endswith(_MEANS) or name.startswith(_CODEBOOKS)]
     others += [key for key in given if theirs and key.endswith(_INPUTS)]
     others += ["return_loss=True"] * bool(given.get("return_loss"))
@@ -70,7 +70,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether ``model`` is a causal language model, by its name. Vision-language models are, pairs of an encoder and a decoder not."""
+    """Whether ``model`` is a causal language model, by its name. Vision-language models are; encoder-decoder pairs are not."""
     model = compat.inside_peft(getattr(model, "module", model))
     name = type(model).__name__
     if name.endswith("ForConditionalGeneration"):
@@ -79,8 +79,8 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), its logits in
-    chunks: the mean over the predicted tokens. ``ValueError`` for a model whose own loss is another."""
+    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), with logits in chunks:
+    the mean over the predicted tokens. Raises ``ValueError`` for a model with a different loss."""
     tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
     if not tensors or "labels" not in batch:
         raise ValueError(
@@ -91,7 +91,7 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def check_chunked_loss(model: nn.Module) -> None:
-    """``ValueError`` for a model whose own loss is another than ``chunked_loss``."""
+    """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
     inside = compat.inside_peft(model)
     why = chunked_loss_refusal(type(inside), getattr(inside, "config", None))
     if inside is not model and "forward" in vars(type(model.base_model)):
@@ -106,17 +106,17 @@ _refusals: dict[tuple[type, str], str | None] = {}
 
 
 def chunked_loss_refusal(cls: type, config: Any) -> str | None:
-    """Why ``chunked_loss`` is not the own loss of a model of class ``cls`` made from ``config``; ``None`` where it is.
+    """The reason why a model of class ``cls`` with ``config`` has a loss other than ``chunked_loss``; ``None`` if they agree.
 
-    Found by running both, with their gradients, on a tiny copy of the model, once for each config: about a second.
-    An output layer that is more than a matrix (a bias, scaled or capped logits) has another loss, and so has a model
-    that adds something (a router's loss). A model that has no tiny copy is refused too.
+    It runs both, with their gradients, on a tiny copy of the model, once for each config: about a second.
+    An output layer that is more than a matrix (a bias, scaled or capped logits) gives another loss, and so does a model
+    that adds something (a router's loss). A model of which no tiny copy can be made is refused too.
     """
     if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
         return f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _refusals:
-        # Whatever watches, replaces or records what is done outside has nothing to do with this.
+        # Modes that watch, replace or record the caller's operations must not act on these.
         modes, autocast = compat.without_modes(), torch.autocast("cpu", enabled=False)
         with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
             _refusals[key] = _compared(cls, config)
@@ -124,11 +124,11 @@ def chunked_loss_refusal(cls: type, config: Any) -> str | None:
 
 
 def _compared(cls: type, config: Any) -> str | None:
-    for heads in (2, 8):  # some code wants more of them
+    for heads in (2, 8):  # some models need more heads
         try:
             own, chunks = _both_losses(cls, config, heads)
             break
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
         return f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its loss ({said})"
@@ -145,7 +145,7 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
     torch.manual_seed(0)
     model = tiny_model(cls, config, heads).train()
     head = model.get_output_embeddings()
-    # Logits of a size that a cap would change, and a bias that is not 0 as at the beginning.
+    # Logits so large that a cap would change them, and a bias that is not 0.
     for parameter in head.parameters():
         parameter.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
     ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks

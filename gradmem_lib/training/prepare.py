@@ -1,4 +1,4 @@
-"""A model and an optimizer that train as a recipe says. Works on real tensors and on fake ones alike."""
+"""Prepares a model and its optimizer for training by a recipe. Works on real tensors and on fake ones."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,16 +25,16 @@ from .losses import check_chunked_loss
 from .recipe import Recipe
 
 RATE = 1e-4
-# Of torch's Adafactor, relative to a weight's size: T5's in fine-tuning (Raffel et al. 2020); the default is its pretraining's.
+# For torch's Adafactor, relative to a weight's size: T5's fine-tuning rate (Raffel et al. 2020); the default is for pretraining.
 RELATIVE_RATE = 1e-3
-# And what is added where a gradient is zero. The default is the rounding unit of the weights' dtype, 0.0078 in bf16: above
-# nearly every gradient, so that none would be normalized. The square of this is still a number in bf16.
+# Adafactor's eps. By default, the first one is the machine epsilon of the weights' dtype: 0.0078 in bf16, which is above nearly
+# every gradient, so that none would be normalized. The square of 1e-16 is still a positive number in bf16.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
 class Prepared(NamedTuple):
-    """``model`` (the one given, changed in place, or the ``DistributedDataParallel`` around it), ``optimizer`` (an ``Optimizer``,
-    or a list of them for ``in_backward``), and ``undo``: its ``close()`` takes away checkpoints and the hooks that step."""
+    """``model`` (the given one, changed in place, or the ``DistributedDataParallel`` around it), ``optimizer`` (an ``Optimizer``,
+    or a list of them for ``in_backward``), and ``undo``, whose ``close()`` removes checkpoints and the hooks that step."""
 
     model: nn.Module
     optimizer: Optimizer | list[Optimizer]
@@ -44,21 +44,21 @@ class Prepared(NamedTuple):
 def prepare(
     model: nn.Module, recipe: Recipe, *, lr: float | None = None, mesh: DeviceMesh | None = None
 ) -> Prepared:
-    """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` where they do not fit.
+    """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` if the two do not match.
 
-    Works on fake models too. Without ``lr`` the learning rate is ``RATE``, and ``RELATIVE_RATE`` for torch's Adafactor.
-    With ``recipe.sharding``, every process of the group calls it (``shard``, which takes ``mesh``).
+    Works on fake models too. Without ``lr``, the learning rate is ``RATE``, or ``RELATIVE_RATE`` for torch's Adafactor.
+    With ``recipe.sharding``, every process of the group must call it. ``mesh`` is passed to ``shard``.
     """
     if lr is None:
         lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
     if recipe.sharding is not None and processes_of(model).groups:
         raise ValueError(
-            f"this {type(model).__name__} is trained by several processes together already: load the model anew, and prepare it once"
+            f"this {type(model).__name__} is trained by several processes together already: load the model again, and prepare it once"
         )
     undo = ExitStack()
     change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
-    if recipe.sharding is not None:  # after checkpoints: a layer that runs again is gathered again
+    if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
         dtype = torch.bfloat16 if recipe.precision == "float32-master" else None
         model = shard(
             model, recipe.sharding, mesh=mesh, compute_dtype=dtype, offload=recipe.offload == "parameters"
@@ -75,18 +75,18 @@ def prepare(
 
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
-    """The lasting part of ``prepare``, in place: cache off, which training has no use for, attention, dtype, LoRA, 4-bit base.
-    ``ValueError`` where nothing would be trained, and for LoRA on a model that has it, ours or PEFT's."""
+    """The permanent part of ``prepare``, in place: key-value cache off, attention, dtype, LoRA, 4-bit base. Raises ``ValueError``
+    if nothing would be trained, or if LoRA is asked for on a model that has it already (this library's or PEFT's)."""
     compat.inside_peft(model)  # refuses trained prompts
     if recipe.lora_rank is not None and has_adapters(model):
-        raise ValueError("this model has LoRA already: load it anew, or merge_adapters(model) first")
+        raise ValueError("this model has LoRA already: load it again, or merge_adapters(model) first")
     model.train()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
     set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
     if recipe.chunked_loss:
-        check_chunked_loss(model)  # which trains a tiny copy: now, and not in a first step that is measured
+        check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
     if recipe.weight_dtype is not None:
         cast_weights(model, recipe.weight_dtype)
     if recipe.lora_rank is not None:
@@ -103,9 +103,9 @@ def _step_and_free(optimizer: Optimizer, parameter: Tensor) -> None:
 
 
 def set_attention(model: nn.Module, name: str | None) -> None:
-    """Switch a transformers model to the attention ``name``; other modules, and ``None``, are left as they are.
+    """Switch a transformers model to the attention ``name``. ``None`` changes nothing, and other modules do not change.
 
-    ``ValueError`` where transformers has no such attention for the model."""
+    Raises ``ValueError`` if transformers has no such attention for the model."""
     if name is None or not hasattr(model, "set_attn_implementation") or compat.attention_of(model) == name:
         return
     try:
@@ -118,8 +118,8 @@ def set_attention(model: nn.Module, name: str | None) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters and persistent floating-point buffers to ``dtype``, in place; ties stay ties, and rotary frequencies float32, as
-    ``from_pretrained`` leaves them."""
+    """Cast parameters and persistent floating-point buffers to ``dtype``, in place. Tied weights stay tied. Rotary frequencies
+    stay float32, as with ``from_pretrained``."""
     for module in model.modules():
         for name, tensor in compat.own_tensors(module):
             if tensor.is_floating_point() and compat.is_persistent(module, name):
@@ -127,7 +127,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None:
-    """Per layer as transformers does it, where the model knows how; segments and parts of layers by this library."""
+    """Switch checkpointing on: per layer by transformers, if the model can; segments and parts of layers by this library."""
     if recipe.checkpointing in SELECTIVE:
         undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
         return
@@ -148,7 +148,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
 
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None) -> Optimizer:
-    """The optimizer that ``recipe`` names, its variant always explicit: torch would choose by device otherwise."""
+    """The optimizer that ``recipe`` names. Its variant is always explicit, since torch would choose it by device."""
     name = recipe.optimizer
     if recipe.sharding == "zero1":
         on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)

@@ -11,25 +11,25 @@ from ..units import whole
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, as far as memory is concerned. Impossible combinations are a ``ValueError`` that says what to do.
+    """How a model is trained, as far as memory is concerned. Impossible combinations raise ``ValueError``, which says what to do.
 
     Attributes:
-        precision: a key of ``PRECISIONS``, or ``None``: a module is trained in the dtypes that it has.
-        optimizer: a key of ``OPTIMIZERS``; ``momentum`` is SGD's.
+        precision: a key of ``PRECISIONS``, or ``None`` to train a module in the dtypes that it has.
+        optimizer: a key of ``OPTIMIZERS``; ``momentum`` is for SGD.
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
-        attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
-        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's
-            number of layers, or a list of them (``checkpointing.checkpoint_layers`` says what each means); or a key of
+        attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's attention as it is.
+        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), the number of
+            layers in a segment, or a list of such numbers (``checkpointing.checkpoint_layers`` explains each); or a key of
             ``SELECTIVE`` for a part of each layer.
-        every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
-        offload: a key of ``OFFLOAD``: what waits for its backward, or its step, outside the memory that computes.
-        sharding: a key of ``SHARDING``: how several processes train one model together, each on rows of its own; ``None``: one process.
-        accumulation: micro-batches that a batch is cut into; gradients add up before one optimizer step.
+        every_n_layers: checkpoint one in every n layers and keep the others, as transformers does.
+        offload: a key of ``OFFLOAD``: what is stored outside the device's memory until its backward or its step.
+        sharding: a key of ``SHARDING``: how several processes train one model, each on its own rows. ``None``: one process.
+        accumulation: the number of micro-batches in a batch. Their gradients add up before one optimizer step.
         lora_rank: train low-rank additions of this rank and freeze all else. ``lora_targets`` are the last parts of the names
-            of the linear layers that get one; empty means every linear layer but the output's. Their dtype is the weights', and with
-            ``precision=None`` PEFT's choice: float32, on weights in 16 bits too.
-        quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``). The experts of a mixture
-            are no linear layers, and stay as they are.
+            of the linear layers that get one; empty means all but the output layer. They have the dtype of the weights, or with
+            ``precision=None`` the dtype that PEFT chooses: float32, also on weights in 16 bits.
+        quantized_base: keep the linear layers that LoRA freezes in 4 bits (QLoRA; see ``quantized.py``). A mixture's experts are
+            not linear layers, and do not change.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never exist as a whole.
     """
 
@@ -163,12 +163,12 @@ class Recipe:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether each rank keeps a part of every weight alone."""
+        """Whether each rank keeps only a part of every weight."""
         return self.sharding in ("zero2", "fsdp")
 
     @property
     def one_in(self) -> int | None:
-        """Of so many layers, one runs again; ``None`` for segments, parts of layers and no checkpoints."""
+        """n, if one in every n layers is recomputed; ``None`` for segments, parts of layers and no checkpoints."""
         return self.every_n_layers or (1 if self.checkpointing == "per-layer" else None)
 
     @property
@@ -177,12 +177,12 @@ class Recipe:
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """That the weights are cast to; ``None`` where they stay. Of float32-master with shards, these are the float32 weights."""
+        """The dtype that weights are cast to; ``None``: they keep theirs. With shards, float32-master holds float32 weights."""
         held = torch.float32 if self.fully_sharded else torch.bfloat16
         return {None: None, "bf16": torch.bfloat16, "float32-master": held}.get(self.precision, torch.float32)
 
     def micro_batch(self, batch_size: int) -> int:
-        """Rows in one forward pass. ``ValueError`` where the batch cannot be cut evenly."""
+        """Rows in one forward pass. Raises ``ValueError`` if the batch cannot be cut evenly."""
         whole("batch_size", batch_size, 8)
         if batch_size % self.accumulation:
             raise ValueError(

@@ -17,7 +17,7 @@ from .recipe import Recipe
 
 
 class _FixedScale(GradScaler):
-    """Keeps small float16 gradients above 0 by one factor, where ``GradScaler`` looks for the best, and skips no step."""
+    """Keeps small float16 gradients above 0 with a fixed factor, where ``GradScaler`` adapts it. It skips no step."""
 
     def step(self, optimizer: Optimizer) -> None:
         for grad in [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]:
@@ -39,20 +39,20 @@ def step(
 ) -> Tensor:
     """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
 
-    The gradients are those of ``accumulate_gradients``, of lesson 03: also over several processes.
+    The gradients are those of ``accumulate_gradients`` (lesson 03), also over several processes.
 
     Args:
         batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
-        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, a mean over the micro-batch's labels that are not
-            -100, or over its rows where it has no labels. Without it the model's own output holds it (``output.loss``, or the
-            output itself).
-        mark: is called with ``"forward"``, ``"backward"`` and ``"step"`` before each begins.
-        micro_batches: ends after so many of them: for a prediction, which knows that the rest are alike.
-        scaler: looks for the factor of float16's loss from step to step, and skips a step whose gradients are not finite.
-            Without one the factor is fixed, and nothing is skipped.
-        offload: moves what ``recipe.offload`` says, and counts it. Without one it is made.
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the micro-batch's labels that are not
+            -100, or over its rows if it has no labels. Without ``loss``, the model's output has the scalar (``output.loss``,
+            or the output itself).
+        mark: called with ``"forward"``, ``"backward"`` and ``"step"`` before each of them begins.
+        micro_batches: stop after this many micro-batches. Predictions use it, since the others are alike.
+        scaler: adapts the factor of float16's loss from step to step, and skips a step whose gradients are not finite.
+            Without a scaler the factor is fixed, and no step is skipped.
+        offload: moves what ``recipe.offload`` names, and counts it. Without it, one is made.
 
-    ``ValueError`` for a batch that is to be cut where the model's loss is no mean over labels or rows, as CLIP's is not.
+    Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels or rows, as with CLIP.
     """
     if loss is None and (recipe.accumulation > 1 or recipe.sharding is not None):
         check_pieces(model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}")
@@ -61,7 +61,7 @@ def step(
     device = device_of(model).type
     moves = offload or moving(model, recipe)
     parts = list(cut_batch(batch, recipe))
-    counts = [count_items(model, micro) for micro in parts][:micro_batches]  # counted are all of them
+    counts = [count_items(model, micro) for micro in parts][:micro_batches]  # all are counted
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
@@ -80,7 +80,7 @@ def step(
             total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
         )  # fmt: skip
     mark("step")
-    if not isinstance(optimizer, list):  # else every parameter has been stepped in backward
+    if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
         if scaler is None:
             optimizer.step()
         else:
@@ -95,12 +95,12 @@ def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
 
 
 def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
-    """What is to be around a forward, to move what ``recipe.offload`` says."""
+    """The context for a forward that moves what ``recipe.offload`` names."""
     return offload_activations(model=model, what=recipe.offload) if recipe.offload in MOVES else ExitStack()
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
-    """The micro-batches of ``batch``: views of equal numbers of rows, or the batch itself in one piece."""
+    """The micro-batches of ``batch``: views with equally many rows, or the uncut batch itself."""
     return iter([batch]) if recipe.accumulation == 1 else split(batch, recipe.micro_batch(count_rows(batch)))
 
 

@@ -1,4 +1,4 @@
-"""A tiny copy of a transformers model, made from its config: to find out by running it what a model's code does."""
+"""Builds a tiny copy of a transformers model from its config: running it shows what the model's code does."""
 
 import copy
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY, LAYERS, POSITIONS, WIDTH = 97, 2, 128, 64  # positions for the rows that are tried
+VOCABULARY, LAYERS, POSITIONS, WIDTH = 97, 2, 128, 64  # as many positions as the tried rows need
 MOST_PARAMETERS = 40_000_000
-# What families call the same thing.
+# The names that different families use for the same thing.
 _NAMES = {
     "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks",
     "size": "hidden_size n_embd d_model model_dim emb_dim mamba_d_ssm lru_width embedding_size word_embed_proj_dim "
@@ -26,7 +26,7 @@ _KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
-    """``config`` for a model of class ``cls`` with two layers, about so many heads, few words, and all else as it was."""
+    """A copy of ``config`` for ``cls`` with two layers, about ``heads`` heads and a small vocabulary; the rest stays the same."""
     small = copy.deepcopy(config)
     if not isinstance(small, getattr(cls, "config_class", None) or object):
         small = small.get_text_config()
@@ -59,8 +59,8 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
 
 
 def _factor(width: int, most: int | None, heads: int) -> int:
-    """The largest number that ``width`` and ``most`` heads can be divided by, so that a head keeps its size and ``heads``
-    of them are left, or a few more."""
+    """The largest number that divides ``width`` and ``most`` heads, so that a head keeps its size, and ``heads`` heads (or a
+    few more) are left."""
     most = most or max(width // WIDTH, 1)
     for factor in range(max(most // heads, 1), 1, -1):
         if most % factor == 0 and width % (16 * factor) == 0:  # kernels want rows of whole 16 bytes
@@ -69,7 +69,7 @@ def _factor(width: int, most: int | None, heads: int) -> int:
 
 
 def tiny_model(cls: type, config: Any, heads: int = 2) -> nn.Module:
-    """A model of class ``cls`` with random float32 weights on the CPU, or whatever error its code raises."""
+    """A model of class ``cls`` with random float32 weights on the CPU. Raises the errors of the model's code."""
     small = tiny_config(cls, config, heads)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(copy.deepcopy(small)).parameters())

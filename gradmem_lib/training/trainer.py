@@ -1,4 +1,4 @@
-"""All of it combined, on Hugging Face's ``Trainer``: a recipe carried out, watched, interrupted, resumed."""
+"""All of it combined on Hugging Face's ``Trainer``, which trains by a recipe, and can be watched, interrupted and resumed."""
 
 import inspect
 import os
@@ -36,9 +36,9 @@ OPTIM = {
 
 
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
-    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of so many rows.
+    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of ``micro_batch`` rows.
 
-    Segments are no argument of ``Trainer``, nor is torch's Adafactor: ``make_trainer`` puts them on.
+    ``Trainer`` has no argument for segments or torch's Adafactor: ``make_trainer`` adds them.
     """
     chosen: dict[str, Any] = {"per_device_train_batch_size": micro_batch}
     chosen["gradient_accumulation_steps"] = recipe.accumulation
@@ -60,10 +60,10 @@ class MemoryCallback(TrainerCallback):
             Trainer(model, args, train_dataset=rows, callbacks=[memory]).train()
         print(memory.peak)
 
-    The ``with`` is there so that the tracker is taken away whatever ends the run; a training without it is a
-    ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All figures are bytes.
+    The ``with`` block removes the tracker, whatever ends the run. Training outside such a block raises ``RuntimeError``.
+    ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All figures are bytes.
 
-    Attributes: ``tracker`` (the last run's, ``None`` before); ``by_step``, step number to the ``MemorySnapshot`` of its peak.
+    Attributes: ``tracker`` (of the last run, or ``None``); ``by_step``, from step number to the ``MemorySnapshot`` of its peak.
     """
 
     def __init__(self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""):
@@ -82,7 +82,7 @@ class MemoryCallback(TrainerCallback):
 
     @property
     def peak(self) -> MemorySnapshot:
-        """The highest snapshot of the run. ``RuntimeError`` before there was one."""
+        """The highest snapshot of the run. Raises ``RuntimeError`` before the first run."""
         if self.tracker is None:
             raise RuntimeError(
                 "nothing was trained yet: give this callback to a Trainer (callbacks=[memory]) and call its train()"
@@ -97,7 +97,7 @@ class MemoryCallback(TrainerCallback):
             )
         self._open.close()
         self.by_step = {}
-        own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
         self.tracker = MemoryTracker(model, own, **self._given)
         self._open.enter_context(self.tracker)
 
@@ -112,9 +112,9 @@ class MemoryCallback(TrainerCallback):
 
 
 class RecipeTrainer(Trainer):
-    """``Trainer`` that trains by its ``recipe``, watched by ``memory``; ``make_trainer`` makes it.
+    """A ``Trainer`` that trains by its ``recipe`` and is watched by ``memory``. ``make_trainer`` returns it.
 
-    Its gradients are the full batch's, by ``accumulate_gradients``, for models too that return a mean whatever ``Trainer`` says.
+    It computes the full batch's gradients with ``accumulate_gradients``, also for models that always return a mean.
     """
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
@@ -142,7 +142,7 @@ class RecipeTrainer(Trainer):
         if self.optimizer is None:  # type: ignore[has-type]
             model, args = self.model if model is None else model, self.args
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []  # matrices alone
+            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []  # only matrices
             own: dict[str, Any] = {}
             if self.recipe.optimizer.startswith("adamw"):
                 own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -154,7 +154,7 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """``Trainer`` brings a step's micro-batches: with the last, ``accumulate_gradients`` over all, and their mean loss. 0 before."""
+        """``Trainer`` calls this for each micro-batch. The last call accumulates all gradients and returns the mean loss."""
         self._brought.append(inputs)
         if len(self._brought) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
@@ -166,7 +166,7 @@ class RecipeTrainer(Trainer):
             micro, count = numbered
             loss = self.compute_loss(model, self._prepare_inputs(micro))
             self._interrupt.on_substep_end(self.args, self.state, self.control)
-            # A mean of nothing carries others' gradients to other processes, as a 0.
+            # A mean over no items is nan. As a 0, it still sends other gradients to other processes.
             return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
 
         model.train()
@@ -187,10 +187,10 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for ``from_pretrained``, and of one with LoRA the additions alone, as PEFT's ``save_pretrained`` does.
+        """Write the model for ``from_pretrained``. With LoRA, write only the additions, as PEFT's ``save_pretrained`` does.
 
-        For the whole model: ``merge_adapters(model).save_pretrained(folder)``. A checkpoint, which ``Trainer`` writes on its
-        own, has all weights: it is for ``resume_from_checkpoint``.
+        To write the whole model, use ``merge_adapters(model).save_pretrained(folder)``. The checkpoints that ``Trainer`` itself
+        writes have all weights, for ``resume_from_checkpoint``.
         """
         if _internal_call or not adapters_of(self.model):
             super().save_model(output_dir, _internal_call)
@@ -200,10 +200,10 @@ class RecipeTrainer(Trainer):
                 self.processing_class.save_pretrained(output_dir or self.args.output_dir)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """Train. Whatever ends it, checkpointing, tracker and signal handler are gone afterwards.
+        """Train. Checkpointing, tracker and signal handler are removed afterwards, whatever ends the training.
 
         The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in ``args.output_dir`` and
-        raises ``KeyboardInterrupt``; ``train(resume_from_checkpoint=True)`` goes on from there. A second one stops at once.
+        raises ``KeyboardInterrupt``. ``train(resume_from_checkpoint=True)`` resumes from there. A second Ctrl-C stops at once.
         """
         self._brought = []
         with self.memory, self._interrupt, ExitStack() as undo:
@@ -226,13 +226,13 @@ class RecipeTrainer(Trainer):
 
 
 class _StopAfterStep(TrainerCallback):
-    """Ctrl-C as a request: the step in progress is finished, saved, and the last one."""
+    """Turns Ctrl-C into a request: the current step is finished and saved, and training stops after it."""
 
     def __enter__(self) -> None:
         self.asked = self.stopped = self._said = False
         self._undo = ExitStack()
-        # Signals reach the main thread alone, and only there may a handler be set. A run in the background has been told to
-        # ignore the Ctrl-C that is meant for another.
+        # Signals reach only the main thread, and only there may a handler be set. A shell tells a background run to ignore
+        # Ctrl-C, which is meant for another program.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._undo.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask))
@@ -246,7 +246,7 @@ class _StopAfterStep(TrainerCallback):
         self.asked = True
 
     def on_substep_end(self, args, state, control, **kwargs):
-        # Not in the handler: it may have come in the middle of another print.
+        # Not printed in the handler, since the signal may come in the middle of another print.
         if self.asked and not self._said:
             self._said = True
             message = f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
@@ -264,7 +264,7 @@ _CUT = (
     "is cut, in which dtype and where it lies): use gradmem_lib's prepare(model, recipe) and "
     "step(...) with this Recipe(sharding=...) under torchrun, or sharding='ddp' here"
 )
-# What Trainer takes and a recipe decides, or cannot keep to.
+# Arguments of Trainer that a recipe decides, or that it cannot respect.
 _NOT_TAKEN = {
     "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
     "optimizers": "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type",
@@ -293,21 +293,21 @@ def make_trainer(
     progress: bool | None = None,
     **given: Any,
 ) -> RecipeTrainer:
-    """A ``Trainer`` for a transformers model that trains by ``recipe``; ``model`` is changed in place, as ``prepare`` does it.
+    """A ``Trainer`` for a transformers model that trains by ``recipe``. ``model`` is changed in place, as by ``prepare``.
 
     Args:
-        model: is trained on the device that it is on, or on the card with ``use_cpu=False``.
+        model: is trained on its own device, or on the card with ``use_cpu=False``.
         batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts into micro-batches.
-            With ``auto_find_batch_size=True`` they become fewer until a step fits the card, or ``budget``.
-        train_dataset, eval_dataset: rows with ``labels``, such as ``texts.datasets`` gives.
-        budget, live, title: of the tracker (``MemoryCallback``).
-        progress: a progress bar and the losses as they come. ``None``: not in a notebook whose plots do not move.
-        given: all else that ``Trainer`` (``data_collator``, ``compute_metrics``, ``callbacks``, ...) or ``TrainingArguments``
-            take (``max_steps``, ...; ``learning_rate`` of torch's Adafactor is relative to a weight's size).
+            With ``auto_find_batch_size=True`` the rows become fewer until a step fits the card, or ``budget``.
+        train_dataset, eval_dataset: rows with ``labels``, such as those of ``texts.datasets``.
+        budget, live, title: for the tracker (``MemoryCallback``).
+        progress: show a progress bar and the losses. ``None``: yes, except in a notebook whose plots do not move.
+        given: all other arguments of ``Trainer`` (``data_collator``, ``compute_metrics``, ``callbacks``, ...) or
+            ``TrainingArguments`` (``max_steps``, ...; ``learning_rate`` of torch's Adafactor is relative to a weight's size).
 
-    Evaluations keep no logits of language models and take rows by the micro-batch, unless told otherwise (``compute_metrics``
-    is given the logits): both would pass what the recipe was chosen for. Raises ``ValueError`` for an argument that says
-    something else than the recipe, or that it cannot keep to, and for an optimizer in backward.
+    By default, an evaluation keeps no logits of language models and takes as many rows as a micro-batch: more of either would
+    exceed the memory that the recipe was chosen for (``compute_metrics`` gets the logits). Raises ``ValueError`` for an argument
+    that contradicts the recipe or that the recipe cannot respect, and for an optimizer in backward.
     """
     given.setdefault("use_cpu", next(model.parameters()).device.type == "cpu")
     _check_recipe(recipe, given["use_cpu"])
@@ -343,7 +343,7 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
 
 
 def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` for ``TrainingArguments``, with what ``recipe`` decides. ``ValueError`` where the two do not agree."""
+    """``given`` plus what ``recipe`` decides, for ``TrainingArguments``. Raises ``ValueError`` if the two do not agree."""
     chosen = arguments(recipe, micro_batch)
     decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
     for name, value in given.items():
@@ -361,6 +361,6 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
     if recipe.optimizer == "adafactor-torch":
         defaults["learning_rate"] = RELATIVE_RATE
     if recipe.optimizer == "adamw-8bit":
-        # Made here: bitsandbytes' would be refused where it is not installed.
+        # This library's optimizer: without bitsandbytes, Trainer would refuse that name.
         chosen["optim"] = "adamw_torch"
     return defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
