@@ -48,7 +48,7 @@ def _class(options: argparse.Namespace) -> int:
 
         look = {"names": options.names, "hide": options.hide}
         keep(options.folder, options.out, once=options.once, **look)
-    except KeyboardInterrupt:  # before the first page is there
+    except KeyboardInterrupt:  # before the first page is written
         return 130
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands)
 
     progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
-    progress.add_argument("--reset", action="store_true", help="forget them and start anew")
+    progress.add_argument("--reset", action="store_true", help="forget all progress and start again")
     progress.set_defaults(run=_progress)
 
     board = commands.add_parser(

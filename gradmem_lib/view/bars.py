@@ -119,7 +119,7 @@ def bar_svg(
         for label, parts in bars.items()
     )
     against = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
-    # Pattern names must differ between two pictures of one page, and be the same in every run.
+    # The names of patterns must differ between two pictures of one page, and must be the same in every run.
     key = "gm" + hashlib.sha1(repr((bars, cards, title, width)).encode()).hexdigest()[:8]
     sheet = _Sheet(key, width, _bars_top(bars, cards), head=22 if cards else 4, rows=len(bars))
     patterns = "".join(svg_pattern(key, name) for name in CATEGORIES)
@@ -143,7 +143,7 @@ def bar_svg(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Where everything of a ``bar_svg`` stands, in CSS pixels; ``top`` is the bytes at its right edge."""
+    """The layout of a ``bar_svg`` in CSS pixels; ``top`` is the number of bytes at its right edge."""
 
     key: str
     width: int

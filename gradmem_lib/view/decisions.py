@@ -1,4 +1,4 @@
-"""From the parts of a peak to the technique that comes next, in one picture, drawn from the rules of ``diagnose``."""
+"""One picture that leads from the parts of a peak to the next technique, drawn from the rules of ``diagnose``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
-GROUPS = {  # by a phase of theirs
+GROUPS = {  # by one of their phases
     "backward": ("peak in forward or backward", PARTS),
     "optimizer_step": ("in the optimizer's step", PARTS[1:]),
 }
 PART = {"layers": ", of the layers", "outside": ""}
-LAST = 9.3  # from the prices to the column of bytes
+LAST = 9.3  # the distance from the prices to the column of bytes
 
 
 def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
-    """Each technique's row: the parts of a peak that it can shrink, in each phase, and its price.
+    """Draw a row for each technique: the parts of a peak that it can shrink, in each phase, and its price.
 
-    ``run``, as for ``diagnose``: beside it the lowest peak that each can reach, marked where that is within ``card`` bytes.
+    With ``run`` (as for ``diagnose``), each row also has the lowest peak that the technique can reach, and a mark if that fits
+    ``card`` bytes.
     """
     found = None if run is None else diagnose(run)
     now = found and ("optimizer_step" if found.peak.phase == "optimizer_step" else "backward")
@@ -74,7 +75,7 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
 
 
 def _words() -> str:
-    """The picture for who does not see it."""
+    """The picture in words, for those who do not see it."""
     rows = []
     for technique in TECHNIQUES:
         taken = {

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; each line has a mark of its own as well. The rules of
-# the course keep theirs from picture to picture.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Each line also has its own mark. The course's update
+# rules have the same colours in every picture.
 STYLES = {
     "SGD": ("#5b6473", "-", "o"),
     "momentum": ("#0072b2", "-", "s"),
@@ -33,7 +33,7 @@ def plot_paths(
     title: str = "",
     marks: Mapping[str, Sequence[float]] | None = None,
 ) -> Figure:
-    """Draw where each rule went over the contours of ``surface``.
+    """Draw the path of each update rule over the contours of ``surface``.
 
     Args:
         surface: heights (...,) of points (..., 2).
@@ -85,7 +85,7 @@ def plot_paths(
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> Figure:
-    """Draw training losses, one curve a name, each the mean of the last ``smooth`` steps."""
+    """Draw training losses, one curve for each name. Each point is the mean of the last ``smooth`` steps."""
     with style():
         figure = new_figure(7.8, 2.7)
         axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))

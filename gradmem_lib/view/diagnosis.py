@@ -1,4 +1,4 @@
-"""What could lower a peak, in words: the techniques of ``measure.diagnosis`` that can, to what at best, and those that cannot."""
+"""Says in words which techniques of ``measure.diagnosis`` could lower a peak, how far at best, and which cannot."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +7,19 @@ from ..measure.diagnosis import lowest_peaks
 from ..measure.timeline import MemorySnapshot
 from ..units import format_bytes
 
-WORTH = 0.02  # of the peak; less is no reason to change a recipe
+WORTH = 0.02  # of the peak; a smaller saving is no reason to change a recipe
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``peak``, and for each technique the lowest peak in bytes that it can reach: ``lowest``, by its name."""
+    """``peak``, and ``lowest``: for each technique, by name, the lowest peak in bytes that it can reach."""
 
     peak: MemorySnapshot
     lowest: dict[str, int]
 
     @property
     def helps(self) -> list[str]:
-        """The techniques that can lower the peak by a fiftieth or more, the most promising first."""
+        """The techniques that can lower the peak by 2% or more, the most promising first."""
         able = [name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total]
         return sorted(able, key=lambda name: self.lowest[name])
 
@@ -42,19 +42,19 @@ class Diagnosis:
 
 
 def shares(moment: MemorySnapshot) -> str:
-    """The categories of ``moment`` that matter, in per cent, the largest first."""
+    """The large categories of ``moment`` in per cent, the largest first."""
     parts = sorted(moment.by_category.items(), key=lambda part: -part[1])
     return ", ".join(f"{n / moment.total:.0%} {name}" for name, n in parts if n >= WORTH * moment.total)
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """What could lower the peak of ``run``: a ``MemoryTracker``, a ``Prediction``, or the ``BudgetExceeded`` of a run that failed.
+    """What could lower the peak of ``run``: a ``MemoryTracker``, a ``Prediction``, or the ``BudgetExceeded`` of a failed run.
 
-    The bytes are bounds, and most runs stay above: a smaller micro-batch still has a row, a factored state its factors.
-    A technique that is in use already is named again where there is more for it to do. Side effects are not counted: frozen
-    weights also save less for backward.
+    The bytes are lower bounds, and most runs stay above them: the smallest micro-batch still has a row, and a factored state
+    still has its factors. A technique that is already used is named again if it could do more. Side effects are not counted:
+    with frozen weights, autograd also saves fewer activations.
 
-    Raises ``TypeError`` for what has no peak, and ``ValueError`` for a tracker that has seen nothing.
+    Raises ``TypeError`` for an object without a peak, and ``ValueError`` for a tracker that has measured nothing.
     """
     peak = getattr(run, "snapshot", None) or getattr(run, "peak", None)
     if not isinstance(peak, MemorySnapshot):

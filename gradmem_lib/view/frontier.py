@@ -1,4 +1,4 @@
-"""What each way to recompute keeps, against what it repeats: one point each, and a line through those that none beats."""
+"""A picture of ways to recompute: bytes kept against operations repeated, with a line through the points that none beats."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .style import COLORS, INK, MUTED, halo, new_figure, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CLOSE = (0.24, 6.0)  # of the axes' width, and per cent of height: two labels that would touch
+CLOSE = (0.24, 6.0)  # two labels touch within this share of the axes' width and these per cent of height
 
 
 def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names that no other point beats: as few bytes and operations, and fewer of one. By operations, fewest first."""
+    """The names that no other point beats (less of one quantity, and no more of the other), fewest operations first."""
 
     def beaten(mine: tuple[float, float]) -> bool:
         return any(p != mine and p[0] <= mine[0] and p[1] <= mine[1] for p in points.values())
@@ -23,8 +23,8 @@ def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "") -> Figure:
-    """For each name of ``points`` (bytes kept, operations of a step): its share of the most bytes, against the operations
-    beyond the fewest."""
+    """Draw ``points``, from name to (bytes kept, operations of a step): the bytes as a share of the largest, against the
+    operations in excess of the fewest."""
     most, fewest = (f(p[i] for p in points.values()) for i, f in enumerate((max, min)))
     shares = {
         name: (100 * (operations / fewest - 1), 100 * kept / most)
@@ -59,7 +59,7 @@ def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "")
 
 
 def _same(shares: Mapping[str, tuple[float, float]]) -> dict[tuple[float, float], list[str]]:
-    """The names at each place."""
+    """Names grouped by their place."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, at in shares.items():
         places.setdefault(at, []).append(name)

@@ -1,10 +1,10 @@
 """The live plot: live bytes by category, drawn while a notebook cell is still running.
 
-The whole picture travels as one ``Bytes`` trait of at most 400 points. Traits, unlike custom messages, reach a front
-end that is still opening, and each frame replaces the last, so a slow browser skips frames and never falls behind.
-When the block ends, a still picture takes the widget's place, so that a saved notebook shows it. Where a front end has no
-widgets, it shows what a widget's output says in HTML: a sentence, over the still picture where there is one. Where the
-kernel has none, there are only still pictures, and a sentence once.
+The whole picture is sent as one ``Bytes`` trait of at most 400 points. Traits, unlike custom messages, reach a front
+end that is still opening. Each frame replaces the last one, so a slow browser skips frames and never falls behind.
+When the block ends, a still picture replaces the widget, so that a saved notebook shows it. A front end without widgets
+shows the HTML part of a widget's output: a sentence, and the still picture if there is one. A kernel without widgets
+shows only still pictures, and says so once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def frame_peak(frame: bytes) -> float:
 
 
 def live() -> bool:
-    """Whether something may move here: in a kernel that has the widgets, unless the environment forbids it."""
+    """Whether plots may move here: in a kernel with the widgets installed, unless the environment forbids it."""
     return live_enabled() and _widgets_load()
 
 
@@ -81,7 +81,7 @@ def _widgets_load() -> bool:
     try:
         import anywidget  # noqa: F401
         import ipywidgets  # noqa: F401
-    except Exception as error:  # not there, or not fit for what is there
+    except Exception as error:  # missing, or not compatible with what is installed
         print(f"Pictures stand still here, since the widgets do not load: {error}.")
         print("If you want them to move: pip install ipywidgets anywidget, and restart the kernel.")
         return False
@@ -99,7 +99,7 @@ def widget_class():
         _css = Path(__file__).with_name("live.css")
         title = traitlets.Unicode("").tag(sync=True)
         budget = traitlets.Float(0.0).tag(sync=True)
-        top = traitlets.Float(0.0).tag(sync=True)  # bytes that the axis reaches at least
+        top = traitlets.Float(0.0).tag(sync=True)  # the axis reaches at least these bytes
         small = traitlets.Bool(False).tag(sync=True)  # one of several, side by side
         names = traitlets.List(list(CATEGORIES)).tag(sync=True)
         colors = traitlets.List([COLORS[name] for name in CATEGORIES]).tag(sync=True)
@@ -116,7 +116,7 @@ def plain_text(title: str) -> str:
 
 
 def view_bundle(widget, words: str, sentence: str, still: tuple[dict, dict] = ({}, {})) -> tuple[dict, dict]:
-    """A widget's mimebundle over the ``still`` one. Its plain text is ``words``, its HTML ``sentence`` and the still picture."""
+    """A widget's mimebundle with the ``still`` one. Its plain text is ``words``; its HTML is ``sentence`` and the picture."""
     bundle = widget._repr_mimebundle_()
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
     instead = f"<em>{html.escape(sentence)}</em>"
@@ -174,12 +174,12 @@ class LivePlot:
     def push(
         self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot, phase: str | None = None
     ) -> None:
-        """Draw the next frame. All figures in bytes; ``phase`` is that of ``current``."""
+        """Draw the next frame. All figures are bytes; ``phase`` is that of ``current``."""
         if self._widget is not None:
             self._widget.frame = encode_frame(timeline, peak, current)
 
     def finish(self, timeline: Timeline | None, peak: MemorySnapshot | None = None) -> None:
-        """Replace the moving picture by a still one, and let go of the widget."""
+        """Replace the moving picture by a still one, and drop the widget."""
         widget, output, self._widget, self._output = self._widget, self._output, None, None
         if not in_kernel():
             return
@@ -199,10 +199,10 @@ class LivePlot:
 def show_timeline(
     timeline: Timeline, *, title: str = "", budget: int | None = None, peak: MemorySnapshot | None = None
 ) -> None:
-    """Display a finished ``timeline`` as the interactive view (mouse, arrow keys), with the still picture in the bundle.
+    """Display a finished ``timeline`` as an interactive view (mouse, arrow keys), with the still picture in the bundle.
 
-    Front ends without widgets, and saved notebooks, show the still picture; so does ``GRADMEM_LIVE=0``. Outside a
-    notebook nothing is displayed.
+    Front ends without widgets, saved notebooks and ``GRADMEM_LIVE=0`` show the still picture. Outside a notebook, nothing is
+    displayed.
     """
     if not in_kernel():
         return
@@ -218,7 +218,7 @@ def show_timeline(
 def show_explorer(explorer, text: str) -> None:
     """Display ``explorer`` (it has ``still_bundle()`` and ``widget()``) in a notebook; its text/plain is always ``text``.
 
-    The picture goes with the widget, for readers without a kernel. ``GRADMEM_LIVE=0``: the picture alone.
+    The output also contains the still picture, for readers without a kernel. ``GRADMEM_LIVE=0``: only the picture.
     """
     if in_kernel():
         again = f"{STILL} To explore, change the arguments and run the cell again."

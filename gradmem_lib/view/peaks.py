@@ -14,13 +14,13 @@ LINE, HEAD, FOOT = 0.2, 0.45, 0.42  # inches
 
 
 def off_by(measured: int, predicted: int) -> str:
-    """By how much the predicted size is off: "+2.3%", "0.0%"."""
+    """The error of the predicted size: "+2.3%", "0.0%"."""
     words = f"{predicted / measured - 1:+.1%}"
     return "0.0%" if words[1:] == "0.0%" else words
 
 
 def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: str) -> Figure:
-    """For each heading its pairs, (name, measured bytes, predicted bytes), and by how much the second is off."""
+    """Draw, under each heading, its pairs (name, measured bytes, predicted bytes), with the error of the prediction."""
     height = HEAD + FOOT + LINE * sum(1 + len(pairs) for pairs in groups.values())
     words = "; ".join(
         f"{heading}, {name}: {measured / 1e9:.2f} GB measured, {predicted / 1e9:.2f} GB predicted"

@@ -1,4 +1,4 @@
-"""What measurements and plans are shown as, by the names that they ask for (``display``)."""
+"""The functions that draw measurements and plans, under the names that ``display`` looks up."""
 
 from .live import LivePlot, show_timeline
 from .plan_code import plan_code

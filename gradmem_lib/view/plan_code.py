@@ -1,4 +1,4 @@
-"""Python that trains by a plan's recipe: what it runs is the library's own step, so it needs what was predicted."""
+"""Writes Python that trains by a plan's recipe. It runs the library's own step, so it needs the bytes that were predicted."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from ..training.recipe import Recipe
 
 
 def plan_code(option: Option, given, config, target: str) -> str:
-    """Python that trains the model ``given``, of this ``config``, by ``option``: with ``make_trainer`` where a ``Trainer`` can, else
-    with ``step``. ``train_dataset`` is yours: rows as the model takes them, with ``labels``. So is ``model`` or ``config``, where
-    ``given`` is one. For several cards it is a script, and its first line says how to start it."""
+    """Python that trains the model ``given``, with this ``config``, by ``option``: with ``make_trainer`` if a ``Trainer`` can do
+    it, else with ``step``. The user defines ``train_dataset`` (rows with ``labels``), and ``model`` or ``config`` if ``given`` is
+    one of these. For several cards it is a script, and its first line says how to start it."""
     recipe = option.recipe
     loop = recipe.in_backward or recipe.sharding not in (None, "ddp")
     uses, how = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
@@ -41,13 +41,13 @@ def plan_code(option: Option, given, config, target: str) -> str:
 
 
 def launch(cards: int, script: str = "train.py") -> str:
-    """The commands, either of which starts ``script`` once for each of the ``cards`` of this machine. accelerate needs to be told of
-    the cards: it takes two processes for one where it finds none. What it sets besides, the recipe does not read."""
+    """Two commands, each of which starts ``script`` once for each of this machine's ``cards``. accelerate has to be told the
+    cards: if it finds none, it would start one process instead of two. The recipe does not use its other settings."""
     return f"torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu --num_processes={cards} {script}"
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
-    """The lines that load the model, what they import from transformers, and what from here."""
+    """The lines that load the model, and the names that they import from transformers and from this library."""
     if isinstance(given, nn.Module):
         return [], [], []
     if isinstance(given, PretrainedConfig):
@@ -91,13 +91,13 @@ def _recipe(recipe: Recipe) -> list[str]:
 def _trainer(option: Option, target: str) -> list[str]:
     rows = option.micro_batch * option.recipe.accumulation
     given = f"model, recipe, batch_size={rows}, train_dataset=train_dataset"
-    # The model travels after it was cast, so that the card never holds it in float32 without need.
+    # The model is moved after the cast, so that the card does not hold it in float32 without need.
     given += ", use_cpu=False" if target == "cuda" else ""
     return [f"trainer = make_trainer({given})", "trainer.train()"]
 
 
 def _loop(option: Option, target: str) -> list[str]:
-    """For an optimizer in backward, which ``Trainer`` does not have, and for what is cut over cards, which it does otherwise."""
+    """The loop for steps in backward, which ``Trainer`` does not have, and for sharding, which ``Trainer`` does differently."""
     place = f'.to("{target}")' if target == "cuda" else ""
     batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
     rows, several = option.micro_batch * option.recipe.accumulation, option.cards > 1

@@ -1,4 +1,4 @@
-"""What a plan says, as text and as JSON: the recipes that fit, fastest first, and why the others do not. A prediction's table."""
+"""A plan as text and as JSON: the recipes that fit, fastest first, and why the others do not. Also a prediction's table."""
 
 import textwrap
 from dataclasses import asdict
@@ -86,7 +86,7 @@ def _wrapped(text: str, bullet: str = "  ") -> str:
 
 
 def prediction_table(prediction: Prediction) -> str:
-    """Of a prediction, the peak by category, for a notebook."""
+    """A table of a prediction's peak by category, for a notebook."""
     total, moved = prediction.peak.by_category, {"moved": prediction.moved} if prediction.moved else {}
     rows, after = (
         "".join(f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items())

@@ -1,4 +1,4 @@
-"""Several ranks' memory side by side, on one scale: while they run, and as a still picture after."""
+"""The memory of several ranks side by side, on one scale: while they run, and afterwards as a still picture."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RankPictures:
-    """What the trackers of one ``run_ranks`` show: the first tracker of every rank in one picture, the second in the next.
+    """The pictures of one ``run_ranks``: the first tracker of every rank is in one picture, the second in the next.
 
-    As a context: at its end each picture becomes a still one. With ``GRADMEM_LIVE=0`` it appears only then.
+    Use it as a context: at its end, each picture becomes a still one. With ``GRADMEM_LIVE=0`` pictures appear only then.
     """
 
     def __init__(self, ranks: int):
@@ -34,7 +34,7 @@ class RankPictures:
             self.pictures[number].finish()
 
     def told(self, rank: int, number: int, action: str, *what) -> None:
-        """``rank`` says of its tracker ``number``: "start" (title, budget), "push" (a frame), "finish" (a timeline)."""
+        """``rank`` reports about its tracker ``number``: "start" (title, budget), "push" (a frame), "finish" (a timeline)."""
         if action == "start" and number not in self.pictures:
             self.pictures[number] = _Picture(self.ranks, *what)
         elif action == "push":
@@ -44,7 +44,7 @@ class RankPictures:
 
 
 class _Picture:
-    """The first tracker of each rank, or the second, ..., which share their title and budget."""
+    """One tracker of each rank (the first ones, or the second ones, ...), with a common title and budget."""
 
     def __init__(self, ranks: int, title: str, budget: int | None):
         self.title, self.budget = title, budget
@@ -70,7 +70,7 @@ class _Picture:
         self.output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(self, rank: int, frame: bytes) -> None:
-        """Draw the next frame of ``rank``, and all ranks on the scale of the largest."""
+        """Draw the next frame of ``rank``, with all ranks on the scale of the largest."""
         if self.widgets:
             top = max(self.widgets[0].top, frame_peak(frame))
             for view in self.widgets[:-1]:
@@ -78,7 +78,7 @@ class _Picture:
             self.widgets[rank].frame = frame
 
     def finish(self) -> None:
-        """Put the still picture in the place of the moving one."""
+        """Replace the moving picture by the still one."""
         from IPython.display import display
 
         if any(timeline is not None and len(timeline) for timeline in self.timelines):
@@ -98,7 +98,7 @@ class _Picture:
 
 
 def plot_ranks(timelines: list[Timeline | None], *, title: str = "", budget: int | None = None) -> Figure:
-    """Live bytes by category of several ranks side by side on one scale; ``None`` where a rank was not measured."""
+    """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank that was not measured."""
     highest = max(max(t.totals) for t in timelines if t is not None and len(t))
     left, right, gap = 0.07, 0.985, 0.022
     width = (right - left + gap) / len(timelines) - gap

@@ -1,4 +1,4 @@
-"""A card with a recipe on it: one bar of bytes by what holds them, and what is left of the card or missing."""
+"""A recipe on a card: one bar of bytes by category, and the bytes that are left or missing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .bars import bar_svg
 
 @dataclass(frozen=True)
 class Room:
-    """``held``: bytes at the peak by category, and what lies beside live bytes by name, which the bar shows as ``other``; ``nbytes``:
-    what the card has; ``words``: sentences below the bar. The text is the same in every run."""
+    """``held``: bytes at the peak by category, and the card's other bytes by name, which the bar shows as ``other``. ``nbytes``:
+    the card's bytes. ``words``: sentences below the bar. The text is the same in every run."""
 
     title: str
     card: str
@@ -22,7 +22,7 @@ class Room:
     words: Sequence[str] = ()
 
     def parts(self) -> dict[str, int]:
-        """``held`` by the categories that have a colour."""
+        """``held`` summed into the categories that have a colour."""
         beside = sum(n for name, n in self.held.items() if name not in CATEGORIES)
         parts = {name: self.held.get(name, 0) for name in CATEGORIES}
         return parts | {"other": parts["other"] + beside}

@@ -1,4 +1,4 @@
-"""Turn depth, segments and sizes of a chain, and watch its schedule follow."""
+"""An explorer for checkpointing schedules: change depth, segments and sizes of a chain, and see its schedule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def segments_of(depth: int, segment: int, ratio: int, schedule: str) -> list[int
 def _best(depth: int, ratio: int) -> tuple[int, ...]:
     from ..techniques.schedules import best_segments
 
-    # Inside a segment this chain keeps no inputs, so a layer adds ratio boundaries and not ratio + 1.
+    # Inside a segment, this chain keeps no inputs: so a layer adds ratio boundaries, not ratio + 1.
     return tuple(best_segments(depth, internal=(ratio - 1) * BOUNDARY, boundary=BOUNDARY))
 
 
@@ -61,7 +61,7 @@ def _chain(depth: int, ratio: int) -> nn.Sequential:
     try:
         return nn.Sequential(*(_Layer(ratio) for _ in range(depth)))
     finally:
-        torch.set_rng_state(state)  # a learner's random numbers are not the explorer's to draw
+        torch.set_rng_state(state)  # the explorer must not use up the learner's random numbers
 
 
 @lru_cache(256)
@@ -81,7 +81,7 @@ def run_chain(depth: int, segment: int, ratio: int, schedule: str) -> ScheduleRe
 
 
 def curve_segments(depth: int) -> list[int]:
-    """The segment lengths that the curve is measured at: all of them up to 16, then about every sixth longer one."""
+    """The segment lengths for the curve: all up to 16, then each about 19% longer than the last."""
     wanted = {*range(1, min(depth, 16) + 1), depth}
     k = 16.0
     while k < depth:
@@ -95,7 +95,7 @@ def _rule(depth: int, ratio: int) -> str:
 
 
 def details(settings: dict, curve: dict[int, ScheduleRecord]) -> str:
-    """What the segments are, and how they compare with the lowest point that was measured."""
+    """The segments in words, and how they compare with the lowest point that was measured."""
     depth, ratio, schedule = settings["depth"], settings["ratio"], settings["schedule"]
     segments = segments_of(**settings)
     words = {
@@ -131,7 +131,7 @@ class ScheduleExplorer:
 
     Settings: ``depth`` (4 to 64 layers), ``segment`` (1 to depth layers), ``ratio`` (a/x, bytes that a layer keeps inside
     over bytes of its input: one of ``RATIOS``), ``schedule`` (one of ``SCHEDULES``). Each change runs a small chain.
-    Raises ``TypeError`` for a setting that is unknown and ``ValueError`` for a value that is.
+    Raises ``TypeError`` for an unknown setting, and ``ValueError`` for a value that is not allowed.
     """
 
     def __init__(self, **settings):
@@ -198,7 +198,7 @@ class ScheduleExplorer:
     def _changed(self, change=None) -> None:
         controls = self.controls
         if controls["segment"].max != controls["depth"].value:
-            # Setting a maximum below the value moves the value too, and that must not draw on its own.
+            # A maximum below the value also changes the value, and that change must not draw.
             controls["segment"].unobserve(self._changed, "value")
             controls["segment"].max = controls["depth"].value
             controls["segment"].observe(self._changed, "value")
@@ -219,7 +219,7 @@ class ScheduleExplorer:
             self._picture.details = details(now, self.curve)
 
     def _start_curve(self, depth: int, ratio: int) -> None:
-        """Measure the curve: in a kernel between messages, so that a slider that is dragged is not waited for."""
+        """Measure the curve. In a kernel this runs between messages, so that a dragged slider does not wait for it."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -233,7 +233,7 @@ class ScheduleExplorer:
         self._task = loop.create_task(self._measure_curve(depth, ratio, self.curve))
 
     async def _measure_curve(self, depth: int, ratio: int, curve: dict[int, ScheduleRecord]) -> None:
-        await asyncio.sleep(0.15)  # while the slider still moves, there is nothing to measure
+        await asyncio.sleep(0.15)  # do not measure while the slider still moves
         for k in curve_segments(depth):
             curve[k] = run_chain(depth, k, ratio, "equal segments")
             await asyncio.sleep(0.002)
@@ -241,6 +241,6 @@ class ScheduleExplorer:
 
 
 def explore_schedule(**settings: Any) -> None:
-    """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
+    """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``). With ``GRADMEM_LIVE=0``: a still picture."""
     explorer = ScheduleExplorer(**settings)
     show_explorer(explorer, EXPLORER_TEXT)

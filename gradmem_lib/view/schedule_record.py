@@ -1,4 +1,4 @@
-"""A schedule as it happened: which layer ran when, and what it kept."""
+"""Records a schedule of a real step: which layer ran when, and what it kept."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScheduleRecord:
-    """What one training step did, layer by layer. Bytes are what the step made, and the first layer's input.
+    """A record of one training step, layer by layer. It counts the bytes that the step made, and the first layer's input.
 
     Attributes:
-        layers: how many there are.
-        events: what ran, in order.
-        inputs: int64 (layers, events): bytes of a layer's input that are there when an event ends.
-        internals: int64 (layers, events): bytes made inside a layer's forward that are there when an event ends.
+        layers: the number of layers.
+        events: the events, in order.
+        inputs: int64 (layers, events): bytes of a layer's input that are alive when an event ends.
+        internals: int64 (layers, events): bytes made inside a layer's forward that are alive when an event ends.
         live: for each of ``PARTS``, int64 (operations,): bytes after each operation. "inputs" are boundaries between
-            layers, "internals" were made inside one layer, "passing" is neither (gradients on their way, the loss), and
-            "left" is what stays when the step is over (gradients of parameters).
+            layers. "internals" were made inside one layer. "left" stays when the step is over (gradients of parameters).
+            "passing" is the rest (gradients of activations, the loss).
     """
 
     layers: int
@@ -66,7 +66,7 @@ class ScheduleRecord:
 
     @property
     def peak(self) -> int:
-        """The most bytes at once: what the step made and the first layer's input, without weights."""
+        """The most live bytes: those that the step made and the first layer's input, without weights."""
         return int(self.totals.max())
 
     @property
@@ -87,15 +87,15 @@ class ScheduleRecord:
 
 
 def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> ScheduleRecord:
-    """Run ``step()``, one forward and one backward pass, and note what happens to ``layers``.
+    """Run ``step()``, one forward and one backward pass, and record what ``layers`` do.
 
     Args:
         layers: an ``nn.Sequential``, an ``nn.ModuleList`` or a list, in the order in which they run. They may be
             checkpointed in any way.
-        step: calls forward and backward, for example ``lambda: model(x).sum().backward()``. What it returns is dropped.
+        step: calls forward and backward, for example ``lambda: model(x).sum().backward()``. Its result is dropped.
 
-    An operation belongs to the layer whose module, or submodule, was entered last; an operation of backward, to the layer
-    whose forward made the node of the graph that runs. Modules stay as they are, and nothing keeps listening afterwards,
+    An operation belongs to the layer whose module, or submodule, was entered last. An operation of backward belongs to the
+    layer whose forward made the running node of the graph. Modules do not change, and all hooks are removed afterwards,
     whether ``step`` returns or raises.
 
     Raises ``TypeError`` for layers that are not modules, and ``ValueError`` when a layer never ran forward or backward.
@@ -118,20 +118,20 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
 
 
 class _Lives(Recording):
-    """Puts every operation, and every storage, down to a layer: an entry's ``module`` is its layer, and ``op`` the kind of run."""
+    """Attributes every operation and storage to a layer: an entry's ``module`` is its layer, and ``op`` is the kind of run."""
 
     def __init__(self, layers: list[nn.Module]):
         super().__init__(torch.device("cpu"))
         self.layers = layers
         self.layer_of = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
         self.seen: list[Entry] = []
-        self.deaths: dict[int, int] = {}  # operations, by entry
+        self.deaths: dict[int, int] = {}  # for each entry, the operation that freed it
         self.users: dict[int, set[int]] = defaultdict(set)  # layers, by entry
         self.layer = OUTSIDE  # the layer that runs forward
-        self.depth = 0  # of the modules that run
+        self.depth = 0  # how many nested modules run
         self.back = OUTSIDE  # the layer that runs backward
         self.runs: list[tuple[str, int, int]] = []  # kind, layer, first operation
-        # Nodes of the graph are numbered as they are made: from which number on they are whose.
+        # Nodes of the graph are numbered as they are made: the first number of each layer's nodes.
         self.numbers, self.number_layers = [0], [OUTSIDE]
         self.thread = threading.get_ident()
         for layer in layers:
@@ -148,7 +148,7 @@ class _Lives(Recording):
 
     def _go_to(self, layer: int) -> None:
         self.layer = layer
-        # On a card, backward has threads of its own, and each numbers its nodes anew.
+        # On a card, backward has its own threads, and each thread numbers its nodes from 0.
         if layer != self.number_layers[-1] and threading.get_ident() == self.thread:
             self.numbers.append(next_number())
             self.number_layers.append(layer)
@@ -166,7 +166,7 @@ class _Lives(Recording):
     def observe(self, func, args, kwargs, out) -> None:
         self.drain()
         kind, layer = self._kind_and_layer()
-        # Saving a tensor detaches it: that belongs to whatever goes on.
+        # Saving a tensor detaches it: this operation belongs to the layer that runs.
         saves = func is torch.ops.aten.detach.default
         if not self.runs or not (saves or self.runs[-1][:2] == (kind, layer)):
             self.runs.append((kind, layer, self.count))
@@ -221,14 +221,14 @@ class _Lives(Recording):
             live[part][max(entry.sample, 0)] += entry.nbytes
             live[part][min(death, self.count)] -= entry.nbytes
             if part in stored:
-                # An event ends when the next one's first operation begins: whoever held its tensors has let go by then.
+                # An event ends when the next event's first operation begins: by then, its temporary tensors are released.
                 first, last = bisect_right(ends, entry.sample), bisect_right(ends, death - 1)
                 stored[part][layer, first:last] += entry.nbytes
         live = {name: np.cumsum(change)[:-1] for name, change in live.items()}
         return ScheduleRecord(len(self.layers), events, live=live, **stored)
 
     def _part(self, entry: Entry) -> tuple[str, int]:
-        """Which of ``PARTS`` a storage is, and of which layer; "" for weights, and what is older than the step."""
+        """Which of ``PARTS`` a storage is, and of which layer; "" for weights, and for storages older than the step."""
         layer, users = entry.module, self.users[id(entry)]
         others = users - {layer, OUTSIDE}
         made = entry.sample >= 0
@@ -244,23 +244,23 @@ class _Lives(Recording):
             return "inputs", min(others)
         if layer != OUTSIDE and others:
             return "inputs", min((i for i in others if i > layer), default=min(others))
-        if layer == OUTSIDE or OUTSIDE in users:  # what the last layer hands to the loss
+        if layer == OUTSIDE or OUTSIDE in users:  # the last layer's output, which the loss uses
             return ("passing" if made else ""), OUTSIDE
         return "internals", layer
 
 
 def _columns(runs: list[tuple[str, int, int]], ops: int) -> list[Event]:
-    """Runs of operations as events: one for each time a layer runs, and what is shorter joined to its neighbour."""
+    """Runs of operations as events: one for each time that a layer runs. Shorter runs join a neighbour."""
     inside = [i for i, (_, layer, _) in enumerate(runs) if layer >= 0]
     if not inside:
         return []
     turn = max((i for i in inside if runs[i][0] == "forward"), default=-1)
     joined: list[tuple[str, int, int]] = []
     for i, (kind, layer, start) in enumerate(runs):
-        # What is done outside has a column before the layers and between forward and backward.
+        # Operations outside the layers have a column before the layers, and one between forward and backward.
         if layer < 0 and inside[0] < i and i != turn + 1:
             continue
-        # Backward reaches a layer, finds nothing stored, and has its segment run again before it goes on.
+        # Backward reaches a layer, finds nothing stored, and recomputes its segment before it continues.
         after = next((run for run in runs[i + 1 :] if run[0] == "backward"), None)
         if kind == "backward" and after and after[1] == layer and runs[i + 1][0] == "recompute":
             kind, layer = runs[i + 1][:2]

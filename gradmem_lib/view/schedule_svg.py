@@ -49,7 +49,7 @@ def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, Schedu
     return f"{start}{''.join(shapes)}</svg>"
 
 
-# Where things stand, in CSS pixels: the grid from LEFT and TOP, the live bytes under it, curve and legend from RIGHT on.
+# The layout in CSS pixels: the grid begins at LEFT and TOP, the live bytes are below it, curve and legend begin at RIGHT.
 VIEW_WIDTH, VIEW_HEIGHT = 800, 424
 LEFT, GRID_WIDTH, RIGHT = 34, 496, 574
 TOP, GRID_HEIGHT, LOW_TOP, LOW_HEIGHT = 30, 250, 304, 96
@@ -128,7 +128,7 @@ class _Sheet:
         )
 
     def legend(self) -> Iterator[str]:
-        """How often each look occurs, and the boundaries alive at the peak."""
+        """The legend: how often each look occurs, and how many boundaries are alive at the peak."""
         record, y = self.record, TOP + 190
         yield svg_text(VIEW_WIDTH - 10, y + 3, "times", anchor="end")
         for look, label in LABELS.items():
@@ -153,11 +153,11 @@ class _Sheet:
 def _svg_curve(
     record, settings: dict, curve: dict, left: float, top: float, width: float, height: float
 ) -> list[str]:
-    """Peak against segment length, as far as it is measured, and where the present settings stand."""
+    """The curve of peak against segment length, as far as it is measured, and the point of the current settings."""
     depth = settings["depth"]
     highest = max([r.peak for r in curve.values()] + [record.peak]) * 1.12
 
-    def px(k: float) -> float:  # logarithmic: short segments are where it turns
+    def px(k: float) -> float:  # logarithmic, since the curve turns at short segments
         return left + 26 + math.log(k) / math.log(depth) * (width - 34)
 
     def py(nbytes: float) -> float:
@@ -194,7 +194,7 @@ def _svg_curve(
             f'<path class="gm-here" d="M{left + 20} {y:.1f}H{left + width}" stroke="{COLORS["inputs"]}" stroke-width="2.5" '
             'stroke-dasharray="7 3"/>'
         )
-        # On the side where the curve is not: nothing is lower than the best, nothing higher than none.
+        # On the side without the curve: no point is below the best, and none is above "no checkpoint".
         best = settings["schedule"] == "best segments"
         out.append(
             f'<text x="{left + (width if best else 26)}" y="{y + 13 if best and y + 16 < top + height else y - 5:.1f}" '

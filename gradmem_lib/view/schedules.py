@@ -1,8 +1,8 @@
-"""A checkpointing schedule as it happened: layers against time, with what was stored, run again and freed.
+"""Draws the checkpointing schedule of a real step: layers against time, with what was stored, recomputed and freed.
 
-``record_schedule`` listens to one real training step. From PyTorch's own dispatch it learns which layer each operation
-belongs to, when each block of memory appears, and when its last reference goes. Nothing in the picture follows from a
-formula, so any way of checkpointing can be looked at, one's own included, mistakes included.
+``record_schedule`` watches one real training step. From PyTorch's own dispatch it learns which layer each operation
+belongs to, when each storage is allocated, and when its last reference goes away. No part of the picture comes from a
+formula, so it can show any way of checkpointing, also your own, and also mistakes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MAX_SAMPLES = 1200
 
 
 def looks_of(record: ScheduleRecord) -> list[str]:
-    """For each event, which of ``LABELS`` it is: its kind, and whether internals are there when it ends ("": outside)."""
+    """For each event, its entry of ``LABELS``: its kind, and whether internals are alive when it ends ("": outside)."""
     names = {"forward": ("dropped", "forward"), "recompute": ("redropped", "recompute")}
     return [
         names.get(event.kind, (event.kind,) * 2)[bool(record.internals[event.layer, t])]
@@ -82,7 +82,7 @@ def looks_of(record: ScheduleRecord) -> list[str]:
 
 
 def spans(there: np.ndarray) -> list[tuple[int, int]]:
-    """Where bytes of a layer's input, or of its internals, are there: (first event, event by whose end they are gone)."""
+    """The spans in which bytes of a layer's input, or of its internals, are alive: (first event, event that frees them)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (there > 0).astype(int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -94,11 +94,11 @@ def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float
     thin = 0.34
     boxes: dict[str, list] = {"internals": [], "inputs": []}
     for layer in range(n):
-        # What appears in one event is there in the columns after it.
+        # Bytes that appear in one event are drawn in the columns after it.
         for start, stop in spans(record.internals[layer]):
             boxes["internals"].append((start + 1, layer + gap, stop - start - 1, 1 - 2 * gap))
         for start, stop in spans(record.inputs[layer]):
-            # Where the layer itself runs, its cell is enough.
+            # In the column where the layer itself runs, its cell is enough.
             start += record.events[min(start + 1, stop - 1)].layer == layer
             stop -= stop > start + 1 and record.events[stop - 1].layer == layer
             boxes["inputs"].append((start + 1, layer + (1 - thin) / 2, stop - start - 1, thin))
@@ -113,7 +113,7 @@ def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float
 
 
 def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Live bytes over columns: where each sample begins, and the parts; thinned without losing a peak."""
+    """Live bytes over columns: the start of each sample, and its parts. Thinned without losing a peak."""
     starts = np.array([event.start for event in record.events])
     widths = np.array([max(event.stop - event.start, 1) for event in record.events])
     ops = np.arange(len(record.totals))
@@ -128,7 +128,7 @@ def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
-    """Draw layers against time, and under it, on the same axis, the live bytes with their peak. See ``show_schedule``."""
+    """Draw layers against time and, below on the same axis, the live bytes with their peak. See ``show_schedule``."""
     grid_height = min(max(0.135 * record.layers, 1.62), 3.9)
     top, gap, low, foot = 0.72, 0.13, 1.1, 0.46
     height = top + grid_height + gap + low + foot
@@ -163,7 +163,7 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
 def _draw_legend(
     figure: Figure, record: ScheduleRecord, at: tuple[float, float], top: float, low: float
 ) -> None:
-    """``at``: the left edge as a part of the width, and the figure's height; ``top`` and ``low``: inches."""
+    """``at``: the left edge as a fraction of the width, and the figure's height. ``top`` and ``low``: inches."""
     from matplotlib.patches import Rectangle
 
     left, height = at
@@ -276,7 +276,7 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
         paint = _paint(name)
         ax.fill_between(x, low, low + values, step="post", zorder=2, **paint)
         low = low + values
-        if len(x) <= 320:  # between more samples than that, it is noise
+        if len(x) <= 320:  # with more samples, it would look like noise
             ax.step(x, low, where="post", color=PAPER, linewidth=0.5, zorder=2.5)
     ax.step(x, low, where="post", color=INK, linewidth=0.8 if len(x) <= 320 else 0.6, zorder=3)
     top = record.peak / factor * 1.25
@@ -350,7 +350,7 @@ def bundle(figure: Figure, words: str, title: str, text: str = PLAIN_TEXT) -> tu
 
 
 def schedule_bundle(record: ScheduleRecord) -> tuple[dict, dict]:
-    """A record as a notebook shows it: the picture, and words for who cannot see it."""
+    """A record's output in a notebook: the picture, and words for those who do not see it."""
     return bundle(plot_schedule(record), describe_schedule(record), "")
 
 

@@ -69,7 +69,7 @@ def nice_step(span: float, parts: int = 4) -> float:
 
 
 def axis_top(highest: int, budget: int | None) -> int:
-    """Bytes at the upper end of the axis. A budget far above the run is left out, or it would flatten the picture."""
+    """Bytes at the upper end of the axis. A budget far above the run is left out, since it would flatten the picture."""
     return round(max(highest, budget if budget and budget <= 2.5 * highest else 0, 1) * 1.08)
 
 
@@ -96,7 +96,7 @@ def display_size(figure: Figure) -> dict[str, int]:
 
 @contextmanager
 def style():
-    """The course's own settings, whatever the reader's matplotlibrc says."""
+    """The course's own matplotlib settings, independent of the reader's matplotlibrc."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -135,7 +135,7 @@ def halo(width: float = 2.5):
 
 
 def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:
-    """A category's colour and hatch, from ``at`` to the right and centred on its height; parts of the figure's width and height."""
+    """Draw a category's colour and hatch to the right of ``at``, centred on its height, in fractions of the figure's size."""
     from matplotlib.patches import Rectangle
 
     patch = Rectangle(

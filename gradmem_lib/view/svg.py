@@ -1,4 +1,4 @@
-"""What the inline SVGs share: a frame with words for who does not see it, text with a halo, hatches."""
+"""Shared parts of the inline SVGs: a frame with words for those who do not see it, text with a halo, hatches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def frame(key: str, width: int, height: int, font: int, title: str, words: str, 
 
 
 def svg_halo(width: int) -> str:
-    """Attributes of a text that stays readable on what it crosses."""
+    """Attributes of a text that stays readable on any background."""
     return f'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:{width}px"'
 
 

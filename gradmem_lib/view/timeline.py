@@ -48,7 +48,7 @@ def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[
     if peak is None:
         row = timeline.rows[at].tolist()
         return row[TOTAL], dict(zip(CATEGORIES, row[BY], strict=True)), PHASES[row[PHASE]], at
-    # The peak's sample may be another than the largest, after reset_peak().
+    # After reset_peak(), the peak's sample may not be the largest one.
     same = (timeline.rows[:, TOTAL] == peak.total).nonzero()[0]
     return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
 
@@ -78,8 +78,8 @@ def plot_timeline(
         timeline: what a tracker recorded, in bytes.
         title: a heading.
         budget: bytes; drawn as a line.
-        ax: matplotlib axes to draw into; a new figure with a legend beside it without.
-        peak: the ``MemorySnapshot`` of the peak; the timeline's largest sample without.
+        ax: matplotlib axes to draw into. Without it, a new figure with a legend is made.
+        peak: the ``MemorySnapshot`` of the peak. Without it, the timeline's largest sample is used.
 
     Returns the matplotlib ``Figure``. Raises ``ValueError`` if the timeline has no samples.
     """
@@ -108,13 +108,13 @@ def plot_timeline(
 
 
 def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: int = 0) -> list[str]:
-    """Draw into ``ax``; returns the phases that occur. One of several shows at least ``highest`` bytes, and its peak unnamed."""
+    """Draw into ``ax``. Returns the phases that occur. One of several has an axis up to ``highest``, and a peak without name."""
     import numpy as np
 
     total, _, _, at = peak_of(timeline, peak)
     shown = timeline.decimate(MAX_POINTS)
     x = np.asarray(shown.events)
-    if len(x) == 1:  # one sample has no width: let it hold for one operation
+    if len(x) == 1:  # a single sample has no width, so it is drawn as one operation wide
         x = np.append(x, x + 1)
     one_of_several, highest = highest > 0, max(total, highest, *shown.totals)
     factor, unit = scale_of(highest)
@@ -159,7 +159,7 @@ def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: 
         ax, timeline.events[at], total / factor, "" if one_of_several else f"peak {format_bytes(total)}"
     )
     if budget is not None:
-        # On the side where the peak is not, so that the two labels stay apart.
+        # On the side without the peak, so that the two labels do not overlap.
         _mark_budget(ax, budget, factor, top, right=timeline.events[at] < (x[0] + x[-1]) / 2)
     return _draw_phases(ax, x, shown.phases)
 
@@ -206,7 +206,7 @@ def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> N
 
 
 def phase_runs(events, phases) -> list[tuple[str, float, float]]:
-    """Neighbouring samples of one phase as (phase, first operation, operation where the next begins)."""
+    """Neighbouring samples of one phase as (phase, first operation, first operation of the next phase)."""
     runs: list[list] = []
     for event, phase in zip(events, phases, strict=False):
         if runs and runs[-1][0] == phase:

@@ -39,8 +39,8 @@ ROW, HEAD, FOOT = 0.42, 0.96, 0.3  # inches
 
 @dataclass(frozen=True)
 class Bar:
-    """One run. ``total``, ``by_category`` and ``change`` are bytes, ``change`` against the bar that this one builds on
-    (``None`` for the first); ``seconds_per_token`` is ``None`` where no time was given."""
+    """One run. ``total``, ``by_category`` and ``change`` are bytes. ``change`` is the difference from the bar that this one
+    builds on (``None`` for the first). ``seconds_per_token`` is ``None`` if no time was given."""
 
     name: str
     total: int
@@ -52,13 +52,13 @@ class Bar:
 
 
 class Waterfall:
-    """A chart that grows by a bar with every technique. ``Waterfall(budget="2 GiB").add("naive", tracker.peak)``
+    """A chart with one more bar for every technique: ``Waterfall(budget="2 GiB").add("naive", tracker.peak)``
 
     Args:
         budget: bytes (an int or text such as ``"2 GiB"``), drawn as a line; ``None`` for no line.
         title: a heading.
 
-    In a notebook the last expression of a cell shows it; its ``text/plain`` never changes, since notebook tests compare it.
+    A notebook shows the chart if it is the last expression of a cell. Its ``text/plain`` never changes, since tests compare it.
     """
 
     def __init__(self, *, budget: int | str | None = None, title: str = "Peak, one technique at a time"):
@@ -75,10 +75,10 @@ class Waterfall:
         tokens: int | None = None,
         aside: bool = False,
     ) -> Waterfall:
-        """Add a run's peak; returns the chart, so that a cell can end with it.
+        """Add a run's peak. Returns the chart, so that a cell can end with it.
 
-        ``seconds`` and ``tokens`` of one step give its time per token. ``aside``: something tried that the next bar does not
-        build on; it is compared with the bar before like any other, and drawn thinner. A name that is there already is
+        ``seconds`` and ``tokens`` of one step give its time per token. ``aside``: an experiment that the next bar does not
+        build on. It is compared with the bar before it like any other, and drawn thinner. A bar with the same name is
         replaced, so that a cell can be run again. Raises ``ValueError`` for a time without its tokens, or the reverse.
         """
         if (seconds is None) != (tokens is None) or (tokens is not None and tokens < 1):
@@ -117,7 +117,7 @@ class Waterfall:
         return f"{self.title}, stacked by category.{limit} {rows}."
 
     def plot(self) -> Figure:
-        """The chart as a matplotlib ``Figure``. ``ValueError`` while there is no bar."""
+        """The chart as a matplotlib ``Figure``. Raises ``ValueError`` if there is no bar yet."""
         if not self.bars:
             raise ValueError("there is no bar yet: call add(name, tracker.peak) first")
         with style():
@@ -144,14 +144,14 @@ def short(nbytes: int) -> str:
 
 
 def signed(change: int) -> str:
-    """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since a trainer's own scalars come and go."""
+    """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since the number of a trainer's own scalars varies."""
     if abs(change) < 1024:
         return "0"
     return ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits are more than a time is good for; two are enough from 10 on."""
+    """A time with few digits, since it is not exact: two from 10 on."""
     ms = 1000 * seconds
     return f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
 
@@ -202,7 +202,7 @@ def _stack(axes, row: int, bar: Bar, factor: int) -> None:
 
 
 def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
-    """From where the bar before ended down to this row, and along it to where this one ends."""
+    """A line from the end of the bar before, down to this row, and along it to the end of this bar."""
     axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
     if abs(end - start) > 0.015 * axes.get_xlim()[1]:
         axes.annotate(
@@ -215,7 +215,7 @@ def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
 
 
 def _words(figure: Figure, y: float, height: float, bar: Bar, budget: int | None) -> None:
-    """The bar's name and phase before it, its figures behind."""
+    """The bar's name and phase to its left, its figures to its right."""
     line = 0.085 / height
     x = 0.028 if bar.aside else 0.012
     size = min(8.5, 8.5 * 26 / max(len(bar.name), 1))  # a longer name would run into its bar
@@ -257,7 +257,7 @@ def _axis(axes, top: float, factor: int, unit: str) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(colors=MUTED, length=0, labelsize=8)
     axes.set_xlabel(unit, color=MUTED, fontsize=8.5, loc="right", labelpad=-9)
-    if axes.get_xticks()[-1] * factor > 0.89 * top:  # the last number stands where the unit would
+    if axes.get_xticks()[-1] * factor > 0.89 * top:  # the last number is where the unit would be
         axes.xaxis.label.set_x(1.11)
 
 
