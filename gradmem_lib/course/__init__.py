@@ -1,4 +1,4 @@
-"""What the lessons are made of besides the library itself: models, texts, claims, exercises and their settings."""
+"""The parts of the lessons besides the library itself: models, texts, claims, exercises and their settings."""
 
 from importlib import import_module
 

@@ -19,7 +19,7 @@ FLOAT32, INT64 = 4, 8  # bytes of one number
 
 
 class _Choices(dict):
-    """What has a closed form, by its name in names.py. ``ValueError`` for any other name."""
+    """Choices that have a closed form, by their names in names.py. Raises ``ValueError`` for any other name."""
 
     def __init__(self, what: str, choices: dict):
         super().__init__(choices)
@@ -36,7 +36,7 @@ class _Choices(dict):
 class Precision:
     """Bytes of one number in each role. ``residual`` and ``compute`` are the widths of activations:
     between the blocks' linear layers, and inside them. ``master`` is the extra float32 copy of the weights
-    that some recipes keep; ``narrow`` names the dtype of 2 bytes, where there is one."""
+    that some recipes keep. ``narrow`` names the dtype of 2 bytes, if there is one."""
 
     weight: int
     gradient: int
@@ -65,7 +65,7 @@ PRECISIONS: dict[str, Precision] = _Choices(
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``states``: numbers kept per parameter. ``whole_model``, ``tensors``: what the step makes, as copies of
+    """``states``: numbers kept per parameter. ``whole_model``, ``tensors``: the step's temporaries, counted in copies of
     the model or of its largest tensor."""
 
     states: int
@@ -74,8 +74,8 @@ class Optimizer:
     tensors: int = 0
 
 
-# Adam's denominator: "foreach", which is torch.optim.AdamW's choice on CUDA, makes it for all parameters at once,
-# the plain loop twice for one tensor at a time.
+# Temporaries of Adam's denominator: "foreach" (the default of torch.optim.AdamW on CUDA) makes one for all parameters at
+# once, and the plain loop makes two for one tensor at a time.
 OPTIMIZERS: dict[str, Optimizer] = _Choices(
     "optimizer",
     {
@@ -89,7 +89,7 @@ _KEEPS_SCORES: dict[str, bool] = _Choices("attention", {"fused": False, "eager":
 
 
 def _optimizer(name: str | None, momentum: float) -> Optimizer:
-    """``None`` is a step without an optimizer; ``momentum`` is SGD's, as in a recipe."""
+    """The choice by its name; ``None`` is a step without an optimizer. ``momentum`` is for SGD, as in a recipe."""
     if not momentum:
         return Optimizer(0) if name is None else OPTIMIZERS[name]
     if name != "sgd":
@@ -122,7 +122,7 @@ def resident_bytes(
 
 
 def _norm_items(shape: Shape, which: str, tokens: int, p: Precision, readers: int) -> dict[str, int]:
-    """What a norm saves, and the ``readers`` linear layers that share its output."""
+    """The tensors that a norm saves, and its output, which ``readers`` linear layers share."""
     numbers = tokens * shape.hidden
     if shape.norm == "layer":
         items = {
@@ -136,7 +136,7 @@ def _norm_items(shape: Shape, which: str, tokens: int, p: Precision, readers: in
             f"{which} norm: 1/rms": FLOAT32 * tokens,
             f"{which} norm: normalised input": p.residual * numbers,
         }
-    # Autocast caches its bf16 copies of weights, but casts an activation anew for every layer that reads it.
+    # Autocast caches its bf16 copies of weights, but casts an activation again for every layer that reads it.
     copies = readers if p.autocast else 1
     name = f"{which}: input of {readers} linear layer{'s' if readers > 1 else ''}"
     return items | {name: copies * p.compute * numbers}
@@ -148,7 +148,7 @@ def attention_activations(
     """Bytes saved for backward by the attention half of one block (its norm included), tensor by tensor."""
     p, tokens, scored = PRECISIONS[precision], batch_size * seq_len, _KEEPS_SCORES[attention]
     w = p.compute
-    # Eager attention copies keys and values that heads share, once for each head.
+    # If heads share keys and values, eager attention copies these once for each head.
     kv = shape.hidden if scored else shape.kv_hidden
     items = _norm_items(shape, "attention", tokens, p, readers=1 if shape.positions else 3)
     items |= {
@@ -352,10 +352,10 @@ def _backward(
     p: Precision,
     residual: int,
 ) -> Iterator[tuple[str, int, int, int]]:
-    """The largest moments in the backward of some blocks: activations that are alive, parameters whose gradients are
-    finished, temporaries."""
+    """The largest moments in the backward of some blocks: live activations, parameters whose gradients are finished, and
+    temporaries."""
     mlp = {name: n for name, n in block.items() if name.startswith("mlp")}
-    # The product before the last matrix is gone itself, three gradients as wide are alive.
+    # The product before the last matrix is freed already, and three gradients of its width are alive.
     wide = mlp["mlp: silu(gate) x up" if shape.gated else "mlp: gelu(x)"]
     result = block["attention: result, input of the output layer"]
     freed = sum(mlp.values()) + block["attention: value"] + result

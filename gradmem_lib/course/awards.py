@@ -9,10 +9,10 @@ from .puzzles import PUZZLES, Puzzle, micros, written
 
 
 class Stars:
-    """The table of all puzzles: a text, and HTML where that is shown."""
+    """The table of all puzzles, as text and as HTML."""
 
     def rows(self) -> list[tuple[str, ...]]:
-        """(id, stars, title, what is said of it) of each puzzle."""
+        """(id, stars, title, a sentence) of each puzzle."""
         progress = load()
         return [_row(p, progress["checks"], progress.get("puzzles", {})) for p in PUZZLES]
 
@@ -43,7 +43,7 @@ def won(puzzle: Puzzle, seconds: float) -> int:
 
 
 def award(puzzle: Puzzle, answer) -> str:
-    """Note a right answer, and say how it compares with the planner's best."""
+    """Record a right answer, and say how it compares with the planner's best."""
     recipe = puzzle.recipe(answer)
     mine, best = puzzle.weigh(recipe).seconds, puzzle.best()[1].seconds
     record_puzzle(puzzle.id, mine, written(recipe))

@@ -1,7 +1,7 @@
-"""A board of a class, from the learners' progress files: who is where, what holds them, and what they guessed.
+"""A board of a class, from the learners' progress files: how far they are, which exercises hold them, and what they guessed.
 
-It is one HTML file that loads itself again every few seconds. There is no server and no script, and the page may load nothing.
-Measured values can wait on pages of their own, in a folder beside it.
+It is one HTML file that reloads itself every few seconds. There is no server and no script, and the page loads nothing else.
+Measured values can be put on separate pages, in a folder beside the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .board_page import SIGN, Rows, measured_pages, page
 from .check import MOVED
 
 SECONDS = 5
-PLACES = tuple(  # below a home: Linux, macOS, Windows
+PLACES = tuple(  # paths below a home folder: Linux, macOS, Windows
     Path(place, "gradmem", "progress.json")
     for place in (".local/share", "Library/Application Support", "AppData/Local/gradmem")
 )
@@ -48,7 +48,7 @@ def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
             try:
                 board.write(refresh)
                 said = ""
-            except OSError as error:  # a share that is away for a moment, a page that another program holds
+            except OSError as error:  # a share that is gone for a moment, a locked page
                 if str(error) != said:
                     print(said := str(error), file=sys.stderr)
     except KeyboardInterrupt:
@@ -56,20 +56,20 @@ def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
 
 
 class Board:
-    """The files of a folder, read again at each ``write``; learners keep their number as long as it lives."""
+    """The files of a folder, read again at each ``write``. Learners keep their numbers as long as this object lives."""
 
     def __init__(self, folder: Path, out: Path, *, names: bool = False, hide: bool = False):
         self.folder, self.out, self.names = folder, out, names
-        self.beside = out.with_name(f"{out.stem}-measured")  # a folder, maybe of a board before this one
+        self.beside = out.with_name(f"{out.stem}-measured")  # a folder, maybe from an earlier board
         self.measured = self.beside if hide else None
         self.learners: dict[Path, dict[str, Any]] = {}
         self.remarks: list[tuple[Path, str]] = []
         self._read: dict[Path, tuple[tuple, dict | None, str]] = {}
         self._numbers: dict[Path, int] = {}
-        self._salt = secrets.token_bytes(16)  # the order of names would tell who is who
+        self._salt = secrets.token_bytes(16)  # sorted names would show who is who
 
     def write(self, refresh: int) -> None:
-        """Read all files and write the page, which loads itself again after ``refresh`` seconds (0: never)."""
+        """Read all files and write the page, which reloads itself after ``refresh`` seconds (0: never)."""
         self._look()
         rows = [(self.label(path), found) for path, found in self.learners.items()]
         if self.measured:
@@ -87,7 +87,7 @@ class Board:
         return page(rows, remarks, names=self.names, refresh=refresh, measured=measured)
 
     def label(self, path: Path) -> str:
-        """A learner's name on the board: a number, or with ``names`` the home's name or the file's."""
+        """A learner's name on the board: a number; with ``names``, the name of the home folder or of the file."""
         if not self.names:
             return f"learner {self._numbers[path]}"
         inside = path.relative_to(self.folder)
@@ -126,7 +126,7 @@ class Board:
             self.remarks.append((path, remark))
 
     def _reading(self, path: Path) -> tuple[dict | None, str]:
-        """What a file holds, or ``None``, and what is to be said of it. One that has not changed is not read again."""
+        """The content of a file, or ``None``, and a remark about it. A file that has not changed is not read again."""
         if path.suffix in _BESIDE or ".corrupt-" in path.name:
             return None, _BESIDE.get(path.suffix, "set aside by the course, since it was damaged")
         _, last, _ = known = self._read.get(path, ((), None, ""))
@@ -143,7 +143,7 @@ class Board:
             made = _clean(found, whole)
         else:
             made = (last, _FOREIGN + ("; shown as it was before" if last else ""))
-        settled = abs(time.time() - state.st_mtime) > 2  # or it may change again within the clock's step
+        settled = abs(time.time() - state.st_mtime) > 2  # a younger file may change within the clock's step
         self._read[path] = (signature if settled else (), *made)
         return made
 
@@ -161,7 +161,7 @@ def _replace(path: Path, content: str) -> None:
 
 
 def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files and folders in a folder, in order, but hidden ones (the course's own unfinished files too) and locks."""
+    """Files and folders in a folder, in order, without hidden ones (such as the course's unfinished files) and locks."""
     with os.scandir(folder) as entries:
         seen = sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
     files = [folder / name for name, is_folder in seen if not is_folder and not name.endswith(".lock")]

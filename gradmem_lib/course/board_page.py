@@ -45,9 +45,9 @@ a {{ color: {COLORS["parameters"]}; }}
 
 
 def page(rows: Rows, remarks: list[tuple[str, str]], *, names: bool, refresh: int, measured: str = "") -> str:
-    """The whole file, which loads itself again after ``refresh`` seconds (0: never).
+    """The whole file, which reloads itself after ``refresh`` seconds (0: never).
 
-    ``measured``: the folder of the pages with measured values, which this one then leads to and does not show.
+    ``measured``: the folder of the pages with measured values. Then this page links to them and does not show the values.
     """
     when = f"as of {time.strftime('%H:%M:%S')}" + (
         f", read again every {refresh} s" if refresh else ", not updated any more"
@@ -61,7 +61,7 @@ def page(rows: Rows, remarks: list[tuple[str, str]], *, names: bool, refresh: in
 
 
 def measured_pages(rows: Rows, *, back: str, refresh: int) -> dict[str, str]:
-    """By file name, a page for each prediction that somebody has measured: its guesses beside the value."""
+    """Pages by file name, one for each prediction that somebody has measured: its guesses beside the value."""
     link = f'<p><a href="../{quote(back)}">Back to the class</a></p>'
     return {
         f"{id}.html": _document(f'<div class="large">{_card(id, entries)}</div>{link}', refresh)
@@ -71,7 +71,7 @@ def measured_pages(rows: Rows, *, back: str, refresh: int) -> dict[str, str]:
 
 
 def _document(body: str, refresh: int) -> str:
-    # An address with a # would not be loaded again: browsers take that for a place on the same page.
+    # An address with a # would not be reloaded: for browsers, it is a place on the same page.
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{SIGN}{again}'
@@ -90,7 +90,7 @@ def _lesson(id: str) -> str:
 
 
 def _places(rows: Rows) -> str:
-    """Lessons x learners: how many exercises are passed, and which lesson is the last with anything in it."""
+    """Lessons x learners: the number of passed exercises, and each learner's last lesson with any entry."""
     if not rows:
         return (
             "<p>There is no progress file in this folder yet. Learners appear as soon as theirs is there.</p>"
@@ -199,7 +199,7 @@ def _card(id: str, entries: list[tuple], measured: str = "") -> str:
 
 
 def _shown(id: str, unit: str, guesses: list, values: list | None, strange: int) -> str:
-    """Picture and sentences. ``values``: what was measured, and ``None`` where it is not shown."""
+    """Picture and sentences. ``values``: the measured values, or ``None`` if they are not shown."""
     middle, line = median(guesses), median(values) if values else None
     said = [
         f"Median of {_count(len(guesses), 'guess').replace('guesss', 'guesses')}: {_human(middle, unit)}."
@@ -223,7 +223,7 @@ def _human(value: float, unit: str) -> str:
 
 
 def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) -> tuple[str, int]:
-    """How many learners guessed what, on a logarithmic axis where guesses span decades; and how many lie beyond it."""
+    """How many learners made which guesses (on a logarithmic axis if guesses span decades), and how many are beyond the axis."""
     known = guesses + [line] * (line is not None)
     above = [value for value in known if value > 0]
     log = (
@@ -267,7 +267,7 @@ def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) 
 
 
 def _ticks(low: float, high: float, unit: str, log: bool) -> list[tuple[float, str]]:
-    """At most eight, on an axis from ``low`` to ``high``: round numbers, in bytes round numbers of KiB, MiB and so on."""
+    """At most eight ticks from ``low`` to ``high``, at round numbers; for bytes, at round numbers of KiB, MiB and so on."""
     if log:
         tens = [10.0**n for n in range(math.floor(low), math.ceil(high) + 1)]
         if unit == "bytes":

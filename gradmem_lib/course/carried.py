@@ -1,4 +1,4 @@
-"""Where the course's own files lie: in a checkout at its root, in an installed wheel inside this package."""
+"""Finds the course's own files: at the root of a checkout, or inside this package in an installed wheel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 _CARRIED = Path(__file__).with_name(
     "files"
-)  # made by pyproject.toml: what a wheel carries besides the library
+)  # made by pyproject.toml: what a wheel contains besides the library
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def carried(folder: str) -> Path:
-    """A folder of the course by its name in a checkout: ``"lessons"``, ``"solutions"``, ``"benchmarks/results"``."""
+    """A folder of the course, by its name in a checkout: ``"lessons"``, ``"solutions"``, ``"benchmarks/results"``."""
     return (_CHECKOUT if in_checkout() else _CARRIED) / folder
 
 

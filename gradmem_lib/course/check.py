@@ -1,4 +1,4 @@
-"""What a learner calls: ``check("1.3", answer)``. Also: which exercises there are, and whether one is fit to be given."""
+"""The function that learners call: ``check("1.3", answer)``. Also: the list of exercises, and tests of an exercise's quality."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOVED = {"5.8": "6.5"}  # exercises that another lesson has now
 
 
 class UnknownExercise(KeyError):
-    """There is no exercise of that id. The message lists those that there are."""
+    """There is no exercise with that id. The message lists the existing ones."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the sentence in quotes
@@ -26,9 +26,9 @@ class UnknownExercise(KeyError):
 def check(id: str, candidate: Any) -> Any:
     """Judge ``candidate`` as the answer to exercise ``id``, print one line, and return what later cells should use.
 
-    That is the candidate if it passed, else the reference, so that a notebook runs to its end either way. A reference
-    function or class handed back is recognised and counts as not attempted; a plain value is not recognisable, so give
-    the result of a value exercise a name of its own: ``per_card = check("1.2", answer)``.
+    It returns the candidate if it passed, else the reference, so that a notebook runs to its end in either case. A reference
+    function or class that is checked again is recognised, and counts as not attempted. A plain value cannot be recognised, so
+    give the result of a value exercise its own name: ``per_card = check("1.2", answer)``.
 
     Raises ``UnknownExercise`` (a ``KeyError``) for an id that does not exist, and nothing else.
     """
@@ -52,7 +52,7 @@ def check(id: str, candidate: Any) -> Any:
 
 
 def get(id: str) -> Exercise:
-    """The exercise of that id, such as ``"1.3"``. Raises ``UnknownExercise``."""
+    """The exercise with that id, such as ``"1.3"``. Raises ``UnknownExercise``."""
     match = re.fullmatch(r"\s*(\d+)\.\d+\s*", id) if isinstance(id, str) else None
     lesson = f"{int(match[1]):02d}" if match else ""
     if lesson not in lessons():
@@ -94,7 +94,7 @@ def _modules() -> list[tuple[str, str]]:
 
 
 def audit(exercise: Exercise) -> list[str]:
-    """What is wrong with an exercise, one sentence each; empty when it is fit to be given to a learner.
+    """The faults of an exercise, one sentence each; empty if the exercise is ready for learners.
 
     Runs the reference, every known mistake and the stubs of a learner who has not begun.
     """
@@ -127,7 +127,7 @@ def audit(exercise: Exercise) -> list[str]:
 
 
 def _stubs(exercise: Exercise) -> list[Any]:
-    """What a learner who has not begun hands in."""
+    """The answers of a learner who has not begun."""
     if not callable(exercise.reference):
         return [..., None]
 

@@ -1,4 +1,4 @@
-"""Are two answers the same, however they are written? If not: where do they first differ, in exact numbers?
+"""Compares two answers, however they are written, and finds the first place where they differ, in exact numbers.
 
 An answer is a number, text, a tensor, or lists, tuples, dicts and sets of those. Python numbers, numpy scalars and 0-d
 tensors count as the same kind; so do lists, tuples and shapes, and tensors and arrays of any dtype.
@@ -15,8 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """What some code returned, its peak of live bytes, and the budget it had (bytes, both); ``says``: words of its own for
-    too many bytes."""
+    """What some code returned, its peak of live bytes, and its budget (both in bytes). ``says``: its own sentence for too many
+    bytes."""
 
     value: Any
     peak: int
@@ -31,13 +31,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class TensorWithoutNumbers:
-    """What stands for a tensor on the meta device: it equals no other kind of answer."""
+    """Represents a tensor on the meta device. It equals no other kind of answer."""
 
     shape: tuple[int, ...]
 
 
 def over_budget(run: Measured) -> str:
-    """Peak and budget of a run that takes too many bytes, in a sentence."""
+    """A sentence with peak and budget of a run that takes too many bytes."""
     return run.says or (
         f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} too many)."
     )
@@ -63,7 +63,7 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
     and holds for floats, for a tensor relative to the largest expected entry."""
     if isinstance(got, Measured) and isinstance(expected, Measured):
         found = difference(got.value, expected.value, tolerance)
-        # Within the budget the exact peak is free; beyond it, it tells one mistake from another.
+        # Within the budget, any peak is accepted. Beyond it, the exact peak tells one mistake from another.
         same_peak = got.over == expected.over == 0 or got.peak == expected.peak
         if found is None and not same_peak:
             words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"

@@ -1,4 +1,4 @@
-"""The part of ``compat`` that the course alone needs: private names of torch, seen in 2.11.0 and 2.13.0."""
+"""The part of ``compat`` that only the course needs: private names of torch, seen in 2.11.0 and 2.13.0."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 softmax_backward = torch._softmax_backward_data
-# Products that torch's counter passes over, with the place of their first factor; and kernels that hide several.
+# Products that torch's counter ignores, with the position of their first factor; and kernels with several products inside.
 products_uncounted = {
     _aten.mv: 0, _aten.dot: 0, _aten.vdot: 0, _aten._int_mm: 0, _aten.addmv: 1, _aten.addbmm: 1
 }  # fmt: skip
@@ -39,7 +39,7 @@ _GLOBAL_HOOKS = [
 
 
 def model_from_config(cls, config, **options) -> nn.Module:
-    """A model with random weights of the class ``cls`` itself; the public way goes through the Auto classes."""
+    """A model with random weights of the class ``cls`` itself. The public way uses the Auto classes."""
     return cls._from_config(config, **options)
 
 
@@ -55,7 +55,7 @@ def put_back_global_hooks(before: list[dict]) -> None:
 
 
 def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
-    """The innermost pair of hooks on tensors that are saved for backward."""
+    """The innermost pair of hooks for tensors that are saved for backward."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -67,7 +67,7 @@ def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> Non
 
 
 def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: Any) -> None:
-    """transformers' checkpoints on ``model``, by the name that the installed version has for it."""
+    """Switch on transformers' checkpoints for ``model``, under the name that the installed version uses."""
     getattr(model, f"{checkpointing_name(model)}_enable")(kwargs, **more)
 
 
@@ -76,11 +76,11 @@ def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: A
 
 @contextmanager
 def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
-    """While the block runs, each thread makes process groups of its own, as a rank does, which meet those of the other
-    threads. Groups that were there before are out of sight, and come back.
+    """While the block runs, each thread makes its own process groups, as a rank does, and these meet the groups of the other
+    threads. Existing groups are set aside, and come back afterwards.
 
-    What comes are two functions: ``meet(group, rank, call, data)``, of which ``call.work`` gets everyone's ``data``, and
-    ``stop(error)``, after which whoever waits for others leaves by ``SystemExit``. ``compare(call, call)`` sees what meets.
+    It yields two functions. In ``meet(group, rank, call, data)``, ``call.work`` gets the ``data`` of all threads. After
+    ``stop(error)``, threads that wait for others leave with ``SystemExit``. ``compare(call, call)`` sees the calls that meet.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -94,7 +94,7 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
         return met
 
     def reduce(self, tensors, options):
-        """Which torch's own lacks."""
+        """torch's own class lacks this method."""
         copies = [tensor.clone() for tensor in tensors]
         work = self.allreduce(copies, options)
         if self.rank() == options.rootRank:

@@ -1,4 +1,4 @@
-"""What of the course works on this computer, and what to do about the rest: ``gradmem doctor``."""
+"""Says what works on this computer, and what to do about what does not: ``gradmem doctor``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Print what works here and what to do about the rest."""
+    """Print what works here, and what to do about what does not."""
     print(report(examine()))
 
 
@@ -44,7 +44,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def can_run(findings: Sequence[Finding]) -> bool:
-    """Whether nothing that the course needs is missing."""
+    """Whether everything that the course needs is there."""
     return not any(finding.state == "missing" for finding in findings)
 
 
@@ -110,7 +110,7 @@ def _install(requirement: str) -> str:
 
 
 def jupyterlab(version: str | None) -> Finding:
-    """The place where the lessons open; another notebook program will do."""
+    """JupyterLab, in which the lessons open. Another notebook program works too."""
     if version:
         return Finding("ok", f"jupyterlab {version}")
     return Finding(
@@ -190,7 +190,7 @@ def progress_file(path: str, *, writable: bool) -> Finding:
 
 
 def shown(path: Path, variable: str) -> str:
-    """``path`` for people, without the name of this computer's user: a saved notebook may hold it."""
+    """``path`` for people, without the user's name, since a saved notebook may hold it."""
     if settings.is_set(variable):
         return f"the place that {variable} names"
     try:
@@ -200,7 +200,7 @@ def shown(path: Path, variable: str) -> str:
 
 
 def can_write(path: Path) -> bool:
-    """Whether ``path`` could be written: it itself if it exists, else the nearest folder above it that does."""
+    """Whether ``path`` could be written. If it does not exist, the nearest existing folder above it is tested."""
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     usable = existing == path or existing.is_dir()
     return usable and os.access(existing, os.W_OK | (os.X_OK if existing.is_dir() else 0))

@@ -1,4 +1,4 @@
-"""Which operation computes in which dtype: autocast's choices, seen where they are carried out."""
+"""Which operation computes in which dtype: shows what autocast really does."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Dtypes(TorchDispatchMode):
 
 
 def operation_dtypes(run: Callable[[], Any]) -> dict[tuple[str, str, str], int]:
-    """How often each operation ran in ``run()``: (its name, the widest dtype that it was given, the dtype that it returned).
+    """How often each operation ran in ``run()``: (its name, the widest dtype of its arguments, the dtype of its result).
 
-    Casts are ``to_copy``. Views move no number and are left out.
+    Casts are ``to_copy``. Views copy no numbers, and are left out.
     """
     with _Dtypes() as mode:
         run()

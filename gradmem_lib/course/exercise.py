@@ -1,4 +1,4 @@
-"""What an exercise is: a reference, how a candidate is observed, and the wrong answers that people really give."""
+"""The parts of an exercise: a reference, a way to observe a candidate, and the wrong answers that people really give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exercise:
     """One exercise. Difficulty is 1 to 3; ``minutes`` and ``trains`` tell the learner what it costs and gives.
 
     ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)`` returns what a candidate
-    does, from inputs made afresh on each call; the default is the candidate itself, for value exercises. A dict from
+    does, from new inputs at each call; the default is the candidate itself, for value exercises. A dict from
     ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
     ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``; ``raises`` are pairs of a
     pattern for "Kind: text" of an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole
@@ -52,7 +52,7 @@ class Exercise:
 
     @property
     def name(self) -> str:
-        """What a learner calls it: the reference's name, or "the answer"."""
+        """The learner's name for it: the reference's name, or "the answer"."""
         return getattr(self.reference, "__name__", "the answer")
 
     @property
@@ -79,7 +79,7 @@ class Calls:
         }
 
     def key(self, arguments: tuple) -> str:
-        """What names a case: its arguments, as they are written."""
+        """The key of a case: its arguments, as they are written."""
         kind = Unseen if arguments in self.unseen else str
         return kind(f"({', '.join(map(repr, arguments))})")
 
@@ -110,7 +110,7 @@ def measure(
 
 
 class Seen(dict):
-    """What a candidate did, case by case; ``notes`` are for ``explain`` alone, and not compared."""
+    """What a candidate did, case by case. ``notes`` are only for ``explain``, and are not compared."""
 
     def __init__(self, cases, **notes):
         super().__init__(cases)

@@ -1,8 +1,8 @@
-"""The memory explorer: a training step's peak under your fingers, as one stacked bar against a card.
+"""The memory explorer: controls for a training step, and its peak as one stacked bar against a card.
 
 Every control is an argument of the closed form, ``accounting.estimate``, and of the exact trace, ``predict``. The closed form
 answers while a control moves. A trace takes about a second, so it begins when the controls rest, and its answer is kept.
-Nothing is run and nothing is loaded: a 70B model is as quick to explore as a small one.
+No model is run or loaded: a 70B model is as quick to explore as a small one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN_TEXT = "Memory explorer"
 REST = 0.15  # seconds without a change, before a trace begins
 BATCH_SIZES = tuple(2**k for k in range(9))
 SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
-# What a menu says, and the value as a recipe has it: a number is the layers in a segment.
+# The entry of a menu, and its value in a recipe: a number is the number of layers in a segment.
 CHECKPOINTING = {"none": None, "per-layer": "per-layer", "sqrt": "sqrt"} | {
     f"{k} layers a segment": k for k in (2, 4, 8, 16)
 }
@@ -47,8 +47,8 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes at the peak by category, and in words where the peak is and how it was found. ``reserved``: what a card's
-    allocator holds for them, where that was replayed."""
+    """The bytes at the peak by category; and in words, where the peak is and how it was found. ``reserved``: the bytes that a
+    card's allocator holds for them, if it was replayed."""
 
     by_category: dict[str, int]
     words: str
@@ -60,13 +60,13 @@ class Answer:
 
 
 def shape_of(settings: dict) -> accounting.Shape:
-    """The model's shape, a learned position table made as long as the sequence needs."""
+    """The model's shape. A learned position table is made as long as the sequence needs."""
     shape = _known(accounting.SHAPES, settings["model"], "model")
     return replace(shape, positions=max(shape.positions, settings["seq_len"])) if shape.positions else shape
 
 
 def _options(settings: dict) -> dict:
-    """What closed forms and recipes are told alike; a segment is at most the whole model."""
+    """The options that closed forms and recipes share. A segment is at most the whole model."""
     options = {name: settings[name] for name in ("precision", "optimizer", "attention", "checkpointing")}
     if type(options["checkpointing"]) is int:
         options["checkpointing"] = min(options["checkpointing"], shape_of(settings).layers)
@@ -74,13 +74,13 @@ def _options(settings: dict) -> dict:
 
 
 def recipe_of(settings: dict):
-    """The settings as a ``Recipe``. ``ValueError`` for what the closed forms can add up and no recipe can train."""
+    """The settings as a ``Recipe``. Raises ``ValueError`` for settings that closed forms can add up but no recipe can train."""
     from ..training.recipe import Recipe
 
     options = _options(settings)
     return Recipe(
         **options | {"optimizer": options["optimizer"] or "sgd"}
-    )  # which keeps and makes as little as no step
+    )  # SGD keeps and makes no bytes, like no step
 
 
 def estimate(settings: dict) -> accounting.Estimate:
@@ -98,13 +98,13 @@ def trace(settings: dict):
 
 
 def preview(settings: dict) -> Answer:
-    """What the closed form says, at once."""
+    """The closed form's answer, without delay."""
     found = estimate(settings)
     return Answer(found.by_category, f"By the closed form, the peak is in: {found.moment}.")
 
 
 def answer(settings: dict) -> Answer:
-    """What the trace says, and how far off the closed form is; where no trace can be had, the closed form and the reason."""
+    """The trace's answer, and how far off the closed form is. If no trace is possible, the closed form and the reason."""
     from ..prediction.question import CannotTrace
 
     formula = estimate(settings)
@@ -133,7 +133,7 @@ def fits(found: Answer, card: str) -> bool:
 
 
 def verdict(found: Answer, card: str) -> str:
-    """Whether the tensors and what lies beside them go into ``card``, in words."""
+    """Says in words whether the tensors, and what a card holds besides, fit ``card``."""
     known, spare = find_card(card), room(found, card) - found.total
     fit = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Exceeds by {format_bytes(-spare)}"
     needs, there = format_bytes(known.nbytes - spare), format_bytes(known.nbytes)
@@ -141,7 +141,7 @@ def verdict(found: Answer, card: str) -> str:
 
 
 def detail(found: Answer, settings: dict) -> str:
-    """What the bar is made of: its exact bytes, its largest part, and what there is to say about the peak."""
+    """The bar in words: its exact bytes, its largest part, and remarks about the peak."""
     parts = found.by_category
     main = max(parts, key=parts.get)
     words = (
@@ -208,8 +208,8 @@ class Explorer:
     """The explorer's settings, and its widgets once they are shown.
 
     Arguments are the starting settings; their names and values are those of ``accounting.estimate``, with ``model`` a key
-    of ``accounting.SHAPES`` and ``card`` what ``find_card`` takes. Raises ``ValueError`` for a value that is unknown,
-    ``TypeError`` for a setting that is.
+    of ``accounting.SHAPES`` and ``card`` an argument of ``find_card``. Raises ``ValueError`` for an unknown value, and
+    ``TypeError`` for an unknown setting.
     """
 
     def __init__(self, **settings):
@@ -259,7 +259,7 @@ class Explorer:
             pairs = list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
             if start[name] not in dict(pairs).values():
                 pairs.append((str(start[name]), start[name]))
-            # By its place, since ipywidgets takes the value None for no choice, and shows nothing.
+            # Chosen by position: ipywidgets takes the value None for no choice, and shows nothing.
             place = [value for _, value in pairs].index(start[name])
             made[name] = ipywidgets.Dropdown(options=pairs, index=place, description=label, **looks())
 
@@ -292,7 +292,7 @@ class Explorer:
         if self._loop is None:
             self._settle()
         else:
-            # JupyterLab may deliver changes on a thread of their own, and a trace must not run beside a cell's training step.
+            # JupyterLab may deliver changes on another thread, and a trace must not run beside a cell's training step.
             self._loop.call_soon_threadsafe(self._wait_for_rest)
 
     def _wait_for_rest(self) -> None:
@@ -301,7 +301,7 @@ class Explorer:
         self._timer = self._loop.call_later(REST, self._settle)
 
     def _settle(self) -> None:
-        """Trace what the controls say; if they have moved meanwhile, the next trace will draw."""
+        """Trace the current settings. If the controls have moved meanwhile, only the next trace draws."""
         now = self._now()
         found = self._answer(now)
         if now == self._now():
@@ -323,11 +323,11 @@ class Explorer:
 
 
 def _key(settings: dict) -> tuple:
-    """What an answer depends on: all but the card."""
+    """The settings that an answer depends on: all but the card."""
     return tuple(settings[name] for name in DEFAULTS if name != "card")
 
 
 def explore(**settings: Any) -> None:
-    """Display the explorer, starting from ``settings`` (see ``Explorer``). Under ``GRADMEM_LIVE=0`` a still picture."""
+    """Display the explorer, starting from ``settings`` (see ``Explorer``). With ``GRADMEM_LIVE=0``: a still picture."""
     explorer = Explorer(**settings)
     show_explorer(explorer, PLAIN_TEXT)

@@ -1,4 +1,4 @@
-"""A card that is too small: what PyTorch's error says, and what its allocator holds at that moment, by replaying its rules."""
+"""A card that is too small: replays the allocator's rules to give PyTorch's error, and what the allocator holds then."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from ..units import GiB, KiB, MiB, parse_bytes
 class OutOfMemory:
     """The failure of a predicted step. All figures are bytes.
 
-    ``asked``: the segment that the driver could not give, for a tensor of ``tensor``. ``total``: the card. ``context``: what the
-    process holds beside PyTorch's allocator. ``allocated``: blocks with a tensor in them. ``reserved``: all segments.
+    ``asked``: the segment that the driver refused, for a tensor of ``tensor`` bytes. ``total``: the card. ``context``: what the
+    process holds besides PyTorch's allocator. ``allocated``: blocks with a tensor in them. ``reserved``: all segments.
     ``segments``: as ``torch.cuda.memory_snapshot`` lists them.
     """
 
@@ -35,7 +35,7 @@ class OutOfMemory:
 
     @property
     def unallocated(self) -> int:
-        """Reserved and without a tensor: free blocks in segments that are in use."""
+        """Reserved bytes without a tensor: free blocks in segments that are in use."""
         return self.reserved - self.allocated
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class OutOfMemory:
 
 class _Inspected(Allocator):
     def snapshot(self) -> list[dict]:
-        """The segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot``."""
+        """The segments with their blocks, by address, in the format of ``torch.cuda.memory_snapshot``."""
         found = []
         for address, total in self._segments.items():
             blocks: list[dict] = []
@@ -80,12 +80,12 @@ def _size(nbytes: int) -> str:
 def out_of_memory(
     prediction: Prediction, capacity: int | str, *, context: int = CONTEXT, cublas: int | None = None
 ) -> OutOfMemory | None:
-    """The error that the predicted step ends with on a card of ``capacity`` bytes, or ``None`` where it fits.
+    """The error with which the predicted step ends on a card of ``capacity`` bytes, or ``None`` if it fits.
 
-    The step is a second or later one, alone on the card. ``context`` (the driver's) and ``cublas`` (its workspaces, which lie
-    in PyTorch's memory) are estimates unless they are given. Takes seconds, like ``Prediction.replay_allocator``.
+    The step is not the first one, and runs alone on the card. ``context`` (the driver's bytes) and ``cublas`` (its workspaces in
+    PyTorch's memory) are estimated unless they are given. It takes seconds, like ``Prediction.replay_allocator``.
 
-    Raises ``ValueError`` for a prediction for the CPU, and where ``capacity`` has no room for the context.
+    Raises ``ValueError`` for a prediction for the CPU, and if ``capacity`` is too small for the context.
     """
     total = parse_bytes(capacity)
     if prediction.target != "cuda":

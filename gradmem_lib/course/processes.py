@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .ranks import loopback_only
 
-# A process that ends well leaves as a rank of run_ranks does, and for the same reason; and all leave with the kernel, which
-# alone holds the other end of their standard input.
+# A process that ends well exits like a rank of run_ranks, for the same reason. All exit with the kernel, which holds the only
+# other end of their standard input.
 _START = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
@@ -25,9 +25,9 @@ os._exit(0)
 
 
 def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
-    """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun`` does; what it printed.
+    """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun`` does. Returns what it printed.
 
-    They talk over the loopback address alone. Raises ``RuntimeError`` with the last lines of the errors if one fails.
+    They communicate only over the loopback address. Raises ``RuntimeError`` with the last lines of the errors if one fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

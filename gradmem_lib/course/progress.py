@@ -62,7 +62,7 @@ def load() -> dict[str, Any]:
 
 
 def record_check(id: str, outcome: str) -> None:
-    """Note one ``check``: ``"passed"``, ``"not yet"`` or ``"not attempted"``. What has passed once stays passed."""
+    """Record one ``check``: ``"passed"``, ``"not yet"`` or ``"not attempted"``. What has passed once stays passed."""
     if outcome == "not attempted":
         return  # nothing happened, and most of a first Run All is this
 
@@ -75,7 +75,7 @@ def record_check(id: str, outcome: str) -> None:
 
 
 def record_guess(id: str, guess: float, measured: float | None = None, *, unit: str = "bytes") -> None:
-    """Note a prediction, and the measured value once it is known, both in ``unit``."""
+    """Record a prediction, and the measured value once it is known, both in ``unit``."""
     _update(
         lambda progress: progress["guesses"].update(
             {id: {"guess": guess, "unit": unit, "measured": measured}}
@@ -84,7 +84,7 @@ def record_guess(id: str, guess: float, measured: float | None = None, *, unit: 
 
 
 def record_puzzle(id: str, seconds: float, recipe: str) -> None:
-    """Note a solved puzzle: the recipe, as it is written, and its estimated seconds a token. The fastest one stays."""
+    """Record a solved puzzle: the recipe, as it is written, and its estimated seconds a token. The fastest one is kept."""
 
     def note(progress: dict) -> None:
         solved = progress.setdefault("puzzles", {})
@@ -119,7 +119,7 @@ def _empty() -> dict[str, Any]:
 
 
 def _check_regular(path: Path) -> None:
-    """``OSError`` for what is no regular file. Reading a pipe waits for ever, and replacing a device takes it from everybody."""
+    """Raise ``OSError`` for all but regular files: reading a pipe waits for ever, and replacing a device removes it for everybody."""
     kind = os.lstat(path).st_mode
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -130,9 +130,9 @@ def _check_regular(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bool]:
-    """What of the file can be understood, and whether that is all of it."""
+    """The part of the file that can be understood, and whether that is all of it."""
     _check_regular(path)
-    # Were it replaced by a pipe just now, opening it would not wait.
+    # Without blocking, in case the file was just replaced by a pipe.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -154,7 +154,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _shallow(text: str) -> str:
-    """``text`` with ``null`` for what is nested too deep to be read, so that the rest can be."""
+    """``text`` with ``null`` in place of values that are nested too deep, so that the rest can be read."""
     kept, depth = [], 0
     for token in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]|[^][{}"]+|"', text, re.DOTALL):
         depth += token in ("[", "{")
@@ -172,7 +172,7 @@ def _whole_number(digits: str) -> int | float:
 
 
 def _is_entry(section: str, id: str, entry: Any) -> bool:
-    """Can the rest of the course show and compare this? Any file may be handed in: a damaged one, a forged one, a later one."""
+    """Whether the rest of the course can show and compare this entry. A file may be damaged, forged, or from a later version."""
     number, text = {
         "checks": ("tries", "outcome"),
         "guesses": ("guess", "unit"),
@@ -194,7 +194,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_or_move_aside(path: Path) -> dict[str, Any]:
-    """What the file holds. One that is understood in part, or not at all, is kept beside a fresh one. Needs the lock."""
+    """The content of the file. A file that is not fully understood is kept beside a new one. Needs the lock."""
     try:
         progress, whole = _read(path)
     except FileNotFoundError:
@@ -226,12 +226,12 @@ def _update(change: Callable[[dict], None]) -> None:
 
 
 def _write(path: Path, progress: dict[str, Any]) -> None:
-    """Write beside the file and rename over it: a reader, or a crash, finds the old file or the new one. Needs the lock."""
+    """Write beside the file and rename over it: readers, also after a crash, find the old file or the new one. Needs the lock."""
     if os.path.lexists(path):
         _check_regular(path)
     prefix = f".{path.name}-"
     for name in os.listdir(path.parent):
-        if name.startswith(prefix):  # of a run that was killed: nobody else writes while the lock is held
+        if name.startswith(prefix):  # from a killed run: nobody else writes while the lock is held
             with contextlib.suppress(OSError):
                 os.unlink(path.parent / name)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
@@ -253,7 +253,7 @@ def _lock(path: Path):
     lock = path.with_name(path.name + ".lock")
     if os.path.lexists(lock):
         _check_regular(lock)
-    # Who has waited once in vain need not wait again at every check.
+    # After one wait in vain, do not wait again at every check.
     return FileLock(lock, timeout=0 if "locked" in _warned else LOCK_SECONDS)
 
 

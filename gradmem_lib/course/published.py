@@ -1,4 +1,4 @@
-"""Peaks that others measured on their own cards, beside what this library predicts for the same run without one.
+"""Peaks that others measured on their own cards, beside this library's predictions for the same runs, made without a card.
 
 ``published.json`` holds what ``benchmarks/published.py`` predicted; BERT-large's rows come from ``claims.bert_large``.
 """
@@ -18,8 +18,8 @@ SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")  # how th
 
 @dataclass(frozen=True)
 class Row:
-    """One figure that was published. ``source``: who measured, on which card; ``run`` and ``what``: which of their runs, and what
-    they read (reserved, allocated, ...); ``published`` and ``predicted`` in bytes."""
+    """One published figure. ``source``: who measured, and on which card. ``run`` and ``what``: which run, and which figure they
+    read (reserved, allocated, ...). ``published`` and ``predicted`` are bytes."""
 
     source: str
     run: str
@@ -60,8 +60,8 @@ def table() -> str:
 
 
 def show(*sources: str) -> None:
-    """The figures as a picture, or those of ``sources`` (how their names begin, as in ``"PEFT"``); ``table()`` has them in
-    digits."""
+    """Show all figures as a picture, or only those of ``sources`` (the beginnings of names, as in ``"PEFT"``). ``table()`` has
+    the numbers."""
     from IPython.display import display
 
     groups: dict[str, list] = {}

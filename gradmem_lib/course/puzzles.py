@@ -1,7 +1,7 @@
-"""Lesson 11's puzzles: a model, a card, rows, and a condition. What a recipe needs and takes there is what ``plan`` says.
+"""Lesson 11's puzzles: a model, a card, rows, and a condition. A recipe's bytes and time are those that ``plan`` gives.
 
-``python -m gradmem_lib.course.puzzles --write`` looks for the planner's best recipe of each and records it in puzzles.json, with
-what known mistakes need: a first check of a right answer, or of a common wrong one, then predicts nothing.
+``python -m gradmem_lib.course.puzzles --write`` finds the planner's best recipe for each puzzle and records it in puzzles.json,
+with the bytes of known mistakes. Then a first check of a right answer, or of a common mistake, needs no prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .exercises.settings import quietly
 RECORD = "puzzles.json"
 THREE, TWO, BEATEN = 0.95, 0.7, 1.001  # of the planner's best time over theirs
 RANK = cost.LORA_RANK
-# (what the puzzle says, who keeps to it, what is said to who does not)
+# (the puzzle's text, a test whether a recipe respects it, the sentence for one that does not)
 CONDITIONS: dict[str, tuple[str, Callable[[Recipe], bool], str]] = {
     "full": (
         "every weight is trained",
@@ -66,7 +66,7 @@ RULES = "in all puzzles: adapters on every linear layer, of rank 16 or more, and
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a recipe needs on each card (``held``: bytes at the peak, by what holds them) and its estimated seconds a token."""
+    """A recipe's bytes on each card (``held``: bytes at the peak, by what holds them) and its estimated seconds a token."""
 
     needs: int
     room: int
@@ -76,7 +76,7 @@ class Weighed:
 
     @property
     def spare(self) -> int:
-        """Bytes that are left over; negative: that are missing."""
+        """Bytes that are left; negative: bytes that are missing."""
         return self.room - self.needs
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A model that is to be trained on ``cards`` cards, ``rows`` rows of ``tokens`` tokens for one update, and what must hold."""
+    """A model to train on ``cards`` cards, with ``rows`` rows of ``tokens`` tokens for one update, and a condition."""
 
     id: str
     title: str
@@ -107,12 +107,12 @@ class Puzzle:
 
     @property
     def condition(self) -> str:
-        """What a recipe must keep to; empty where all is allowed."""
+        """The condition for a recipe; empty if every recipe is allowed."""
         return " and ".join(CONDITIONS[key][0] for key in self.conditions)
 
     @property
     def where(self) -> str:
-        """The card or cards, and what each lets a program have."""
+        """The card or cards, and the bytes that a program can use on each."""
         room = format_bytes(find_card(self.card).nbytes)
         if self.target == "cpu":
             return f"a budget of {room} on the CPU"
@@ -162,7 +162,7 @@ class Puzzle:
         return Recipe(**answer)
 
     def broken(self, recipe: Recipe) -> str:
-        """What stands against ``recipe`` whatever it needs, in a sentence; empty where nothing does."""
+        """Why ``recipe`` is not allowed, whatever it needs, in a sentence; empty if it is allowed."""
         if recipe.optimizer == "sgd":
             return "plain SGD is out of the game, with momentum too: choose an optimizer that adapts to each weight."
         if recipe.precision is None:
@@ -186,15 +186,15 @@ class Puzzle:
         return ""
 
     def weigh(self, recipe: Recipe) -> Weighed:
-        """What ``recipe`` needs and takes: as recorded, or by prediction, in seconds. ``ValueError`` where the model cannot take it."""
+        """The bytes and time of ``recipe``: recorded, or predicted (in seconds). ``ValueError`` if the model cannot use it."""
         return _records().get(self.id, {}).get(recipe) or _weigh(self, recipe)
 
     def best(self) -> tuple[Recipe, Weighed]:
-        """The fastest recipe that the planner found, and what it needs."""
+        """The fastest recipe that the planner found, and its bytes."""
         return next(iter(_records()[self.id].items()))
 
     def show(self, answer: Any = None) -> Room:
-        """A picture of the card with ``answer`` on it and what is said of it; of the empty card where there is none yet."""
+        """Show the card with ``answer`` on it, and a sentence about it. Without an answer, show the empty card."""
         wrong, weighed = self.judge(answer)
         if weighed is None and answer is not None and answer is not ...:
             with suppress(ValueError, TypeError, NotImplementedError, CannotTrace):
@@ -210,7 +210,7 @@ class Puzzle:
         return Room(title, self.where, find_card(self.card).nbytes, held, words)
 
     def judge(self, answer: Any) -> tuple[str, Weighed | None]:
-        """What is wrong with ``answer``, in a sentence (empty where it is right), and what it needs, where that is known."""
+        """What is wrong with ``answer``, in a sentence (empty if it is right), and its bytes, if they are known."""
         if answer is None or answer is ...:
             return "there is no recipe yet", None
         try:
@@ -223,14 +223,14 @@ class Puzzle:
         return "" if weighed.spare >= 0 else str(weighed), weighed
 
     def stars(self, seconds: float) -> str:
-        """One to three for a recipe that fits, by its estimated time beside the best that the planner found."""
+        """One to three stars for a recipe that fits, by its estimated time compared with the planner's best."""
         share = self.best()[1].seconds / seconds
         won = "★★★" if share >= THREE else "★★☆" if share >= TWO else "★☆☆"
         return f"{won}, you beat the planner" if share > BEATEN else won
 
 
 def puzzle(id: str) -> Puzzle:
-    """The puzzle of that id, such as ``"11.4"``. ``KeyError`` for others."""
+    """The puzzle with that id, such as ``"11.4"``. Raises ``KeyError`` for other ids."""
     found = {p.id: p for p in (EXAMPLE, *PUZZLES)}
     if id not in found:
         raise KeyError(f"there is no puzzle {id!r}: they are {', '.join(found)}")
@@ -262,7 +262,7 @@ PUZZLES = (
 
 
 class _Allowed(Search):
-    """A search that keeps to a puzzle's condition; ``strict``: also where the planner tries other ways than a family's own."""
+    """A search that respects a puzzle's condition; ``strict``: also where the planner tries other ways than a family's own."""
 
     strict = False
 
@@ -301,7 +301,7 @@ def _weigh(puzzle: Puzzle, recipe: Recipe) -> Weighed:
 
 @cache
 def _records() -> dict[str, dict[Recipe, Weighed]]:
-    """By puzzle: recipes and what they need, the planner's best first. Of other versions only that one, which sets the time."""
+    """By puzzle: recipes and their bytes, the planner's best first. If other versions recorded them: only the best, for its time."""
     found = json.loads(files(__package__).joinpath(RECORD).read_text(encoding="utf-8"))
     same = found["versions"] == _versions()
     return {
@@ -316,29 +316,29 @@ def _versions() -> dict[str, str]:
 
 
 def micros(seconds: float) -> str:
-    """Seconds of a token in millionths: "526.0 µs"."""
+    """Seconds a token in microseconds: "526.0 µs"."""
     return f"{1e6 * seconds:,.1f} µs"
 
 
 def options_of(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe is not as by default."""
+    """The options of a recipe that differ from the defaults."""
     default = asdict(Recipe())
     return {name: value for name, value in asdict(recipe).items() if value != default[name]}
 
 
 def written(recipe: Recipe) -> str:
-    """``Recipe(precision='bf16')``: with what is not as by default."""
+    """The recipe as code, ``Recipe(precision='bf16')``, with the options that differ from the defaults."""
     return f"Recipe({', '.join(f'{name}={value!r}' for name, value in options_of(recipe).items())})"
 
 
 def solve(puzzle: Puzzle) -> Recipe:
-    """The fastest recipe that the planner finds under the puzzle's condition. ``LookupError`` where none fits."""
+    """The fastest recipe that the planner finds under the puzzle's condition. Raises ``LookupError`` if none fits."""
     for asked in (puzzle, replace(puzzle, conditions=())):
-        # Of its own: what learners have weighed may be no recipe that the planner tries.
+        # A new search: the recipes that learners have tried may not be among the planner's.
         here = search.__wrapped__(asked)
         here.strict = True
         try:
-            with suppress(ValueError):  # all that is left to try breaks a rule
+            with suppress(ValueError):  # all remaining ways break a rule
                 here.find(list(METHODS))
         finally:
             here.strict = False
@@ -367,7 +367,7 @@ def record(ids: list[str]) -> None:
 
 
 def _tempting(one: Puzzle) -> list[Recipe]:
-    """The known mistakes of which something is predicted; of the example, the steps that the lesson takes."""
+    """The known mistakes that need a prediction; for the example, the steps of the lesson."""
     from .check import get
 
     found, given = [], STEPS if one is EXAMPLE else [mistake.function for mistake in get(one.id).mistakes]

@@ -1,4 +1,4 @@
-"""What one rank of ``run_ranks`` does: it runs the function and tells the kernel, over its line, how that went."""
+"""The work of one rank of ``run_ranks``: it runs the function, and reports the result to the kernel over its line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = "GRADMEM_FORK_SERVER"  # tells the fork server, which imports this firs
 
 
 def _sweep(folder: str, kernel: int) -> None:
-    """A kernel that was killed could not clear away. Its line ends some moments before it has gone."""
+    """Clean up after a killed kernel, which could not do it. Its line ends some moments before the kernel does."""
     until = time.monotonic() + 5
     while os.getppid() == kernel and time.monotonic() < until:
         time.sleep(0.02)
@@ -32,13 +32,13 @@ def _sweep(folder: str, kernel: int) -> None:
 
 
 if FOLDER in os.environ:
-    os.setsid()  # a signal to the kernel's group is the kernel's to answer
-    gc.disable()  # until a rank works: of what is imported nothing is garbage, and looking for it takes half a second
+    os.setsid()  # only the kernel answers a signal to its group
+    gc.disable()  # until a rank works: imported modules are no garbage, and the search takes half a second
     atexit.register(_sweep, os.environ.pop(FOLDER), os.getppid())
 
 
 def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
-    """A process's whole life. ``line``, ``out`` and ``err`` lead to the kernel: for reports, prints and warnings."""
+    """Run a rank's process from start to end. ``line``, ``out`` and ``err`` lead to the kernel: reports, prints and warnings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the kernel decides
     os.environ.clear()
     os.environ.update(environment)
@@ -63,9 +63,9 @@ def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
         what = "".join(traceback.format_exception_only(error)).strip()
         send("failed", (when, _frames(traceback.walk_tb(error.__traceback__)), what))
     leave.wait()
-    # A process that ends well leaves without taking Python down first. DistributedDataParallel keeps its process group,
-    # also after destroy_process_group(), and a thread of gloo's that lets go of a tensor meanwhile would abort the
-    # process (pytorch/pytorch#179291).
+    # A process that ends well exits without Python's shutdown. DistributedDataParallel keeps its process group, also after
+    # destroy_process_group(), and a thread of gloo's that releases a tensor during the shutdown would abort the process
+    # (pytorch/pytorch#179291).
     os._exit(0)
 
 
@@ -74,7 +74,7 @@ def _run(task: bytes, send: Callable) -> bytes:
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what the fork server has imported is no garbage, and takes a second to pass through
+    gc.freeze()  # the fork server's imports are no garbage, and take a second to search
     gc.enable()
     torch.set_num_threads(1)
     function, args, watched = cloudpickle.loads(task)
@@ -86,7 +86,7 @@ def _run(task: bytes, send: Callable) -> bytes:
 
 
 def _hear_kernel(line, send: Callable, main: int, leave: threading.Event) -> None:
-    """On a thread of its own: without a kernel there is nothing left to do."""
+    """Runs on its own thread: ends the rank when the kernel is gone."""
     while not leave.is_set():
         try:
             asked = line.recv()
@@ -99,7 +99,7 @@ def _hear_kernel(line, send: Callable, main: int, leave: threading.Event) -> Non
 
 
 def _frames(walked: Iterable) -> list[tuple[str, int, str]]:
-    """Where the function was: (file, line, name), outermost first, without what started it."""
+    """Where the function was: (file, line, name), outermost first, without the frames that started it."""
     summary = traceback.StackSummary.extract(walked, lookup_lines=False)
     frames = [(frame.filename, frame.lineno, frame.name) for frame in summary]
     ours = [i for i, (file, *_) in enumerate(frames) if file == __file__]
@@ -107,12 +107,12 @@ def _frames(walked: Iterable) -> list[tuple[str, int, str]]:
 
 
 def stack_of(frames: list[tuple[str, int, str]]) -> str:
-    """Where a rank was, with the lines of source that the kernel knows: also those of a notebook's cells."""
+    """Where a rank was, with the source lines that the kernel knows, also those of a notebook's cells."""
     return "".join(traceback.format_list([(*frame, None) for frame in frames]))
 
 
 class _FarPlot:
-    """A tracker's live plot, for which the kernel draws."""
+    """A tracker's live plot, which the kernel draws."""
 
     def __init__(self, send: Callable, numbers, *, title: str = "", budget: int | None = None):
         self.send, self.numbers, self.about = send, numbers, (title, budget)

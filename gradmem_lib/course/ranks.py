@@ -1,7 +1,7 @@
 """A function in several processes at once, each a rank of one gloo process group: ``run_ranks``.
 
 The kernel keeps the store in which the ranks find each other, as ``torchrun``'s agent does, and a line (a pair of
-sockets) to each rank. A rank whose line ends leaves at once: no process outlives the kernel.
+sockets) to each rank. A rank exits at once when its line ends, so no process outlives the kernel.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def run_ranks(
     everyone: bool = False,
     seconds: float | None = 240,
 ) -> list:
-    """Run ``function(*args)`` in ``ranks`` processes that share a gloo process group; what each returned, by rank.
+    """Run ``function(*args)`` in ``ranks`` processes that share a gloo process group. Returns the results by rank.
 
     The function may be defined in a notebook's cell: it is sent with the values that it uses, and each rank works on its
-    own copy. A rank computes on one thread and starts with PyTorch's default seed. What rank 0 prints is printed
-    here (its warnings too), and with ``everyone`` what all printed, rank by rank, after the end. In a notebook the
-    ``MemoryTracker`` of each rank is drawn here, side by side (``live=False``: nothing is drawn). Raises ``RanksFailed``
-    if a rank fails, and after ``seconds`` (``None``: never); then the other ranks are ended too.
+    own copy. A rank computes on one thread and starts with PyTorch's default seed. The output of rank 0 is printed here
+    (also its warnings). With ``everyone``, the output of all ranks is printed at the end, rank by rank. A notebook shows
+    the ``MemoryTracker`` of each rank, side by side (``live=False``: nothing is drawn). Raises ``RanksFailed`` if a rank
+    fails, and after ``seconds`` (``None``: never). Then the other ranks are ended too.
     """
     import cloudpickle
 
@@ -101,7 +101,7 @@ class _Rank:
             end.close()
 
     def take_all(self) -> None:
-        """Take in what is there, what it printed first; ``tell(kind, value)`` what is to be shown."""
+        """Read all that has arrived, first what it printed. ``tell(kind, value)`` gets what should be shown."""
         reports = []
         try:
             while self.line.poll():
@@ -133,7 +133,7 @@ class _Crew:
         self.ranks: list[_Rank] = []
 
     def start(self, ranks: int, task: bytes, port: int) -> None:
-        # Linux forks each rank from a server that has imported everything. A Mac's own libraries do not outlive a fork.
+        # Linux forks each rank from a server that has imported everything. On a Mac, system libraries do not survive a fork.
         context = get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             if len(os.fsencode(get_temp_dir())) > _LONGEST:
@@ -150,7 +150,7 @@ class _Crew:
     def results(self, seconds: float) -> list[bytes]:
         until = time.monotonic() + seconds
         while any(rank.returned is None for rank in self.ranks):
-            self._listen(min(60, until - time.monotonic()))  # the system waits for no infinity
+            self._listen(min(60, until - time.monotonic()))  # the system takes no infinite time
             if self._lost() or any(rank.failed for rank in self.ranks):
                 raise RanksFailed(self._why())
             if time.monotonic() > until:
@@ -167,7 +167,7 @@ class _Crew:
         return [rank.returned for rank in self.ranks]
 
     def _listen(self, patience: float) -> None:
-        """Wait until a rank says or prints something, or ends, and take it in."""
+        """Wait until a rank reports or prints something, or ends, and read it."""
         ends = {end: rank for rank in self.ranks if not rank.gone for end in (rank.line, *rank.pipes)}
         ends |= {rank.process.sentinel: rank for rank in self.ranks if not rank.gone}
         ready = connection.wait(list(ends), max(0, patience))
@@ -185,7 +185,7 @@ class _Crew:
             self.ranks[number].said[value[0]] += value[1]
 
     def _why(self) -> str:
-        """The first failure. What it did to the other ranks came later, and a rank that was killed says nothing."""
+        """The first failure. Failures of other ranks that it caused came later, and a killed rank reports nothing."""
         self._listen_until(
             lambda: self._lost() or all(r.failed or r.returned is not None for r in self.ranks)
         )
@@ -218,7 +218,7 @@ class _Crew:
         return f"{where}{len(late)} of {len(self.ranks)} ranks had not finished after {seconds:g} seconds, and were ended."
 
     def _lost(self) -> list[int]:
-        """Which ranks ended without a word."""
+        """The ranks that ended without a report."""
         return [n for n, r in enumerate(self.ranks) if r.gone and r.returned is None and not r.failed]
 
     def _listen_until(self, enough: Callable[[], bool]) -> None:
@@ -235,7 +235,7 @@ class _Crew:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Meanwhile a new process finds no main program that it would run again, so that scripts need no ``if __name__``."""
+    """Meanwhile, new processes find no main program to run again, so that scripts need no ``if __name__``."""
     with _STARTING:
         main = sys.modules["__main__"]
         sys.modules["__main__"], os.environ[FOLDER] = ModuleType("__main__"), get_temp_dir()
@@ -248,7 +248,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """The store in which the ranks find each other, on a free port of the loopback address alone; its port."""
+    """The store in which the ranks find each other, on a free port of the loopback address only; and its port."""
     import torch.distributed as dist
 
     listener = socket.socket()
@@ -263,13 +263,13 @@ def _store() -> Iterator[int]:
 
 
 def loopback_only() -> dict[str, str]:
-    """For gloo, which else asks for this machine's name, and that may lead elsewhere."""
+    """Restrict gloo to the loopback address. By default it looks up this machine's name, which may lead elsewhere."""
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What ``torchrun`` tells a process, and that the store is there already."""
+    """The environment that ``torchrun`` gives a process, with a note that the store exists already."""
     told = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,

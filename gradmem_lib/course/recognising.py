@@ -1,6 +1,6 @@
-"""What a wrong answer does, read off its numbers, where no known mistake is the whole of it.
+"""Finds out from a wrong answer's numbers what it does, if no known mistake explains all of it.
 
-A sentence says what to look at; the case where it shows is added to it by ``judging``.
+A sentence says what to look at. ``judging`` adds the case in which it shows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of everything in dicts of dicts; a ``Measured`` is its value, and its bytes."""
+    """(path, value) of everything in dicts of dicts. A ``Measured`` counts as its value and its bytes."""
     if isinstance(value, Measured):
         yield from leaves(value.value, path)
         yield (*path, "bytes"), replace(value, value=None)
@@ -31,7 +31,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def entries(value: Any) -> dict[Path, Any]:
-    """``leaves``, and each entry of a short tuple by itself: two numbers that an answer returns may be wrong for two reasons."""
+    """``leaves``, with each entry of a short tuple on its own: two numbers of an answer may be wrong for two reasons."""
     found = {}
     for path, leaf in leaves(value):
         leaf = plain(leaf)
@@ -43,7 +43,7 @@ def entries(value: Any) -> dict[Path, Any]:
 
 
 def compared(got: Any, expected: Any, tolerance: float) -> dict[Path, bool]:
-    """For each number, tensor or text of ``expected``, whether ``got`` has the same there."""
+    """For each number, tensor or text of ``expected``: whether ``got`` has the same one at that place."""
     return _same(dict(leaves(got)), dict(leaves(expected)), tolerance)
 
 
@@ -57,10 +57,10 @@ def _same(mine: dict[Path, Any], theirs: dict[Path, Any], tolerance: float) -> d
 def most_alike(
     got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolerance: float, *, all_of_it: bool = False
 ) -> str:
-    """The sentence of the known mistake that does what ``got`` does where it first goes wrong, and mostly elsewhere.
+    """The sentence of the known mistake that agrees with ``got`` at its first wrong place, and at most other places.
 
-    So an answer with two mistakes hears the first one. ``known`` are (sentence, what the mistake does); empty if none fits.
-    ``all_of_it``: ``got`` must be wrong wherever that mistake is, and do the same nearly everywhere.
+    So for an answer with two mistakes, the first one is named. ``known`` are (sentence, what the mistake does). The result is
+    empty if none fits. ``all_of_it``: ``got`` must be wrong wherever the mistake is, and agree with it nearly everywhere.
     """
     mine, wanted = entries(got), entries(expected)
     right = _same(mine, wanted, tolerance)
@@ -85,7 +85,7 @@ def most_alike(
 
 
 def fact(got: Any, expected: Any, tolerance: float) -> str:
-    """What can be said of the numbers themselves: another kind of thing, always the same, everywhere so many times too large."""
+    """What the numbers themselves show: another kind of value, always the same value, or everywhere too large by one factor."""
     right = compared(got, expected, tolerance)
     mine, theirs = dict(leaves(got)), dict(leaves(expected))
     first = next((path for path, same in right.items() if not same), None)
@@ -118,7 +118,7 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
 
 
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
-    """What to say where the first wrong number is nan: every other formula is compared with it in vain."""
+    """The sentence if the first wrong number is nan, which cannot be compared with any formula."""
     mine = dict(leaves(got))
     first = next((path for path, same in compared(got, expected, tolerance).items() if not same), None)
     value = plain(mine.get(first))
@@ -126,7 +126,7 @@ def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
 
 
 def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
-    """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` where there are none."""
+    """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` if there are none."""
     import numpy
 
     cases = list(terms[0])
@@ -221,7 +221,7 @@ def _number(function: Callable, case: tuple) -> float | None:
 
 
 def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
-    """What is right already: cases, and entries of the first case that is not; empty where nothing is."""
+    """What is right already: whole cases, and entries of the first wrong case; empty if nothing is right."""
     right = compared(got, expected, tolerance)
     first = next((path for path, same in right.items() if not same), None)
     if not first:
@@ -249,7 +249,7 @@ def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
     return ", and ".join(parts)
 
 
-# What PyTorch and Python say, and what to look at.
+# Messages of PyTorch and Python, and what to look at.
 _RAISED = (
     (r"modified by an inplace operation",
      "a weight was changed between forward and backward, so the graph does not hold any more: backward comes before optimizer.step()."),
@@ -267,6 +267,6 @@ _RAISED = (
 
 
 def raised(kind: str, text: str, own: tuple[tuple[str, str], ...] = ()) -> str:
-    """What to look at after an exception, by an exercise's ``own`` list first; empty where nothing is known of it."""
+    """What to look at after an exception, first by the exercise's ``own`` list; empty if nothing is known about it."""
     whole = f"{kind}: {text}"
     return next((says for pattern, says in (*own, *_RAISED) if re.search(pattern, whole)), "")

@@ -1,4 +1,4 @@
-"""The runs of lesson 05: SmolLM2, loaded afresh and trained by a recipe, for some updates or for one."""
+"""The runs of lesson 05: SmolLM2, loaded again for each run and trained by a recipe, for several updates or for one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH, SEQ_LEN = 8, 128  # rows of an update, tokens of a row
 
 
 class Size(NamedTuple):
-    """How long lesson 05 trains: updates of its longer runs, rows held out, and whether an update is one micro-batch alone."""
+    """How long lesson 05 trains: updates of its longer runs, held-out rows, and whether an update is only one micro-batch."""
 
     updates: int
     held_out: int
@@ -31,7 +31,7 @@ LONG = Size(16, 16, False)
 
 
 def size() -> Size:
-    """A learner's, or the short one of ``GRADMEM_SIZE=ci``."""
+    """The size for learners, or the short one of ``GRADMEM_SIZE=ci``."""
     return Size(1, 1, True) if os.environ.get("GRADMEM_SIZE") == "ci" else LONG
 
 
@@ -49,10 +49,10 @@ class Clock(TrainerCallback):
 
 
 class States(TrainerCallback):
-    """Makes an optimizer's states before the first step, by a step on gradients of zero, which moves no weight
-    (``Trainer`` decays none unless told): one step is then as large as any.
+    """Creates an optimizer's states before the first step, by a step on gradients of zero, which changes no weight
+    (``Trainer`` has no weight decay by default). Then the first step needs as many bytes as any later one.
 
-    ``kept``: these gradients stay, in the place of those of earlier micro-batches.
+    ``kept``: these gradients stay, in place of those of earlier micro-batches.
     """
 
     def __init__(self, kept: bool):
@@ -80,10 +80,10 @@ class Run(NamedTuple):
 def train(recipe: Recipe, rows, *, updates: int = 1, whole: bool = False, **given) -> Run:
     """SmolLM2 trained by ``recipe`` on ``rows`` (of ``texts.datasets``); ``given`` is for ``make_trainer``.
 
-    With one update the optimizer has its states before it. In the short form one micro-batch stands for all, with the gradients
-    of earlier ones in place, unless ``whole``: the peak is the same.
+    With one update, the optimizer has its states before it. In the short form, unless ``whole``, one micro-batch stands for all,
+    and the gradients of earlier ones exist already: the peak is the same.
     """
-    gc.collect()  # a Trainer refers to itself, and so keeps the last run's model
+    gc.collect()  # a Trainer refers to itself, and so keeps the last run's model alive
     last = size().short and not whole and recipe.accumulation > 1
     batch = BATCH // recipe.accumulation if last else BATCH
     torch.manual_seed(0)  # for adapters, which start from random numbers

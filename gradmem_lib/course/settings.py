@@ -1,4 +1,4 @@
-"""What can be set from outside, by environment variables. They are read when they are needed, so a notebook may set them too.
+"""Settings by environment variables. They are read when they are needed, so a notebook may set them too.
 
 ``GRADMEM_LIVE=0``
     Still pictures instead of moving plots and input boxes, and no lines about what takes long: quicker on a slow connection,

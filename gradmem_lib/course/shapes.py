@@ -1,4 +1,4 @@
-"""Shapes of well-known models, to count with."""
+"""Shapes of well-known models, for counting."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Shape:
         return cls(*sizes, config.num_key_value_heads, config.intermediate_size, tied=tied)
 
     def config(self, *, positions: int = 131072) -> Any:
-        """A transformers config of this shape: ``from_config`` turned round.
+        """A transformers config of this shape: the inverse of ``from_config``.
 
         ``positions``: the longest sequence, for rotary positions; a learned table has its own length.
         GPT-2 has no dropout here.

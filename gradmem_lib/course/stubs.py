@@ -1,4 +1,4 @@
-"""What counts as not attempted: a stub, the reference handed back, or a gap left among given lines."""
+"""Finds answers that count as not attempted: a stub, the reference itself, or given lines with a gap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIVEN = "__given_by_the_course__"
 
 
 class Endless(ValueError):
-    """An answer that contains itself, or is nested so deep that no comparison comes to its end."""
+    """An answer that contains itself, or is nested so deep that a comparison would not end."""
 
 
 def is_open(exercise: Exercise, candidate: Any) -> bool:
@@ -30,7 +30,7 @@ def is_open(exercise: Exercise, candidate: Any) -> bool:
 
 
 def has_gaps(candidate: Any, reference: Any) -> bool:
-    """Does a ``...`` still stand among its statements, or does a method do nothing that does something in the reference?"""
+    """Whether one of its statements is still ``...``, or a method does nothing that does something in the reference."""
     idle = {function.__name__ for function in functions(reference) if _does_nothing(function)}
     return any(
         _has_bare_ellipsis(function) or (_does_nothing(function) and function.__name__ not in idle)
@@ -39,7 +39,7 @@ def has_gaps(candidate: Any, reference: Any) -> bool:
 
 
 def functions(candidate: Any) -> list[Any]:
-    """The Python functions that make up a function, a class, or an object of some class."""
+    """The Python functions in a function, a class, or an object."""
     while isinstance(candidate, functools.partial):
         candidate = candidate.func
     candidate = _unwrapped(candidate) if callable(candidate) else candidate
@@ -52,7 +52,7 @@ def functions(candidate: Any) -> list[Any]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """What a decorator has wrapped; ``function`` itself where its ``__wrapped__`` leads round in a circle."""
+    """The function that decorators have wrapped; ``function`` itself if its ``__wrapped__`` leads back to it."""
     try:
         return inspect.unwrap(function)
     except ValueError:
@@ -83,7 +83,7 @@ def _has_bare_ellipsis(function: Any) -> bool:
 
 
 def has_ellipsis(value: Any) -> bool:
-    """Raises ``Endless`` for what has no end."""
+    """Whether ``value`` contains ``...``. Raises ``Endless`` for a value that contains itself."""
     try:
         return _has_ellipsis(value)
     except RecursionError:
@@ -96,15 +96,15 @@ def _has_ellipsis(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_ellipsis, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(map(_has_ellipsis, value[:10_000]))  # of a long one, a learner has not typed the rest
+        return any(map(_has_ellipsis, value[:10_000]))  # a learner does not type more by hand
     return value is Ellipsis or value is NotImplemented
 
 
 def is_stub_error(error: BaseException, candidate: Any) -> bool:
-    """``raise NotImplementedError`` as the whole end of a function of the candidate's, or arithmetic on a ``...``.
+    """Whether one of the candidate's functions ends in ``raise NotImplementedError`` for every argument, or computes with a ``...``.
 
-    What it calls in another cell of its notebook is the candidate's too. In a branch it is an attempt. An operation that PyTorch lacks raises ``NotImplementedError`` too, but not in the
-    candidate's own code.
+    Functions that it calls in other cells of its notebook are the candidate's too. A ``raise`` in a branch counts as an attempt.
+    An operation that PyTorch lacks raises ``NotImplementedError`` too, but not in the candidate's own code.
     """
     if isinstance(error, (TypeError, AttributeError)) and "ellipsis" in str(error):
         return True
@@ -120,7 +120,7 @@ def is_stub_error(error: BaseException, candidate: Any) -> bool:
 
 
 def _gives_up(function: Any) -> bool:
-    """Does it end in ``raise NotImplementedError`` whatever it is given?"""
+    """Whether it ends in ``raise NotImplementedError`` for every argument."""
     steps = list(dis.get_instructions(function))
     raises = [step.offset for step in steps if step.opname == "RAISE_VARARGS"]
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
@@ -132,7 +132,7 @@ def _gives_up(function: Any) -> bool:
 
 
 def _raises_in_any_case(code: Any, offset: int) -> bool:
-    """Is there a ``raise`` at ``offset``, and no way around it: no jump over it, no return before, no ``except`` around?"""
+    """Whether a ``raise`` at ``offset`` is always reached: no jump over it, no return before it, no ``except`` around it."""
     for step in dis.get_instructions(code):
         if step.offset == offset:
             return step.opname == "RAISE_VARARGS"
@@ -143,7 +143,7 @@ def _raises_in_any_case(code: Any, offset: int) -> bool:
 
 
 def given(exercise: Exercise) -> Any:
-    """The reference, marked where it can be, so that checking it again is no attempt."""
+    """The reference, marked if possible, so that checking it again does not count as an attempt."""
     reference = exercise.reference
     if isinstance(reference, type):
         return type(reference)(

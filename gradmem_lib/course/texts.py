@@ -1,4 +1,4 @@
-"""Real text without a download: the Python language reference, which every Python carries for its own ``help()``."""
+"""Real text without a download: the Python language reference, which every Python has for its own ``help()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def language_reference() -> str:
     """The Python language reference as shipped with the running Python, its topics in alphabetical order.
 
-    Another Python version carries another edition: exact byte counts of a batch do not depend on it, losses do.
+    Another Python version has another edition of it. Byte counts of a batch do not depend on the edition, but losses do.
     """
     from pydoc_data.topics import topics
 
@@ -24,7 +24,7 @@ def language_reference() -> str:
 def batch(
     tokenizer: PreTrainedTokenizerBase, *, batch_size: int, seq_len: int, seed: int = 0
 ) -> torch.LongTensor:
-    """Token ids of real text, of shape (batch_size, seq_len): every row another stretch of the language reference.
+    """Token ids of real text, of shape (batch_size, seq_len): every row is another part of the language reference.
 
     The same ``seed`` gives the same rows, and no padding is needed. Raises ``ValueError`` when the sizes are not positive
     or when the text is too short for them.
@@ -33,7 +33,7 @@ def batch(
 
 
 def _rows(tokenizer, text: str, seq_len: int, wanted: int | None, what: str, seed: int) -> torch.LongTensor:
-    """``wanted`` rows of ``seq_len`` tokens (all for ``None``) from all over ``text``, in an order that ``seed`` decides."""
+    """``wanted`` rows of ``seq_len`` tokens (``None``: all) from all parts of ``text``, in an order that ``seed`` decides."""
     if seq_len < 1 or (wanted is not None and wanted < 1):
         raise ValueError(f"{what}={wanted} and seq_len={seq_len}: both must be at least 1")
     # verbose=False: the text is longer than the model's context, on purpose, since it is cut into rows just below.
@@ -74,8 +74,8 @@ def datasets(
 ) -> tuple[Rows, Rows]:
     """(training rows, held-out rows) of the language reference, each row ``seq_len`` tokens without padding.
 
-    Every tenth topic is held out, so that no row of the one is near a row of the other. ``rows`` and ``held_out`` say how many
-    of each; ``None`` is all. The same ``seed`` gives the same rows in the same order. Raises ``ValueError`` when the sizes
+    Every tenth topic is held out, so that no training row is near a held-out row. ``rows`` and ``held_out`` say how many of
+    each; ``None`` is all. The same ``seed`` gives the same rows in the same order. Raises ``ValueError`` when the sizes
     are not positive, or when the text is too short for them.
     """
     from pydoc_data.topics import topics

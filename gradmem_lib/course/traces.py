@@ -1,4 +1,4 @@
-"""What an answer leaves behind: inputs that it changed, switches that it did not put back. Found, told, and put back."""
+"""Finds what an answer leaves behind (changed inputs, switches that were not restored), reports it, and restores it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from . import compat_course
 
 
 class Given:
-    """What a function was given, so that it can be seen afterwards what of it has changed.
+    """A function's arguments, recorded so that changes can be found afterwards.
 
-    Numbers are copied to where a ``MemoryTracker`` does not count them; models are asked for their switches alone, since
-    their weights and gradients are what an answer is for.
+    Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches are recorded, since an
+    answer may change weights and gradients.
     """
 
     def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
@@ -25,7 +25,7 @@ class Given:
         self.before = {name: (value, _look(value)) for name, value in arguments.items()}
 
     def changes(self) -> Iterator[str]:
-        """A sentence for each argument that is not as it was."""
+        """A sentence for each argument that has changed."""
         for name, (value, before) in self.before.items():
             after = _look(value)
             if isinstance(value, nn.Module):
@@ -49,7 +49,7 @@ class Given:
 
 
 def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments by the reference's names, without those that an answer is asked to change."""
+    """Arguments by the reference's names, without those that an answer should change."""
     try:
         bound = inspect.signature(reference).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
@@ -58,7 +58,7 @@ def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[
 
 
 def _look(value: Any) -> Any:
-    """Something that compares equal as long as ``value`` is as it was; ``None`` for what is not looked at."""
+    """Something that compares equal as long as ``value`` has not changed; ``None`` for values that are not checked."""
     if isinstance(value, torch.optim.Optimizer):
         return [
             {name: _data(v) for name, v in group.items() if name != "params"} for group in value.param_groups
@@ -105,7 +105,7 @@ def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             if fields:
                 yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
             continue
-        # Modules that are gone or new are another matter: those that are still there are compared.
+        # Modules that are gone or new are not compared, only those in both.
         held = {id(thing): (thing, value) for thing, value in was}
         flipped = [value for thing, value in now if id(thing) in held and held[id(thing)][1] != value]
         if flipped and what == "another mode":
@@ -116,7 +116,7 @@ def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def switches() -> dict[str, Any]:
-    """Every switch of torch that outlives the code that turned it."""
+    """Every switch of torch that stays on after the code that set it."""
     return {
         "gradients": torch.is_grad_enabled(),
         "autocast": tuple(
@@ -137,7 +137,7 @@ def switches() -> dict[str, Any]:
 
 
 def left_switched(before: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each switch that is not as it was."""
+    """A sentence for each switch that has changed."""
     now = switches()
     for name, value in before.items():
         if now[name] == value:
@@ -150,7 +150,7 @@ def left_switched(before: dict[str, Any]) -> Iterator[str]:
 
 
 def _autocast(before, now) -> str:
-    """What of autocast is another: (device, on or off, dtype) for each kind of device."""
+    """The state of autocast: (device, on or off, dtype) for each kind of device."""
     for (kind, was_on, was_dtype), (_, on, dtype) in zip(before, now, strict=True):
         if on != was_on:
             return f"{'on' if on else 'off'} for {kind}"
@@ -160,7 +160,7 @@ def _autocast(before, now) -> str:
 
 
 def put_back(before: dict[str, Any]) -> None:
-    """Every switch as it was."""
+    """Restore every switch."""
     now = switches()
     if now == before:
         return
@@ -171,7 +171,7 @@ def put_back(before: dict[str, Any]) -> None:
     torch.clear_autocast_cache()
     torch.set_default_dtype(before["the default dtype"])
     if now["the default device"] != before["the default device"]:
-        torch.set_default_device(None)  # "cpu" would stay as a mode, which all operations go through
+        torch.set_default_device(None)  # "cpu" would stay on as a mode that all operations pass
         if torch.get_default_device() != before["the default device"]:
             torch.set_default_device(before["the default device"])
     deterministic, warns = before["deterministic algorithms"]
