@@ -1,4 +1,4 @@
-"""The BERT-large table of 2022, and what it takes to arrive at its figures without the card that it was measured on.
+"""The BERT-large table of 2022, and how to reproduce its figures without the card that it was measured on.
 
 Transformers' documentation (v4.18, "Performance and Scalability") trained bert-large-uncased as a sequence classifier on 512
 rows of 512 tokens on a V100 with 16 GB, nine ways, and printed what NVML said after each run: everything that the process
@@ -6,8 +6,8 @@ held on the card. That is the driver's context, and every segment that PyTorch's
 NVML's "MB" are MiB, and so are this module's.
 
 ``predicted`` is today's step. ``replay`` runs the first steps of a cold start on fake tensors and hands each request for
-memory to the allocator's rules, and has switches for four things that the software of January 2022 did otherwise. What it
-says for every run takes some minutes, and is kept in ``bert_large.json`` (``python -m gradmem_lib.course.claims.bert_large``).
+memory to the allocator's rules. It has switches for four things that the software of January 2022 did differently. All runs
+take some minutes, so results are kept in ``bert_large.json`` (``python -m gradmem_lib.course.claims.bert_large`` writes it).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ RECORD = Path(__file__).with_name("bert_large.json")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the table: ``recipe``, and as published its time in ``seconds`` for 512 rows, ``per_second`` rows in a second,
-    and ``mib`` on the card in all."""
+    """One run of the table: its ``recipe``, and the published figures: ``seconds`` for 512 rows, ``per_second`` (rows a second),
+    and ``mib`` (all MiB on the card)."""
 
     name: str
     recipe: Recipe
@@ -93,7 +93,7 @@ def config():
 
 
 def model(device: str = "meta"):
-    """The model of ``config()``, its weights random, and without memory on "meta"."""
+    """The model of ``config()``, with random weights; on "meta", without memory."""
     from transformers import BertForSequenceClassification
 
     with torch.device(device):
@@ -118,7 +118,7 @@ def predicted(run: Run) -> Prediction:
 
 
 class Replayed(NamedTuple):
-    """Bytes: the most that lived at once, and all that the allocator had taken by the end."""
+    """Bytes: the most live bytes, and all that the allocator had reserved at the end."""
 
     live: int
     reserved: int
@@ -140,7 +140,7 @@ class _SoftmaxOf2022(torch.autograd.Function):
 
 
 class _AdamWOf2022(Optimizer):
-    """The memory of transformers' own AdamW, the Trainer's choice then: one temporary of a parameter's size, torch's has two."""
+    """The memory of transformers' own AdamW, then the Trainer's default: one temporary of a parameter's size (torch's: two)."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -159,11 +159,11 @@ class _AdamWOf2022(Optimizer):
 def replay(
     run: Run, *, zeroed: bool = True, softmax: bool = True, gelu: bool = True, adamw: bool = True
 ) -> Replayed:
-    """A cold start: the weights, then two steps, every request answered by the allocator's rules.
+    """A cold start: the weights, then two steps, with every request answered by the allocator's rules.
 
     ``zeroed``: gradients are set to zero after a step and stay, as ``zero_grad`` did until PyTorch 2.0; ``gelu``: autocast runs
     GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it off the list); ``softmax`` and ``adamw``: those of 2022.
-    All off is today's software. Two micro-batches stand for four: the second has all that the third and fourth have.
+    With all of them off, it is today's software. Two micro-batches stand for four: the second is like the third and fourth.
     """
 
     recipe, rows = run.recipe, BATCH_SIZE
@@ -196,7 +196,7 @@ def _zeroing(optimizer: Optimizer) -> Callable:
     return lambda set_to_none=True: zero_grad(set_to_none=False)
 
 
-# Each adds one thing to what is on in the one before it.
+# Each stage switches on one more thing than the stage before it.
 STAGES = {
     "today": {"zeroed": False, "softmax": False, "gelu": False, "adamw": False},
     "gradients zeroed": {"zeroed": True, "softmax": False, "gelu": False, "adamw": False},
@@ -207,7 +207,7 @@ STAGES = {
 
 
 def replayed(run: Run) -> dict[str, Replayed]:
-    """What the record keeps of ``run``: live and reserved bytes at each stage from today's software to that of 2022."""
+    """The record of ``run``: live and reserved bytes at each stage from today's software to that of 2022."""
     found = json.loads(RECORD.read_text(encoding="utf-8"))["replayed"][run.name]
     return {stage: Replayed(**values) for stage, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""A claim as it is shown: one line with the verdict, and behind it the sentence, the figures and the reason."""
+"""Shows a claim: one line with the verdict, which unfolds to the sentence, the figures and the reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A finding: the figures that a claim's verdict is computed from, and the sentence that says it.
 
-No verdict is written down anywhere. A claim is judged in the setting of its own document first (``own``), then under the
-condition that it needs (``where``); what else a reader should see, and what decides nothing, is ``beyond``.
+No verdict is written down anywhere. A claim is first judged in the setting of its own document (``own``), then under the
+condition that it needs (``where``). Other figures that a reader should see, but that decide nothing, are ``beyond``.
 """
 
 from __future__ import annotations

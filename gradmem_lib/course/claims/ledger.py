@@ -13,7 +13,7 @@ LESSONS = Path(__file__).resolve().parents[3] / "solutions"
 
 
 def shown_in(folder: Path = LESSONS) -> dict[str, list[str]]:
-    """For each claim that a lesson shows, the numbers of these lessons: what their cells call is the one home of it."""
+    """For each claim, the numbers of the lessons that show it, found in the calls of their cells."""
     found: dict[str, list[str]] = {}
     for lesson in sorted(folder.glob("[0-9][0-9]_*.py")):
         calls = re.findall(r"^claims\.show\((.*?)\)", lesson.read_text(encoding="utf-8"), re.M | re.S)
@@ -54,7 +54,7 @@ def markdown(findings: dict[str, Finding | None]) -> str:
 
 
 def _row(claim: Claim, finding: Finding | None) -> str:
-    """The claimed and the found figure of the claim's own setting that decides: the first that disagrees, if any does."""
+    """The claimed and the found number of the deciding figure in the claim's own setting: the first that disagrees, if any."""
     if finding is None:
         return f"| {claim.id} | {claim.says} | | {OPEN} |"
     figure = next((f for f in finding.own if not f.agrees), finding.own[0])
@@ -63,7 +63,7 @@ def _row(claim: Claim, finding: Finding | None) -> str:
 
 
 def _figures(finding: Finding) -> list[str]:
-    """The figures in sight. What is claimed of several is said at the first of them."""
+    """The visible figures. If several share a claimed value, the first of them shows it."""
     claimed = ""
     lines = []
     for figure in finding.shown:

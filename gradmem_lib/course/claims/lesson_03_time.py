@@ -39,7 +39,7 @@ class _Count(TorchDispatchMode):
 @cache
 def _work(k: int, step_each: bool = False) -> tuple[int, int, int]:
     """Operations, floating-point operations in matrix products, and additions to gradients, of one window of 32."""
-    model = models.tiny_llama(**SIZES, attention="eager")  # whose products the counter sees
+    model = models.tiny_llama(**SIZES, attention="eager")  # the counter sees its products
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def window():

@@ -43,7 +43,7 @@ def recorded() -> dict | None:
 
 
 def _times(*variants: str) -> dict[str, float]:
-    """Recorded time over that of no checkpoint, of the variants whose names begin so, in every setting that was timed."""
+    """Recorded times relative to no checkpoint, for variants whose names begin like this, in every timed setting."""
     found = recorded() or {"settings": {}}
     return {
         f"{name}: {setting['what']}": row["time / none"]
@@ -144,7 +144,7 @@ def saves_half_to_four_fifths() -> Finding:
 
 
 def _longest(card: int, **checkpointing) -> int:
-    """The longest sequence that Llama-2-7B in pure bf16 with AdamW trains on a card of so many bytes, batch 1."""
+    """The longest sequence on which Llama-2-7B in pure bf16 trains with AdamW on a card of this size, at batch 1."""
     low, high = 1, 2**20
     while low < high:
         middle = (low + high + 1) // 2

@@ -79,7 +79,7 @@ def _switched_on(trainer) -> str:
 
 
 def _named_alone(on: str) -> bool:
-    """Whether not every layer was switched on where modules were named."""
+    """Whether some layers stayed off when modules were named."""
     return on != "layers 0, 1, 2, 3 of 4"
 
 

@@ -1,7 +1,7 @@
 """Lesson 06's answers: what the techniques need together, on which card, and which of them comes first.
 
-Needs are predicted for a CUDA card: live bytes of the second and later steps, exact; what the allocator, cuBLAS and the driver add
-is left out, so that "does not fit" is certain. Times are counted, not measured.
+Needs are predicted for a CUDA card: exact live bytes of the second and later steps. The bytes that the allocator, cuBLAS and the
+driver add are left out, so that "does not fit" is certain. Times are estimated from counts, not measured.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def larger_models() -> Finding:
 
 
 def _int8_base(shape: Shape) -> int:
-    """Bytes that frozen linear layers take more in 8 bits (a float32 scale for each row) than in 4 (``quantized``'s layout)."""
+    """How many more bytes frozen linear layers take in 8 bits (a float32 scale for each row) than in 4 (``quantized``'s layout)."""
     weights = shape.layers * sum(shape.matrices.values())
     rows = shape.layers * (3 * shape.hidden + 2 * shape.kv_hidden + 2 * shape.intermediate)
     return round(weights * (1 - 0.5 - 1 / 64 - 4 / (64 * 256))) + 4 * rows

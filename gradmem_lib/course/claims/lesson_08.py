@@ -39,7 +39,7 @@ def _predicted(attention: str, tokens: int, **changes):
 
 
 def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
-    """What ``part`` of each layer in a checkpoint takes off the activations, as a share of what whole layers take off."""
+    """How much a checkpoint around ``part`` of each layer reduces activations, as a share of the reduction by whole layers."""
     none, some, whole = (
         activations(_predicted(attention, tokens, checkpointing=how)) for how in (None, part, "per-layer")
     )
@@ -48,7 +48,7 @@ def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
 
 @cache
 def layer_operations(part: str | None, attention: str, tokens: int) -> int:
-    """Of one layer's forward and backward on one row, with ``part`` of it in a checkpoint; ``"per-layer"``: all of it."""
+    """The operations of one layer's forward and backward on one row, with ``part`` of it in a checkpoint (``"per-layer"``: all)."""
     whole = partial(checkpoint_layers, every=1)
     again = whole if part == "per-layer" else partial(checkpoint_parts, part=part)
     how = nullcontext if part is None else again
@@ -61,7 +61,7 @@ def extra_work(part: str, attention: str, tokens: int) -> float:
 
 
 def _half_of_the_saving(half: str, attention: str, tokens: int) -> float:
-    """The same by the closed forms, with the half's norm in its checkpoint: of each layer the half's input stays."""
+    """The same by the closed forms, with the half's norm inside its checkpoint: each layer keeps the half's input."""
     options = {"precision": "bf16", "attention": attention}
     block = sum(accounting.block_activations(SEVEN, 1, tokens, **options).values())
     mlp = sum(accounting.mlp_activations(SEVEN, 1, tokens, precision="bf16").values())
@@ -102,7 +102,7 @@ def attention_alone() -> Finding:
 
 
 def _fitted(share: float) -> str:
-    """Which layers ``every="fit"`` runs again where a step gets this share of the bytes that it needs without checkpoints."""
+    """The layers that ``every="fit"`` recomputes if a step gets this share of the bytes that it needs without checkpoints."""
     asked = {"batch_size": 64, "seq_len": 32}
     room = predict(_tiny(), **asked).peak.total
     return (fit(_tiny(), int(share * room), **asked).checkpointing or "no layer").replace(
@@ -134,7 +134,7 @@ def checkpointing_auto() -> Finding:
 
 
 def taken_off(what: str, tokens: int, **how) -> float:
-    """The share that moving, or another way, takes off the activations of a step, or off its whole ``"peak"``."""
+    """The share by which moving, or another way, reduces the activations of a step, or its whole ``"peak"``."""
     size = (lambda step: step.peak.total) if what == "peak" else activations
     share = 1 - size(_predicted("fused", tokens, **how)) / size(_predicted("fused", tokens))
     return round(share, 4) + 0.0  # moving leaves a handful of bytes, and no share has the sign of -0

@@ -11,7 +11,7 @@ from .lesson_05_switches import _by_hand, _ids, _quiet, _tiny
 
 
 def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tuple[int, int, str]:
-    """Of a tiny Llama with LoRA on every linear layer: adapters that get a gradient, peak in bytes, and what backward raises.
+    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient, the peak in bytes, and backward's error.
 
     ``enable``: whether the embedding's output requires a gradient; ``by_hand``: torch's ``checkpoint`` around each layer,
     in place of transformers' switch.
@@ -27,7 +27,7 @@ def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tu
         if enable:
             model.enable_input_require_grads()
         else:
-            model.disable_input_require_grads()  # which both ways of switching on have called
+            model.disable_input_require_grads()  # both ways of switching on have called enable
         with MemoryTracker(model, live=False) as tracker:
             try:
                 model(input_ids=ids, labels=ids).loss.backward()

@@ -1,4 +1,4 @@
-"""What autograd saves, counted on what is really run: tensors handed over, and the storages that they keep alive."""
+"""Counts what autograd saves in a real run: the tensors handed over, and the storages that they keep alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claims that the course puts to the test: what five documents say, in our words."""
+"""The claims that the course tests: what five documents say, in our words."""
 
 from __future__ import annotations
 
