@@ -78,7 +78,7 @@ def count(config) -> Work:
     named = labels in inspect.signature(model.forward).parameters
     if not named or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"plan is for rows of token ids with labels, and {type(model).__name__} takes others: predict the recipes that you think of, "
+            f"plan is for rows of token ids with labels, and {type(model).__name__} takes other inputs: predict each recipe yourself, "
             "with predict(model, batch=..., recipe=Recipe(...))"
         )
     check_pieces(model, {}, "micro-batches")
@@ -124,8 +124,8 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     wrong += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
     if wrong:
         raise ValueError(
-            "of a model that has adapters, plan knows method='lora': to train LoRA's, on weights in floating point. This one has "
-            f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model before it got them"
+            "for a model with adapters, plan has only method='lora': training LoRA on weights in floating point. This model has "
+            f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model without adapters"
         )
     refuse_checkpointed([given])
     parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]

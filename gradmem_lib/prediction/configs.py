@@ -183,5 +183,5 @@ def skeleton(config) -> nn.Module:
     except Exception as error:
         raise ValueError(
             f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: {error}): change the setting that "
-            "it stumbles over"
+            "causes this error"
         ) from error

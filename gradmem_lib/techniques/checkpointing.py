@@ -368,6 +368,6 @@ def refuse_checkpointed(layers: list[nn.Module]) -> None:
             raise RuntimeError(_TWICE)
     if any(map(is_compiled, layers)):
         raise RuntimeError(
-            "a layer is compiled by itself, and compiled code runs past the checkpoints: checkpoint the layers before they are "
-            "compiled, or compile none of them"
+            "a layer is compiled on its own, and compiled code bypasses the checkpoints: checkpoint the layers before you compile "
+            "them, or do not compile them"
         )

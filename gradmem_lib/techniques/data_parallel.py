@@ -68,7 +68,7 @@ class Replicated(Processes):
             raise ValueError(
                 f"backward has not reached every trained parameter ({', '.join(without[:3]) or 'of this micro-batch'}), and "
                 "DistributedDataParallel still waits for it, so other gradients are not averaged: freeze unused parameters "
-                " (requires_grad_(False)). If the data decide which ones are used, wrap the model yourself, in "
+                "(requires_grad_(False)). If the data decide which ones are used, wrap the model yourself, in "
                 "DistributedDataParallel(find_unused_parameters=True)"
             )
 

@@ -116,7 +116,7 @@ class Tiled(Again):
         except RuntimeError as error:
             raise ValueError(
                 f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that takes (..., tokens, width) in any "
-                "strides, such as an MLP. A mixture's block may take slices of one row, and of several not"
+                "strides, such as an MLP. A mixture's block may take slices of one row, but not of several"
             ) from error
         if not isinstance(out, Tensor) or out.shape[:-1] != few.shape[:-1]:
             what = f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"

@@ -84,8 +84,8 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     for name, module in adapters_of(model).items():
         if isinstance(module.base, Linear4bit):
             raise ValueError(
-                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
-                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
+                f"the base of {name} is in 4 bits, and rounding to 4 bits would lose the additions: load the model in bf16 with "
+                "a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
             )
     for name, module in adapters_of(model).items():
         replace(model, name, module.merged())

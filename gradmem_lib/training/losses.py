@@ -65,7 +65,7 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     if others:
         raise ValueError(
             f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is no mean over labels or rows, differs "
-            "in pieces. Take accumulation=1, no sharding, and checkpointing to make room; or step's loss=, which is such a mean"
+            "in pieces. Use accumulation=1 and no sharding, with checkpointing to save memory; or give step a loss= that is such a mean"
         )
 
 

@@ -112,7 +112,7 @@ def set_attention(model: nn.Module, name: str | None) -> None:
         model.set_attn_implementation(name)
     except ValueError as error:
         raise ValueError(
-            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which leaves it what it has "
+            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which keeps its own "
             f"({compat.attention_of(model)!r})"
         ) from error
 

@@ -137,8 +137,8 @@ class Recipe:
             )
         if self.fully_sharded and self.precision == "float32-master" and self.lora_rank is not None:
             raise ValueError(
-                f"float32-master with sharding={self.sharding!r} cuts float32 weights, the frozen ones too, and gathers them in bf16, "
-                "the scales of a 4-bit base too: choose precision='bf16', or None and a model in bf16, whose additions are float32"
+                f"float32-master with sharding={self.sharding!r} shards float32 weights, also frozen ones, and gathers them in bf16, "
+                "also the scales of a 4-bit base: choose precision='bf16', or None and a model in bf16, whose additions are float32"
             )
         if self.fully_sharded and self.checkpointing == "best":
             raise ValueError(
