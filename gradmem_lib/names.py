@@ -16,11 +16,11 @@ OPTIMIZERS = {
     "adamw": "AdamW, one parameter after another",
     "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
     "adamw-fused": "AdamW in one kernel, in place",
-    "adamw-8bit": "AdamW whose states take one byte a number",
-    "adamw-stochastic": "AdamW on bf16 weights and states, computed in float32 and rounded by chance, so that no update is lost on average",
-    "adafactor": "row and column sums in place of the second moment, as transformers has it: with float32 copies of a tensor",
-    "adafactor-torch": "the same, as torch.optim has it: one copy of a tensor, in its own dtype; a relative learning rate",
-    "sgd": "no state, or one with momentum",
+    "adamw-8bit": "AdamW with one byte for each number of its states",
+    "adamw-stochastic": "AdamW on bf16 weights and states, computed in float32 and rounded stochastically: no update is lost on average",
+    "adafactor": "row and column sums in place of the second moment, by transformers: with float32 copies of a tensor",
+    "adafactor-torch": "the same by torch.optim: with one copy of a tensor, in its own dtype, and a relative learning rate",
+    "sgd": "no state; one state with momentum",
 }
 
 ATTENTION = {
@@ -30,25 +30,25 @@ ATTENTION = {
 
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 SELECTIVE = {
-    "attention": "of each layer, attention runs again",
-    "mlp": "of each layer, the MLP runs again",
-    "elementwise": "of each layer, all but matrix products and fused attention runs again",
+    "attention": "the attention of each layer is recomputed",
+    "mlp": "the MLP of each layer is recomputed",
+    "elementwise": "all of each layer but matrix products and fused attention is recomputed",
 }
 OFFLOAD = {
-    "activations": "all that autograd saves, but parameters and buffers",
+    "activations": "all that autograd saves, except parameters and buffers",
     "boundaries": "the inputs of checkpoints",
-    "parameters": "with sharding='fsdp': shards of weights, gradients and states, which the optimizer steps on the host",
+    "parameters": "with sharding='fsdp': shards of weights, gradients and states; the optimizer's step runs on the host",
 }
 SHARDING = {
     "ddp": "each rank has a copy of everything, and gradients are averaged (DistributedDataParallel)",
-    "zero1": "the same, with optimizer states cut over the ranks (ZeroRedundancyOptimizer)",
-    "zero2": "states, gradients and weights are cut; gathered weights stay until backward (fully_shard, no resharding)",
-    "fsdp": "the same, and a layer's gathered weights are freed after it, in forward too (fully_shard; ZeRO 3)",
+    "zero1": "the same, with optimizer states sharded over the ranks (ZeroRedundancyOptimizer)",
+    "zero2": "states, gradients and weights are sharded; gathered weights stay until backward (fully_shard, no resharding)",
+    "fsdp": "the same, but a layer's gathered weights are freed after the layer, also in forward (fully_shard; ZeRO 3)",
 }
 IGNORED = -100  # a label that does not count
 
 
 def choose(what: str, value, names) -> None:
-    """``ValueError`` for a ``value`` that is none of ``names``."""
+    """Raise ``ValueError`` for a ``value`` that is not one of ``names``."""
     if value not in names:
         raise ValueError(f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}")
