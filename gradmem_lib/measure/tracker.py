@@ -82,7 +82,7 @@ class MemoryTracker:
         draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        told = self._after_sample if draws or self.budget is not None else None  # costs no time without
+        told = self._after_sample if draws or self.budget is not None else None  # None takes no time
         self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends

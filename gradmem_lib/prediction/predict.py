@@ -1,8 +1,8 @@
 """The peak of a training step without running it.
 
-The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size, but no memory. The
-``MemoryTracker``'s code counts them like real ones. Every layer of a deep model does the same operations. So two short
-traces, of three and of four layers, are enough to compute the trace of all layers, event by event.
+The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size, but no memory. The code of
+``MemoryTracker`` counts them like real ones. Every layer of a deep model does the same operations. So two short traces, of
+three and of four layers, are enough to compute the trace of all layers, event by event.
 """
 
 from collections.abc import Callable, Mapping

@@ -154,7 +154,7 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """``Trainer`` calls this for each micro-batch. The last call accumulates all gradients and returns the mean loss."""
+        """Called for each micro-batch of a step. The last call accumulates all gradients and returns the mean loss, others 0."""
         self._brought.append(inputs)
         if len(self._brought) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
