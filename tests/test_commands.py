@@ -137,7 +137,7 @@ OTHERS = {
         ({"model_type": "llama", "num_attention_heads": 0}, "the config of .* is not valid .*zero"),
         ({"model_type": "llama", "hidden_size": 65}, "the config of .* is not valid .*not a multiple"),
         *(
-            ({"model_type": kind, "architectures": [name]}, f"{name} takes others: .*batch=")
+            ({"model_type": kind, "architectures": [name]}, f"{name} takes other inputs: .*batch=")
             for name, kind in OTHERS.items()
         ),
         (
