@@ -124,7 +124,7 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     wrong += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
     if wrong:
         raise ValueError(
-            "for a model with adapters, plan has only method='lora': training LoRA on weights in floating point. This model has "
+            "for a model with adapters, plan has only method='lora': training LoRA on weights in floating point. This one has "
             f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model without adapters"
         )
     refuse_checkpointed([given])
