@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from families import tiny_config
@@ -14,7 +16,7 @@ from gradmem_lib.prediction.configs import model_class
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.lora import add_lora
-from gradmem_lib.techniques.optimizers import code_table, nearest
+from gradmem_lib.techniques.optimizers import AdamW8bit, code_table, nearest
 from gradmem_lib.training.recipe import Recipe
 
 
@@ -86,20 +88,29 @@ def test_a_4bit_layer_keeps_nothing_for_backward():
     assert not kept
 
 
-def test_writing_a_4bit_weight_out_needs_its_own_bytes_and_little_more():
+def most_at_once(run) -> int:
     """By the CPU allocator's events, which see inside an operator."""
-    layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
-    layer.dequantized(torch.bfloat16)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiled:
-        result = layer.dequantized(torch.bfloat16)
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    assert 0 < peak - result.nbytes < 30 * quantized.SLICE  # all at once, it would be eight times as much
+        run()
+    events = profiled.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def test_what_the_operators_take_inside_is_as_documented():
+    """``predict`` names both figures, which are those of one slice: all at once, it would be more for larger weights."""
+    layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
+    layer.dequantized(torch.bfloat16)
+    result, magnitudes = 2048 * 4096 * 2, 2048 * 4096 // quantized.BLOCK * 4
+    inside = most_at_once(lambda: layer.dequantized(torch.bfloat16)) - result - magnitudes
+    assert 13e6 < inside < 14e6
+    weight = nn.Parameter(torch.randn(2**22).bfloat16())
+    weight.grad = torch.randn(2**22).bfloat16()
+    optimizer = AdamW8bit([weight])
+    optimizer.step()
+    assert 34e6 < most_at_once(optimizer.step) < 35e6
+    assert all(figure in predict.__doc__ for figure in ("35 and 14 MB", "8- and 4-bit"))
 
 
 def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):

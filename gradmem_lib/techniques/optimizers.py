@@ -19,8 +19,8 @@ class AdamW8bit(OwnDtypes):
     """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
 
     The layout is that of bitsandbytes: blocks of 256 numbers share one float32, their largest magnitude; tensors with fewer
-    than 4,096 numbers stay in float32; all parameters share two float32 tables of 256 values. The update runs inside one
-    operator, as in the kernel of bitsandbytes, so it needs no memory that an allocator would see.
+    than 4,096 numbers stay in float32; all parameters share two float32 tables of 256 values. The update is one operator, as in
+    bitsandbytes, and a tracker sees nothing inside it. Unlike bitsandbytes' kernel, it takes up to 35 MB for a moment.
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
