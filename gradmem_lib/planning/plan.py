@@ -40,8 +40,8 @@ def plan(
     tried on one card, which holds as many bytes as mixed precision, nor ``adamw-stochastic``: as many as AdamW in bf16. On
     several, no loss is in chunks, and AdamW alone steps in backward.
 
-    Raises ``ValueError`` for an unknown card, model or method, and for sizes that the model cannot take, and ``RuntimeError`` for a
-    model with LoRA in it that is checkpointed or compiled already.
+    Raises ``ValueError`` for an unknown card, model or method, for sizes that the model cannot take and for a model with frozen
+    weights or others than its config's, and ``RuntimeError`` for one that is checkpointed or compiled already.
     """
     choose("method", method, (None, *METHODS, "any"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
