@@ -1,9 +1,8 @@
 """Fake tensors, quickly: what an operator returned for such arguments once, it returns again.
 
-PyTorch's fake tensors work out the shape of every result, and take most of a tenth of a millisecond to do so. A model's
-layers ask the same thing over and over. Here the answer (shape, strides, dtype, and whose storage it is) is kept under a
-key that costs little to make. Whatever the key cannot describe goes PyTorch's own way, so this is a shortcut and no
-second opinion.
+PyTorch's fake tensors work out the shape of every result, and take most of a tenth of a millisecond to do so. A model's layers
+ask the same thing over and over. Here the answer (shape, strides, dtype, and whose storage it is) is kept under a key that costs
+little to make. Whatever the key cannot describe goes PyTorch's own way, so this is a shortcut and no second opinion.
 """
 
 from collections.abc import Callable
@@ -17,9 +16,8 @@ from . import corrections
 from .question import CannotTrace
 
 KEPT = 20_000
-_PLAIN = frozenset(
-    (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-)
+ELSEWHERE = "a tensor from elsewhere, whose bytes stay: put it into batch=, or into the module as a buffer"
+_PLAIN = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 Again = Callable[["QuickFakeMode", tuple], object]  # (mode, args) to what came out, made anew
 # By what is the same for a whole trace: its target, and what is set around it. Every answer may be dropped at any time.
 known: dict[tuple, dict[tuple | None, Again]] = {}
@@ -64,9 +62,10 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         foreign = any(type(value) is torch.nn.Parameter for value in args)
         if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
             what = "another module's parameter" if foreign else f"a result of layout {out.layout}"
-            raise CannotTrace(
-                f"{func} has {what}: give one module that holds all parameters, with sparse=False"
-            )
+            raise CannotTrace(f"{func} has {what}: give one module with all parameters, and sparse=False")
+        elsewhere = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
+        if elsewhere and any(r.alias_info is not None for r in compat.returns(func)):
+            raise CannotTrace(f"{func} has {ELSEWHERE}")
         if func in self._corrections:
             out = self._corrections[func](args, out)
         if (again := None if key is None else _again(func, args, out)) is not None:

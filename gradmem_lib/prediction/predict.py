@@ -148,9 +148,9 @@ def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, ra
             "says. Give how many and which one, 0 to ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
         )
     if batch is not None:
-        if not (tensors := [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]):
+        if not (tensors := [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]):
             raise ValueError(
-                f"batch is {type(batch).__name__} without a tensor in it: give a dict, a tuple or a tensor; "
+                f"batch is {type(batch).__name__} without a tensor of rows in it: give a dict, a tuple or a tensor; "
                 "torch.empty(..., device='meta') costs no memory"
             )
         recipe.micro_batch(len(tensors[0]))
