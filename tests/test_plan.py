@@ -170,6 +170,7 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
         ({"seq_len": 100_000}, "beyond the 256 positions"),
         ({"seq_len": None}, "number of tokens"),
         ({"target": "tpu"}, "target='tpu'"),
+        ({"target": None}, "target=None is not known"),
     ],
 )
 def test_bad_input_is_a_sentence(config, changes, says):

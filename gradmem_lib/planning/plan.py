@@ -44,6 +44,7 @@ def plan(
     weights or others than its config's, and ``RuntimeError`` for one that is checkpointed or compiled already.
     """
     choose("method", method, (None, *METHODS, "any"))
+    choose("target", target, ("cuda", "cpu"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
     if global_batch % whole("cards", cards, 2, "cards"):
         raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")
