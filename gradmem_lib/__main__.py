@@ -72,9 +72,13 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def _name(text: str) -> str | None:
+    return None if text in ("none", "None") else text
+
+
 def _schedule(text: str) -> str | int | list[int] | None:
     """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for a list of them."""
-    if text == "none":
+    if _name(text) is None:
         return None
     parts = text.split(",")
     if all(part.strip().isdigit() for part in parts):
@@ -226,16 +230,16 @@ def _add_predict(commands) -> None:
     add("model", help=_MODEL)
     add("--batch-size", type=int, required=True, metavar="N", help="rows of one optimizer step")
     add("--seq-len", type=int, metavar="N", help="tokens in a row (not for images)")
-    add("--precision", default="float32", metavar="P", help=", ".join(PRECISIONS))
+    add("--precision", type=_name, default="float32", metavar="P", help=", ".join(PRECISIONS))
     add("--optimizer", default="adamw", metavar="O", help=", ".join(OPTIMIZERS))
     add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
     add("--in-backward", action="store_true", help="step each parameter in backward and free its gradient")
-    add("--attention", default="fused", metavar="A", help=" or ".join(ATTENTION))
+    add("--attention", type=_name, default="fused", metavar="A", help=", ".join((*ATTENTION, "none")))
     schedules = ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
-    add("--offload", metavar="O", help="moved away until backward: " + ", ".join(OFFLOAD))
-    add("--sharding", metavar="S", help="over several processes: " + ", ".join(SHARDING))
+    add("--offload", type=_name, metavar="O", help="moved away until backward: " + ", ".join(OFFLOAD))
+    add("--sharding", type=_name, metavar="S", help="over several processes: " + ", ".join(SHARDING))
     add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")
     add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
     add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")

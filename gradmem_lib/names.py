@@ -11,7 +11,6 @@ PRECISIONS = {
     "autocast-fp16": "the same with float16, and a scaled loss",
     "float32-master": "bf16 weights and gradients; the optimizer keeps float32 weights and states",
 }
-
 OPTIMIZERS = {
     "adamw": "AdamW, one parameter after another",
     "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
@@ -22,12 +21,7 @@ OPTIMIZERS = {
     "adafactor-torch": "the same by torch.optim: with one copy of a tensor, in its own dtype, and a relative learning rate",
     "sgd": "no state; one state with momentum",
 }
-
-ATTENTION = {
-    "fused": "one kernel that never stores the scores",
-    "eager": "scores, softmax and product one by one",
-}
-
+ATTENTION = ("fused", "eager")  # one kernel that never stores the scores; one operation after another
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 SELECTIVE = {
     "attention": "the attention of each layer is recomputed",

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from families import tiny_config
 
 from gradmem_lib.__main__ import main
 from gradmem_lib.course import models
@@ -106,6 +107,17 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
 def test_command_refuses_bad_input_in_a_sentence(capsys, words, says):
     code, out, err = command(capsys, *words)
     assert code == 2 and says in err and not out and "Traceback" not in err
+
+
+def test_command_leaves_a_models_attention_as_it_is(capsys, tmp_path):
+    config = tiny_config("mamba")
+    config.save_pretrained(tmp_path)
+    words = ["predict", str(tmp_path), "--batch-size", "2", "--seq-len", "8", "--target", "cpu", "--json"]
+    code, _, err = command(capsys, *words)
+    assert code == 2 and "attention=None" in err  # what there is a word for
+    code, out, _ = command(capsys, *words, "--attention", "none", "--offload", "none", "--sharding", "none")
+    wanted = predict(config, batch_size=2, seq_len=8, recipe=Recipe(attention=None), target="cpu")
+    assert code == 0 and json.loads(out)["peak"]["total"] == wanted.peak.total
 
 
 def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_path):

@@ -140,3 +140,12 @@ CASES = NORMS | LOSSES | MIXED | FILLED | OTHERS
 def test_a_fake_says_what_the_kernel_returns(name):
     op, *args = CASES[name]
     assert said(op, *args, target="cpu") == said(op, *args, target=None)
+
+
+@pytest.mark.parametrize("name", ["hann", "hamming", "blackman", "bartlett", "kaiser"])
+@pytest.mark.parametrize("numbers", [0, 1, 2, 9])
+def test_a_periodic_window_is_a_longer_one_without_its_last_number(name, numbers):
+    window = getattr(aten, f"{name}_window")
+    for op, *more in ((window.default,), (window.periodic, False)):
+        expected = said(op, numbers, *more, target=None)
+        assert [said(op, numbers, *more, target=target) for target in ("cpu", "cuda")] == [expected] * 2

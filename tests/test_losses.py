@@ -81,6 +81,58 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
         chunked_loss(model, batch_of(ids) | {"output_router_logits": True})
 
 
+def with_a_bias(model):
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+
+
+def with_a_cap(model):
+    class Capped(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * torch.tanh(super().forward(x) / 2)
+
+    model.lm_head = Capped(model.config.hidden_size, model.config.vocab_size, bias=False)
+
+
+def with_a_hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
+
+
+def with_a_forward(model):
+    model.lm_head.forward = lambda x: 5 * torch.nn.functional.linear(x, model.lm_head.weight)
+
+
+def with_a_loss(model):
+    model.loss_function = lambda logits, labels, **more: logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *(
+            (change, "on the output layer")
+            for change in (with_a_bias, with_a_cap, with_a_hook, with_a_forward)
+        ),
+        (with_a_loss, "a loss_function of its own"),
+    ],
+)
+def test_what_was_changed_on_a_model_is_not_lost_in_chunks(change, says):
+    model = tiny_model(*causal("Llama"))
+    ids = torch.randint(3, VOCABULARY, (2, 40))
+    chunked_loss(model, batch_of(ids))
+    change(model)
+    with pytest.raises(ValueError, match=f"{says}.*leave chunked_loss out"):
+        chunked_loss(model, batch_of(ids))
+
+
+def test_chunks_of_labels_that_lie_elsewhere_and_of_no_language_model_are_refused():
+    model = tiny_model(*causal("Llama"))
+    ids = torch.randint(3, VOCABULARY, (2, 40))
+    with pytest.raises(ValueError, match="other labels"):
+        chunked_loss(model, batch_of(ids) | {"shift_labels": ids})
+    with pytest.raises(ValueError, match="Linear is none"):
+        predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=Recipe(chunked_loss=True), target="cpu")
+
+
 class LlamaForCausalLM(torch.nn.Module):
     """It is by its name that a model is known to shift labels."""
 
@@ -143,6 +195,8 @@ PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
         ("BartForCausalLM", SMALL | PAIR),
         ("BertGenerationDecoder", HEADS | {"is_decoder": True}),
         ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
+        ("ModernBertForMaskedLM", HEADS | {"sparse_prediction": True, "sparse_pred_ignore_index": 0, "pad_token_id": 0}),
+        ("ModernBertForMaskedLM", HEADS | {"sparse_pred_ignore_index": 0, "pad_token_id": 0}),
         ("ElectraForPreTraining", HEADS),
         ("BioGptForTokenClassification", HEADS | {"num_labels": 60}),
         ("Wav2Vec2ForCTC", HEADS | {
@@ -174,7 +228,9 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
         "input_ids": ids,
         "labels": ids.masked_fill(torch.arange(12) > 1 + 3 * torch.arange(4)[:, None], -100),
     }
-    if name.startswith("Bert") and "num_labels" in options:
+    if name.startswith("ModernBert"):
+        batch["labels"] = torch.where(batch["labels"] == -100, 0, ids).masked_fill(ids < 9, -100)
+    elif name.startswith("Bert") and "num_labels" in options:
         batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
     elif name.startswith(("Electra", "BioGpt")):
         hidden = batch["labels"] == -100

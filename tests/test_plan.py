@@ -170,12 +170,49 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
         ({"seq_len": 100_000}, "beyond the 256 positions"),
         ({"seq_len": None}, "number of tokens"),
         ({"target": "tpu"}, "target='tpu'"),
+        ({"target": None}, "target=None is not known"),
     ],
 )
 def test_bad_input_is_a_sentence(config, changes, says):
     asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 2, "method": "qlora", "target": "cpu"} | changes
     with pytest.raises(ValueError, match=says):
         plan(config, **asked)
+
+
+def with_frozen_layers(model):
+    model.model.layers[0].requires_grad_(False)
+
+
+def with_another_head(model):
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size)  # with a bias
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (with_frozen_layers, ValueError, "some are frozen or different: predict each recipe"),
+        (with_another_head, ValueError, "some are frozen or different"),
+        (lambda model: model.gradient_checkpointing_enable(), RuntimeError, "checkpointed already"),
+        (lambda model: model.compile(), RuntimeError, "compiled"),
+    ],
+)
+def test_a_model_that_is_not_its_configs_is_refused(change, error, says):
+    model, asked = small(), {"card": "8 MiB", "seq_len": 16, "global_batch": 2, "target": "cpu"}
+    of_config = plan(model.config, **asked).best.needs
+    assert plan(model, **asked).best.needs == of_config
+    change(model)
+    with pytest.raises(error, match=says):
+        plan(model, **asked)
+
+
+def test_lora_freezes_what_it_is_given_frozen_or_not():
+    model, asked = (
+        small(),
+        {"card": "8 MiB", "seq_len": 16, "global_batch": 2, "target": "cpu", "method": "lora"},
+    )
+    before = plan(model, **asked).best.needs
+    with_frozen_layers(model)
+    assert plan(model, **asked).best.needs == before
 
 
 def test_a_module_without_a_config_is_sent_to_predict():

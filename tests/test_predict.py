@@ -211,6 +211,7 @@ def test_what_cannot_be_traced_is_named(model, operation):
     [
         ({"seq_len": 100}, "beyond the 64 positions"),
         ({"seq_len": None}, "number of tokens"),
+        ({"seq_len": 1}, "rows one token long"),
         ({"batch_size": 0}, "at least 1"),
         ({"batch_size": 3, "recipe": Recipe(accumulation=2)}, "multiple of 2"),
         ({"target": "mps"}, "choose one of 'cpu', 'cuda'"),
@@ -220,6 +221,14 @@ def test_what_cannot_be_traced_is_named(model, operation):
 def test_questions_that_make_no_sense(ask, says):
     with pytest.raises(ValueError, match=says):
         predict(config("llama"), **({"batch_size": 2, "seq_len": 8, "target": "cpu"} | ask))
+
+
+def test_rows_with_answers_are_cut():
+    answers = config("bert")
+    answers.architectures = ["BertForQuestionAnswering"]
+    recipe = Recipe(accumulation=2)
+    predicted = predict(answers, batch_size=BATCH, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert_same(predicted, measured(answers, recipe))
 
 
 def test_questions_about_the_wrong_model(tmp_path):

@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from predicted import assert_predicted
+import torch.nn.functional as F
+from predicted import assert_predicted, assert_same, tracked
 from torch import nn
 from transformers import BatchEncoding, LlamaForCausalLM, LlamaModel
 
@@ -157,3 +158,45 @@ def test_a_tokenizers_batch_is_a_dict():
     expected = predict(llama(2), batch=given, recipe=RECIPE, target="cpu").peak
     assert predict(llama(2), batch=BatchEncoding(given), recipe=RECIPE, target="cpu").peak == expected
     assert_predicted(llama(2), BatchEncoding(given), RECIPE)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(lora_rank=2)], ids=["half", "lora"])
+def test_gradients_that_frozen_weights_hold_stay(recipe):
+    model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
+    for part in model:
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    model[0].requires_grad_(False)
+    predicted = predict(model, batch=torch.ones(4, 8), recipe=recipe, loss=mean_of, target="cpu")
+    assert predicted.current.by_category["gradients"] > 0
+    assert_same(predicted, tracked(model, torch.ones(4, 8), recipe, mean_of))
+
+
+def mean_of(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x: (model(x) * ELSEWHERE[:4]).mean(),
+        lambda model, x: model(x + ELSEWHERE.view(4, 8)).mean(),
+        lambda model, x: model(ELSEWHERE).mean() + model(x).mean(),
+    ],
+    ids=["slice", "view", "given to a module"],
+)
+def test_a_tensor_from_elsewhere_that_stays_is_refused(loss):
+    with pytest.raises(CannotTrace, match=r"a tensor from elsewhere.*as a buffer"):
+        predict(nn.Linear(8, 8), batch=torch.ones(4, 8), loss=loss, target="cpu")
+
+
+def test_a_tensor_from_elsewhere_that_is_computed_with_alone_has_no_bytes_of_the_step():
+    labels, weight = torch.arange(4), torch.rand(8)
+    assert_predicted(
+        nn.Linear(8, 8),
+        (torch.ones(4, 8), labels),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=weight),
+    )
+
+
+ELSEWHERE = torch.ones(4, 8)

@@ -252,6 +252,10 @@ class Flagged(nn.Module):
 
 def test_one_tensor_twice_and_flags_in_a_batch():
     x = torch.randn(32, 64)
+    scaled = {"by": torch.tensor(2.0), "x": x, "target": x}
+    assert_predicted(Flagged(), scaled, Recipe(accumulation=2), lambda m, b: m(b["x"], b["target"] * b["by"]))
+    with pytest.raises(ValueError, match="without a tensor of rows"):
+        predict(Flagged(), batch={"double": torch.tensor(True)}, target="cpu")
     assert_predicted(Flagged(), {"x": x, "target": x})
     assert_predicted(Flagged(), (x, x))
     assert_predicted(Flagged(), {"x": x, "target": x[:, :1], "double": True})

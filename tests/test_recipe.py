@@ -47,6 +47,8 @@ from gradmem_lib.training.step import step
         ({"momentum": 0.9}, "sgd"),
         ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
         ({"momentum": -0.1, "optimizer": "sgd"}, "from 0"),
+        ({"momentum": "0.9", "optimizer": "sgd"}, "from 0"),
+        ({"momentum": None, "optimizer": "sgd"}, "from 0"),
         ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
         ({"precision": "float32-master", "optimizer": "adamw-8bit"}, "adamw"),
         ({"chunked_loss": 1024}, "True or False"),

@@ -16,16 +16,14 @@ class BudgetExceeded(torch.OutOfMemoryError):
     refused), ``everything`` (the holders of all live storages, largest first), and ``holders``, the first five of these.
     """
 
-    def __init__(
-        self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, everything: list[Holder]
-    ):
+    def __init__(self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, live: list[Holder]):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
-        self.everything, self.holders = everything, everything[:5]
-        lowest = lowest_peaks(snapshot, None, everything)
+        self.everything, self.holders = live, live[:5]
+        lowest = lowest_peaks(snapshot, None, live)
         enough = [name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget]
         too_little = [name for name in lowest if name not in enough]
         sums: dict[tuple[str, str], int] = {}
-        for h in everything:
+        for h in live:
             key = (h.category, ".".join(h.module.split(".")[:3]))
             sums[key] = sums.get(key, 0) + h.nbytes
         largest = sorted(sums.items(), key=lambda item: -item[1])[:5]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import UntypedStorage
 
 from ..compat import storage_key
 from ..names import CATEGORIES, IDLE, PHASES, TEMPORARIES
@@ -69,7 +70,7 @@ class Recording:
 
     # Subclasses may override these four (predictions do).
 
-    def size(self, storage: torch.UntypedStorage) -> int:
+    def size(self, storage: UntypedStorage) -> int:
         """Bytes to count for ``storage``; 0 leaves it out."""
         device = storage.device
         here = device == self.device or (self._index is None and device.type == self._type)
@@ -86,9 +87,7 @@ class Recording:
 
     # What is alive
 
-    def enter(
-        self, storage: torch.UntypedStorage, category: int, module: object = "", op: object = ""
-    ) -> int:
+    def enter(self, storage: UntypedStorage, category: int, module: object = "", op: object = "") -> int:
         """Count a new storage. Returns the bytes that it adds."""
         nbytes = self.size(storage)
         if nbytes == 0:
@@ -120,7 +119,7 @@ class Recording:
         while self.freed:
             self.leave(self.freed.popleft())
 
-    def resize(self, entry: Entry, storage: torch.UntypedStorage) -> int:
+    def resize(self, entry: Entry, storage: UntypedStorage) -> int:
         """Count a storage's new size. Returns the bytes that it adds."""
         self.leave(entry)
         return max(self.enter(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)

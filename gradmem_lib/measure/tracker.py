@@ -192,11 +192,9 @@ class MemoryTracker:
                 self._draw("finish", self.timeline)
 
     def _holders(self, peak=None) -> list[Holder]:
-        names = self._meter.module_names()
+        m = self._meter.module_names()
         holders = [
-            Holder(
-                e.nbytes, CATEGORIES[e.category], name_of(e.module, names), str(e.op).removesuffix(".default")
-            )
+            Holder(e.nbytes, CATEGORIES[e.category], name_of(e.module, m), str(e.op).removesuffix(".default"))
             for e in self._recording.entries(peak)
         ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))

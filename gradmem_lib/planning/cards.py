@@ -37,9 +37,7 @@ class Card:
         return self.capability >= (8, 0)
 
 
-def _card(
-    name, gib: float, half: float, single: float, bandwidth: float, capability: float, lanes=16, nvlink=0
-) -> Card:
+def _card(name, gib, half, single, bandwidth, capability, lanes=16, nvlink=0) -> Card:
     major, minor = divmod(round(10 * capability), 10)
     bus = BUSES[f"PCIe {3 if major < 8 else 4 if major < 9 else 5}"] * lanes / 16
     rates = half * _TERA, single * _TERA, bandwidth * _GIGA
@@ -84,8 +82,6 @@ CARDS: dict[str, Card] = {
     )
 }
 
-_UNNAMED = CARDS["RTX 4090 24GB"]  # its rates are used if only a card's bytes are known
-
 
 def find_card(card: Card | str | int) -> Card:
     """The card with this name (upper or lower case, "4090" for "RTX 4090 24GB"), or with these bytes (``"24 GiB"`` or an int).
@@ -110,7 +106,7 @@ def find_card(card: Card | str | int) -> Card:
             f"card={card!r} without a unit is {format_bytes(nbytes)}, and no card is that small: write the unit, such as "
             f"card='24 GiB' or card='24576 MiB', or one of {', '.join(CARDS)}"
         )
-    return replace(_UNNAMED, name=format_bytes(nbytes), nbytes=nbytes)
+    return replace(CARDS["RTX 4090 24GB"], name=format_bytes(nbytes), nbytes=nbytes)  # with its rates
 
 
 def _plain(name: str) -> str:

@@ -116,8 +116,18 @@ def count(config) -> Work:
 
 def with_adapters(work: Work, given, method: str | None = None) -> Work:
     """``work`` for training the LoRA that ``given`` has already; unchanged if it has none. Raises ``ValueError`` for what plan
-    cannot train: PEFT's other adapters, a base in 4 bits, another ``method``."""
-    if not isinstance(given, nn.Module) or not has_adapters(given):
+    cannot train: PEFT's other adapters, a base in 4 bits, another ``method``, and weights that are frozen or not the config's."""
+    if not isinstance(given, nn.Module):
+        return work
+    refuse_checkpointed([given])
+    if not has_adapters(given):
+        models, lora = (given, work.source.skeleton), method in ("lora", "qlora")  # which freezes all weights
+        both = [{(n, p.shape, lora or p.requires_grad) for n, p in m.named_parameters()} for m in models]
+        if both[0] != both[1]:
+            raise ValueError(
+                f"plan trains all weights of the config, and in this {type(given).__name__} some are frozen or different: "
+                "predict each recipe with predict(model, recipe=Recipe(...), batch_size=..., seq_len=...)"
+            )
         return work
     kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {"LORA"}
     wrong = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
@@ -127,7 +137,6 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
             "for a model with adapters, plan has only method='lora': training LoRA on weights in floating point. This one has "
             f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model without adapters"
         )
-    refuse_checkpointed([given])
     parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
     frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
     widths = [sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)]

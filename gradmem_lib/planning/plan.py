@@ -40,10 +40,11 @@ def plan(
     ``float32-master`` is not tried, since it holds as many bytes as mixed precision, and ``adamw-stochastic`` as many as AdamW in
     bf16. On several cards, the loss is not in chunks, and only AdamW steps in backward.
 
-    Raises ``ValueError`` for an unknown card, model or method and for sizes that the model cannot take, and ``RuntimeError`` for
-    a model with LoRA that is checkpointed or compiled already.
+    Raises ``ValueError`` for an unknown card, model or method, for sizes that the model cannot take, and for a model with frozen
+    weights or with other weights than its config's; ``RuntimeError`` for one that is checkpointed or compiled already.
     """
     choose("method", method, (None, *METHODS, "any"))
+    choose("target", target, ("cuda", "cpu"))
     global_batch = whole("global_batch", global_batch, 16, "rows")
     if global_batch % whole("cards", cards, 2, "cards"):
         raise ValueError(f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple")

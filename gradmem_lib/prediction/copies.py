@@ -31,7 +31,9 @@ def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | Non
                     "a parameter has a hook, which may do anything: remove it (an optimizer in backward is Recipe(in_backward=True))"
                 )
             if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
+                memo[id(parameter)] = p = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
+                if parameter.grad is not None:  # which stays where the parameter is frozen
+                    p.grad = _fake_like(parameter.grad, bases)
     with _Copying(bases):
         if keep is not None:
             kept = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]

@@ -13,7 +13,6 @@ from .question import CannotTrace
 
 aten = torch.ops.aten
 PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
-NO_REDUCTION = 0
 
 
 def _viewed(args, out):
@@ -77,7 +76,7 @@ def _reduced_in_place(position: int) -> Callable:
     ``position``: that of the argument that says how the loss is reduced."""
 
     def correct(args, out):
-        if args[position : position + 1] == (NO_REDUCTION,):
+        if args[position : position + 1] == (0,):  # none
             return out
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return out.new_empty(shape).as_strided((), ())
@@ -147,12 +146,13 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill_.Scalar: _filled,
     aten.native_layer_norm_backward.default: _contiguous_gradient,
     aten.col2im.default: _in_the_columns_storage,
-    compat.all_reduce: lambda args, out: compat.reduced(
-        args[0]
-    ),  # DDP waits for a result, which a fake group never gives
+    compat.all_reduce: lambda args, out: compat.reduced(args[0]),  # DDP waits for it: fake groups give none
     aten.native_group_norm.default: _normalized(1),
     aten.native_batch_norm.default: _normalized(1),
 } | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
+# Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
+_WINDOWS = [getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")]
+_EVERYWHERE |= {of.default: lambda _, w: w.new_empty(len(w) + (len(w) > 1))[: len(w)] for of in _WINDOWS}
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _normalized(2, _with_float32_statistics),  # mean and 1/std
     aten.native_group_norm.default: _normalized(1, _with_float32_statistics),

@@ -61,9 +61,7 @@ def _to_float32(value):
     return value.float() if narrow else value
 
 
-def _dropout(
-    plain: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(plain: Callable, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
     """One kernel that keeps a mask of one byte a number. The CPU keeps a mask in the input's dtype."""
     if not training or p == 0 or inplace:
         return plain(input, p, training, inplace)

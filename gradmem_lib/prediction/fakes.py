@@ -17,9 +17,8 @@ from . import corrections
 from .question import CannotTrace
 
 KEPT = 20_000
-_PLAIN = frozenset(
-    (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-)
+ELSEWHERE = "a tensor from elsewhere, whose bytes stay: put it into batch=, or into the module as a buffer"
+_PLAIN = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 Again = Callable[["QuickFakeMode", tuple], object]  # from (mode, args), makes the remembered result again
 # By what stays the same during a trace: its target and the global settings. Every answer may be dropped at any time.
 known: dict[tuple, dict[tuple | None, Again]] = {}
@@ -64,9 +63,10 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         foreign = any(type(value) is torch.nn.Parameter for value in args)
         if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
             what = "another module's parameter" if foreign else f"a result of layout {out.layout}"
-            raise CannotTrace(
-                f"{func} has {what}: give one module that holds all parameters, with sparse=False"
-            )
+            raise CannotTrace(f"{func} has {what}: give one module with all parameters, and sparse=False")
+        elsewhere = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
+        if elsewhere and any(r.alias_info is not None for r in compat.returns(func)):
+            raise CannotTrace(f"{func} has {ELSEWHERE}")
         if func in self._corrections:
             out = self._corrections[func](args, out)
         if (again := None if key is None else _again(func, args, out)) is not None:

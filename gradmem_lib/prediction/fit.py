@@ -74,7 +74,5 @@ def checkpoint_layers(
         asked = {"recipe": Recipe(precision=None, attention=None)} | asked
         every = fit(layers_or_model, budget, **asked).checkpointing or "first-0"
     elif every == "fit" or budget is not None or asked:
-        raise ValueError(
-            'every="fit" needs a budget, and batch_size and seq_len or a batch, which are for it alone'
-        )
+        raise ValueError('every="fit" needs a budget; that, batch_size, seq_len and batch are for it alone')
     return checkpointing.checkpoint_layers(layers_or_model, every, keep_last=keep_last)

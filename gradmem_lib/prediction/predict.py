@@ -105,9 +105,8 @@ def predict(
         batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
         seq_len: tokens in a row; not needed for images.
         recipe: a ``Recipe``; ``None`` is the default one.
-        target: ``"cpu"``: what ``MemoryTracker`` measures on this machine. ``"cuda"``: what a card's allocator counts as
-            allocated, but for what 8- and 4-bit operators take inside (35 and 14 MB here, nothing in bitsandbytes). ``None``:
-            ``"cuda"`` if there is a card, else ``"cpu"``.
+        target: ``"cpu"``: what ``MemoryTracker`` measures here. ``"cuda"``: what a card's allocator counts as allocated, without the
+            inside of 8- and 4-bit operators (35 and 14 MB; 0 in bitsandbytes). ``None``: ``"cuda"`` if there is a card, else ``"cpu"``.
         batch: for modules that are not transformers models: the module's arguments (a dict by name, a tuple, or one tensor), real
             tensors or on ``device="meta"``, and flags. Only sizes matter, with two exceptions, for which masks are built: whether
             a real ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` restart within a row.
@@ -149,9 +148,9 @@ def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, ra
             "says. Give how many and which one, 0 to ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
         )
     if batch is not None:
-        if not (tensors := [leaf for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor)]):
+        if not (tensors := [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]):
             raise ValueError(
-                f"batch is {type(batch).__name__} without a tensor in it: give a dict, a tuple or a tensor; "
+                f"batch is {type(batch).__name__} without a tensor of rows in it: give a dict, a tuple or a tensor; "
                 "torch.empty(..., device='meta') costs no memory"
             )
         recipe.micro_batch(len(tensors[0]))

@@ -59,7 +59,9 @@ class CpuRecorder(Recording):
 
     def size(self, storage) -> int:
         # A fake tensor's device says "cpu", but its storage's device says "meta".
-        return storage.nbytes() if storage.device.type == "meta" else 0
+        if storage.device.type != "meta" and storage.nbytes():
+            raise CannotTrace(f"a module was given {fakes.ELSEWHERE}")
+        return storage.nbytes()
 
     def sample(self, func="") -> None:
         super().sample(func)
@@ -165,9 +167,7 @@ def _where(error) -> str:
     return f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
 
 
-def _traced(
-    question: Question, layers: int | None, micro_batches: int | None, real_warm_up: bool
-) -> Trace | None:
+def _traced(question: Question, layers: int | None, micro_batches, real_warm_up: bool) -> Trace | None:
     """The trace. ``None`` if it needs a real step first: if parameters get no gradients, or modules keep tensors of a step."""
     recipe = question.recipe
     with ExitStack() as stack:

@@ -58,9 +58,7 @@ def accumulate_gradients(
     and for a window without any item. After an error the gradients are incomplete: zero them.
     """
     if reduction not in ("sum", "mean"):
-        raise ValueError(
-            f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' over its items"
-        )
+        raise ValueError(f"reduction={reduction!r}: loss_and_count returns a 'sum' or a 'mean' of its items")
     processes = processes_of(model)
     if count_items is not None:
         if total_items is not None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 
-NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100? Skip this window"
+NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100, or rows one token long? Skip this window"
 
 
 class Processes:
@@ -134,9 +134,7 @@ def check_trained_together(model: nn.Module, optimizer: Any) -> None:
     groups = [] if isinstance(optimizer, list) else optimizer.param_groups
     stepped, own = {id(p) for group in groups for p in group["params"]}, {id(p) for p in model.parameters()}
     if not processes_of(model).groups or (stepped and stepped.isdisjoint(own)):
-        raise ValueError(
-            "the recipe has a sharding: give the model and the optimizer that prepare(model, recipe) returned"
-        )
+        raise ValueError("with sharding, give model and optimizer that prepare(model, recipe) returned")
 
 
 def _fully_sharded(model: nn.Module, parts: list) -> Sharded:

@@ -42,8 +42,11 @@ def count_items(model: nn.Module, batch: Any) -> int:
     unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
     counted = (labels[:, 1:] if shifted else labels) != (math.nan if whole else ignored)
+    if getattr(model, "sparse_prediction", False):  # ModernBERT's, which leaves out a label of its own too
+        counted &= labels != model.sparse_pred_ignore_index
     hidden = batch.get("attention_mask") if name.removeprefix("FSDP").startswith(_MASKED) else None
-    return int((counted if hidden is None else counted & (hidden[:, -counted.shape[1] :] == 1)).sum())
+    counted = counted if hidden is None else counted & (hidden[:, -counted.shape[1] :] == 1)
+    return int(counted.sum()) if counted.numel() else 0
 
 
 def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
@@ -60,8 +63,8 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
     others += ["output_router_logits=True"] * bool(given.get("output_router_logits", routed))
     width = next((given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf)
-    ends = [given[key].max() for key in ("start_positions", "end_positions") if key in given]
-    others += ["answers beyond the row"] * any(end >= width for end in ends)
+    beyond = [given[key].max() >= width for key in ("start_positions", "end_positions") if key in given]
+    others += ["answers beyond the row"] * any(type(b) is not compat.FakeTensor and b for b in beyond)
     if others:
         raise ValueError(
             f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is no mean over labels or rows, differs "
@@ -82,9 +85,10 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), with logits in chunks:
     the mean over the predicted tokens. Raises ``ValueError`` for a model with a different loss."""
     tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
-    if not tensors or "labels" not in batch:
+    if not tensors or "labels" not in batch or any(key.endswith(_INPUTS) for key in batch):
         raise ValueError(
-            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags, which could change the model's loss: leave chunked_loss out"
+            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags or other labels, which could change the model's "
+            "loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
     return loss_in_chunks(compat.inside_peft(model), batch)
@@ -93,13 +97,21 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def check_chunked_loss(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
     inside = compat.inside_peft(model)
-    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None))
-    if inside is not model and "forward" in vars(type(model.base_model)):
-        why = f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
-    elif type(inside.get_output_embeddings()).__module__.startswith("peft."):
-        why = "there is an adapter on the output layer, and chunks take its matrix alone"
+    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _changed(model, inside)
     if why is not None:
         raise ValueError(f"{why}: leave chunked_loss out")
+
+
+def _changed(model: nn.Module, inside: nn.Module) -> str | None:
+    """What ``model`` has that class and config of the one ``inside`` it do not say, and chunks would leave out."""
+    head = inside.get_output_embeddings()
+    hooked = any(compat.hook_counts(head)) or "forward" in vars(head)
+    if inside is not model and "forward" in vars(type(model.base_model)):
+        return f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
+    if type(head) is not nn.Linear or head.bias is not None or hooked:
+        return "there is an adapter on the output layer, a bias, a hook or a forward of its own, and chunks take its matrix alone"
+    own = not inside.loss_function.__module__.startswith("transformers.")
+    return "the model was given a loss_function of its own" if own else None
 
 
 _refusals: dict[tuple[type, str], str | None] = {}

@@ -70,7 +70,7 @@ class Recipe:
         self._check_sharding()
 
     def _check_together(self) -> None:
-        if not 0 <= self.momentum < 1:
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise ValueError(f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(
