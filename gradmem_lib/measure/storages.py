@@ -26,8 +26,7 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
-    """What holds the bytes of a tensor, or of those in a list, tuple or dict: its storage, or those of the tensors inside it
-    (sparse, DTensor, quantized)."""
+    """What holds the bytes of a tensor, or of those in a list, tuple or dict: its storage, or those of the tensors inside it."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         try:  # `own_storage`, without the call: every operation comes here
             storage = value.untyped_storage()

@@ -44,9 +44,8 @@ class MemoryTracker:
     """Count the live bytes of whatever runs inside ``with MemoryTracker(model, optimizer) as tracker:``.
 
     Args:
-        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and
-            every storage is put down to the submodule that made it. Without it, only what the block itself creates
-            is counted.
+        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and every
+            storage is put down to the submodule that made it. Without it, only what the block itself creates is counted.
         optimizer: a ``torch.optim.Optimizer`` or a list of them, so that states that exist already are counted.
             Optimizers that step inside the block are found without it.
         budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that passes it raises

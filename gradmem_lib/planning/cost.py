@@ -276,8 +276,7 @@ def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards
 
 
 def beside(live: int, capability: tuple[int, int], reserved: int | None = None, cards=1) -> dict[str, int]:
-    """What a card of ``capability`` must hold beside ``live`` bytes, of which its allocator has ``reserved`` (``None``: roughly
-    so many)."""
+    """What a card of ``capability`` must hold beside ``live`` bytes; its allocator has ``reserved`` (``None``: roughly as many)."""
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:

@@ -1,7 +1,6 @@
 """The caching allocator's rules on addresses that stand for memory, and what a card holds beside the tensors.
 
-It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu`` compares it with a card; that has not been
-done yet.
+It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu``, which has not run yet, compares it with a card.
 """
 
 from __future__ import annotations

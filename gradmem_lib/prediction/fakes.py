@@ -1,9 +1,8 @@
 """Fake tensors, quickly: what an operator returned for such arguments once, it returns again.
 
-PyTorch's fake tensors work out the shape of every result, and take most of a tenth of a millisecond to do so. A model's
-layers ask the same thing over and over. Here the answer (shape, strides, dtype, and whose storage it is) is kept under a
-key that costs little to make. Whatever the key cannot describe goes PyTorch's own way, so this is a shortcut and no
-second opinion.
+PyTorch's fake tensors work out the shape of every result, and take most of a tenth of a millisecond to do so. A model's layers
+ask the same thing over and over. Here the answer (shape, strides, dtype, and whose storage it is) is kept under a key that costs
+little to make. Whatever the key cannot describe goes PyTorch's own way, so this is a shortcut and no second opinion.
 """
 
 from collections.abc import Callable

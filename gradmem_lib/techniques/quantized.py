@@ -33,9 +33,8 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
 class Linear4bit(nn.Module):
     """What is left of a frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) when its weight is kept in 4 bits.
 
-    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte;
-    ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean.
-    The bias stays as it was.
+    Takes ``x`` (..., in) to (..., out) in ``x``'s dtype. Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a byte
+    for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias stays as it was.
     """
 
     def __init__(self, base: nn.Module):

@@ -18,9 +18,8 @@ class Recipe:
         optimizer: a key of ``OPTIMIZERS``; ``momentum`` is SGD's.
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's as it is.
-        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's
-            number of layers, or a list of them (``checkpointing.checkpoint_layers`` says what each means); or a key of
-            ``SELECTIVE`` for a part of each layer.
+        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's number of
+            layers, or a list of them (``checkpointing.checkpoint_layers`` has more); or a key of ``SELECTIVE``, a part of each layer.
         every_n_layers: checkpoint one layer in so many and keep the others, as transformers does.
         offload: a key of ``OFFLOAD``: what waits for its backward, or its step, outside the memory that computes.
         sharding: a key of ``SHARDING``: how several processes train one model together, each on rows of its own; ``None``: one process.
