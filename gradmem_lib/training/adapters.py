@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..techniques.lora import LoRALinear, replace
-from ..techniques.quantized import Linear4bit
 from .losses import predicts_next_token
 
 
@@ -81,12 +80,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """
     if hasattr(model, "merge_and_unload"):
         return model.merge_and_unload()
-    for name, module in adapters_of(model).items():
-        if isinstance(module.base, Linear4bit):
-            raise ValueError(
-                f"the base of {name} is in 4 bits, and what was added would be lost in their rounding: load the model in bf16 "
-                "with a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
-            )
     for name, module in adapters_of(model).items():
         replace(model, name, module.merged())
     return model
