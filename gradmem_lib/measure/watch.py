@@ -144,7 +144,7 @@ class Meter:
                 recording.phase = OPTIMIZER_STEP
             elif graph_task() != -1:
                 recording.phase = BACKWARD
-                self._in_forward = False  # nor is what follows the backward pass
+                self._in_forward &= bool(self.stack)  # what follows is forward only within a module
                 if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
