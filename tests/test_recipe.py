@@ -247,6 +247,21 @@ def test_master_weights_keep_small_updates():
     assert p[0].item() == pytest.approx(0.9, abs=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_weights_that_float32_cannot_hold_are_their_own_masters(dtype):
+    torch.manual_seed(0)
+    start, gradient = torch.randn(4, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    ends = []
+    for kind in (MasterAdamW, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.01)
+        for _ in range(3):
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6 if dtype.is_complex else 1e-12, atol=0)
+
+
 def test_chunked_cross_entropy_is_cross_entropy():
     torch.manual_seed(0)
     hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
