@@ -4,13 +4,13 @@ import copy
 import os
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 from gradmem_lib.course import models
@@ -262,25 +262,6 @@ def test_a_frozen_parameter_and_one_that_only_some_micro_batches_use():
     assert all(p.grad is None for p in experts[2].parameters())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_parameters_inside_a_checkpoint(reentrant):
-    layer, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
-    layer(x).square().sum().div(4).backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    layer.zero_grad()
-    x.grad = None
-
-    def loss_and_count(rows):
-        return checkpoint(layer, rows, use_reentrant=reentrant).square().sum(), len(rows)
-
-    micro_batches = [x[:1], x[1:]]
-    if reentrant:
-        with pytest.raises(ValueError, match="reentrant checkpoint: give model="):
-            accumulate_gradients(micro_batches, loss_and_count)
-    accumulate_gradients(micro_batches, loss_and_count, model=layer)
-    torch.testing.assert_close(layer.weight.grad, expected)
-
-
 # Bytes.
 
 
@@ -346,6 +327,14 @@ def test_a_bad_return_is_said_clearly(returned, kind, says):
     with pytest.raises(kind, match=says):
         accumulate_gradients([0, 1], lambda _: returned())
     assert W.grad is None
+
+
+@pytest.mark.parametrize("kind", [int, float, np.int64, np.float32, np.uint8, torch.tensor])
+def test_counts_are_whole_numbers_of_any_kind(kind):
+    found = accumulate_gradients([2, 3], lambda n: (W.sum() * n, kind(n)), total_items=kind(5))
+    assert found.items == 5 and type(found.items) is int
+    assert torch.equal(W.grad, torch.ones(3))
+    W.grad = None
 
 
 def test_no_micro_batches_and_totals_that_do_not_come_out():

@@ -231,8 +231,14 @@ def test_a_second_lora_on_the_same_model_is_refused(tmp_path):
 def test_four_bits_are_not_merged_into(tmp_path):
     model = small()
     trainer_for(model, Recipe(lora_rank=4, quantized_base=True, precision="bf16"), tmp_path)
+    # The first layer in 16 bits: what is refused is refused before anything changes.
+    first = next(module for module in model.modules() if isinstance(module, LoRALinear))
+    first.base = nn.Linear(first.base.in_features, first.base.out_features, bias=False).bfloat16()
+    nn.init.ones_(first.B)
+    before = first.base.weight.clone()
     with pytest.raises(ValueError, match="4 bits"):
         merge_adapters(model)
+    assert torch.equal(first.base.weight, before)
 
 
 def test_arguments_are_transformers_own():

@@ -149,6 +149,14 @@ def test_families_that_read_weights_themselves_take_a_4bit_base(family):
     assert_same(asked, measured(tiny_config(family), recipe, 2, 16))
 
 
+def test_an_addition_is_not_lost_in_a_base_in_4_bits():
+    model = nn.Sequential(nn.Linear(64, 64))
+    add_lora(model, 4)
+    assert quantized.quantize_base(model) == 1
+    with pytest.raises(ValueError, match="in 4 bits, and rounding to 4 bits would lose the additions"):
+        model[0].merged()
+
+
 def test_a_mixtures_experts_stay_as_they_are():
     model = model_class(tiny_config("mixtral"))(tiny_config("mixtral"))
     experts = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}

@@ -214,6 +214,31 @@ def test_8bit_states_take_what_bitsandbytes_documents(bits8):
     assert nbytes == (2 * n + 2 * 4 * blocks + 2 * 4 * 256 if bits8 else 2 * 4 * n)
 
 
+LAID_OUT = {
+    "in rows": lambda t: t,
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "complex": lambda t: torch.complex(t, t.flip(0)),
+}
+
+
+@pytest.mark.parametrize("how", LAID_OUT)
+@pytest.mark.parametrize("width", [16, 3])  # with 8-bit states and, below 4,096 numbers, without
+def test_8bit_steps_go_where_those_of_32_bits_go(how, width):
+    torch.manual_seed(0)
+    start = LAID_OUT[how](torch.randn(16, width, 5, 6))
+    gradients = [LAID_OUT[how](torch.randn(16, width, 5, 6)) for _ in range(3)]
+    ends = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.01, weight_decay=0.1)
+        for p.grad in gradients:
+            optimizer.step()
+        ends.append(p.detach())
+    assert ends[0].stride() == start.stride()
+    assert (ends[0] - ends[1]).abs().max() < (0.002 if width == 16 else 1e-6)
+
+
 def test_master_weights_keep_small_updates():
     """An update of 1/1000 of a bf16 weight is lost, and a thousand of them are not."""
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -222,6 +247,21 @@ def test_master_weights_keep_small_updates():
         p.grad = torch.ones_like(p)
         optimizer.step()
     assert p[0].item() == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_weights_that_float32_cannot_hold_are_their_own_masters(dtype):
+    torch.manual_seed(0)
+    start, gradient = torch.randn(4, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    ends = []
+    for kind in (MasterAdamW, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.01)
+        for _ in range(3):
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6 if dtype.is_complex else 1e-12, atol=0)
 
 
 def test_chunked_cross_entropy_is_cross_entropy():

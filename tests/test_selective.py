@@ -195,3 +195,35 @@ def test_plan_weighs_the_operations_that_torch_counts_again():
     for part in SELECTIVE:
         counted, estimated = both(part)
         assert estimated - plain[1] == pytest.approx(counted - plain[0], abs=1e-6), part
+
+
+class Residual(nn.Module):
+    """A product that is changed in place where it is added to, or where its bias is; or is not."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.inner, self.how = nn.Linear(8, 8, bias=how == "bias, then in place"), how
+
+    def forward(self, x):
+        y = x[:, None] @ self.inner.weight if self.how == "4-D, in place" else self.inner(x)[:, None]
+        if self.how == "apart":
+            y = y + x[:, None]
+        else:
+            y += x[:, None]
+        return y.tanh()[:, 0]
+
+
+@pytest.mark.parametrize("how", ["apart", "in place", "bias, then in place", "4-D, in place"])
+def test_a_product_that_is_changed_in_place_is_refused(how):
+    """Run again, the change would be made twice, in what was kept."""
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(Residual(how), Residual(how)), torch.randn(2, 3, 8)
+    layers(x).square().sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    with checkpoint_parts(layers, "elementwise"):
+        loss = layers(x).square().sum()
+        with pytest.raises(RuntimeError, match="has been mutated") if how != "apart" else nullcontext():
+            loss.backward()
+    if how == "apart":
+        assert all(map(torch.equal, expected, [p.grad for p in layers.parameters()]))

@@ -12,6 +12,7 @@ import torch
 from oracle import allocator_peak
 from test_programs import Looking
 from torch import nn
+from torch.func import functional_call
 from torch.optim import SGD, AdamW, SparseAdam
 
 from gradmem_lib import MemoryTracker, compat
@@ -38,6 +39,34 @@ def test_a_copy_that_is_dropped_is_freed():
         names = {holder.module for holder in tracker.largest_at_peak(9)}
     assert "Linear" in names
     assert tracker.current.total == nbytes(teacher.parameters()) + x.nbytes + kept.nbytes
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_that_is_dropped_frees_its_states(given):
+    """As in meta-learning, where each task has an optimizer of its own."""
+    model, x = small(), torch.ones(5, 20)
+    optimizers = [AdamW(model.parameters()) for _ in range(3)]
+    with MemoryTracker(model, optimizers[:1] if given else None, live=False) as tracker:
+        while optimizers:
+            model(x).sum().backward()
+            optimizers[-1].step()
+            optimizers.pop().zero_grad()
+            assert tracker.current.by_category["optimizer"] == 0
+        assert tracker.current.total == nbytes(model.parameters()) + x.nbytes
+
+
+def test_weights_that_a_step_computed_are_no_parameters(recwarn):
+    """``functional_call`` puts them in the place of the model's own, which are its parameters all the same."""
+    model, x, seen = nn.Linear(20, 30), torch.ones(5, 20), []
+    model.register_forward_hook(lambda *given: seen.append(tracker.current.by_category))
+    with MemoryTracker(model, live=False) as tracker:
+        fast = {name: p * 0.5 for name, p in model.named_parameters()}
+        loss = functional_call(model, fast, x).sum()
+        loss.backward()
+    [in_forward], own = seen, nbytes(model.parameters())
+    assert (in_forward["parameters"], in_forward["activations"]) == (own, own + 5 * 30 * 4)
+    assert tracker.peak.by_category["parameters"] == own
+    assert not recwarn.list  # of a gradient that only leaves have
 
 
 def test_a_module_that_lives_is_named_by_its_type_or_its_place():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from steps import build
+from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Timeline
 from gradmem_lib.measure.recording import Recording
@@ -185,3 +186,27 @@ def test_what_a_larger_size_asks_for_is_what_it_adds():
         tracker.watch(torch.empty(0).set_(storage), "other")
         storage.resize_(1000)
     assert (caught.value.asked, caught.value.snapshot.total) == (600, 1000)
+
+
+class Force(nn.Module):
+    """An energy's slope, as in models of molecules, and a weight for it that is drawn anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(20, 1)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return slope * (torch.rand_like(x) + 1)
+
+
+def test_what_follows_a_gradient_within_a_forward_is_forward():
+    model, x = Force(), torch.ones(50, 20)
+    with MemoryTracker(model, live=False) as tracker:
+        out = model(x)
+        assert tracker.timeline.phases[-2:] == ["forward", "forward"]
+        assert tracker.current.by_category["other"] == x.nbytes
+        out.sum().backward()
+        torch.rand(7)
+    assert tracker.timeline.phases[-1] == "idle"

@@ -26,8 +26,7 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
-    """The storages of a tensor, or of all tensors in a list, tuple or dict. Where a tensor has no storage of its own (sparse,
-    DTensor, quantized), the storages of the tensors inside it."""
+    """The storages of a tensor, or of all tensors in a list, tuple or dict; of a tensor without a storage, those inside it."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         try:  # the code of `own_storage`, without a call, since every operation runs this
             storage = value.untyped_storage()

@@ -44,9 +44,8 @@ class MemoryTracker:
     """Count the live bytes of everything that runs inside ``with MemoryTracker(model, optimizer) as tracker:``.
 
     Args:
-        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and
-            every storage is attributed to the submodule that made it. Without a model, only storages that the block
-            itself creates are counted.
+        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and every storage is
+            attributed to the submodule that made it. Without a model, only storages that the block itself creates are counted.
         optimizer: a ``torch.optim.Optimizer`` or a list of them: their existing states are counted from the start.
             Optimizers that step inside the block are found even if they are not given.
         budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that exceeds the budget raises

@@ -86,8 +86,8 @@ class Meter:
         *,
         after_sample: Callable[[int, object], None] | None = None,
     ):
-        self.model, self.optimizers, self.recording = model, dict.fromkeys(optimizers), recording
-        self.after_sample = after_sample
+        self.model, self.recording, self.after_sample = model, recording, after_sample
+        self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))  # the program may drop them
         # Reentrant, since a garbage collection inside the locked part may free tensors and run Python code.
         self.lock = threading.RLock()
         self.stack: list[nn.Module] = []
@@ -129,7 +129,7 @@ class Meter:
         modules, recording = self.module_names(), self.recording
         for entry in recording.entries() + recording.run.gone + recording.lap.gone:
             entry.module = name_of(entry.module, modules)
-        self.model, self.optimizers, self.stack = None, {}, []
+        self.model, self.stack = None, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         """Called after every operation: remove storages that are gone, add new ones, and sample the sum if it changed."""
@@ -144,7 +144,7 @@ class Meter:
                 recording.phase = OPTIMIZER_STEP
             elif graph_task() != -1:
                 recording.phase = BACKWARD
-                self._in_forward = False  # also for the operations after the backward pass
+                self._in_forward &= bool(self.stack)  # later operations are forward only inside a module
                 if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
@@ -208,17 +208,17 @@ class Meter:
 
     def sync(self, states: bool = True) -> None:
         """Update the categories of parameters, gradients, buffers and new states, any of which may have been replaced."""
-        recording = self.recording
-        before = recording.total
+        recording, before = self.recording, self.recording.total
         recording.drain()
-        parameters = dict(self.model.named_parameters()) if self.model is not None else {}
+        given = dict(self.model.named_parameters()) if self.model is not None else {}
+        parameters = {name: p for name, p in given.items() if p.is_leaf}
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 raise RuntimeError(
                     f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
                     f"{parameter.device}. Move the model first, then start a new MemoryTracker"
                 )
-        weights = {*self._names.values()}
+        weights = {*self._names.values()} - (given.keys() - parameters)  # functional_call's are computed
         for entry in recording.live.values():
             if entry.category == names.PARAMETERS and entry.module in weights:
                 entry.category = names.OTHER  # set back below if it is still a parameter
@@ -233,7 +233,7 @@ class Meter:
                 recording.tag(vars(state), names.PARAMETERS, name)
                 state = state.state2
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
-            if not known and parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
+            if not known and parameter.requires_grad and not is_lazy(parameter):
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
         for optimizer in self.optimizers if states else ():

@@ -285,8 +285,7 @@ def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards
 
 
 def beside(live: int, capability: tuple[int, int], reserved: int | None = None, cards=1) -> dict[str, int]:
-    """The bytes that a card of ``capability`` must hold besides ``live`` bytes, if its allocator has ``reserved`` bytes in all
-    (``None``: a rough estimate)."""
+    """What a card of ``capability`` must hold besides ``live`` bytes; its allocator has ``reserved`` (``None``: an estimate)."""
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:

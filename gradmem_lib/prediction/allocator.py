@@ -1,7 +1,6 @@
 """The caching allocator's rules, applied to addresses without memory, and what a card holds besides tensors.
 
-It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu`` compares it with a card; that has not been
-done yet.
+It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu``, which has not run yet, compares it with a card.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A faster fake mode: it remembers what an operator returned for the same kind of arguments.
 
-PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a millisecond. A model's layers ask
-for the same results over and over. Here a result's description (shape, strides, dtype, and whose storage it has) is kept
-under a key that is cheap to compute. If a key cannot describe the arguments, PyTorch's own code runs. So this mode is only a
-cache: every answer comes from PyTorch, or from ``corrections.py``.
+PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a millisecond. A model's layers ask for
+the same results over and over. Here a result's description (shape, strides, dtype, storage) is kept under a key that is cheap
+to compute. Every answer comes from PyTorch, or from ``corrections.py``.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,14 @@ contributes its summed loss, and all of these are divided by one number: the ite
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import tree_leaves, tree_map_only
 from .data_parallel import NOTHING, Processes, processes_of
@@ -90,8 +94,7 @@ class _Window:
             raise ValueError(NOTHING)
         self.processes, self.total, self.mean, self.scaler = processes, total, mean, scaler
         self.divisor, self.items, self.loss_sum = total, 0, None
-        self.search = total is None and model is None
-        self.trained: dict[Tensor, None] = {}
+        self.search, self.trained = total is None and model is None, WeakTensorKeyDictionary()
         if total is None and model is not None:
             self._will_train(model.parameters())
 
@@ -104,11 +107,10 @@ class _Window:
             if needed:
                 _send_without_items(loss)
             return
-        if self.search:
-            self._will_train([p for p in _leaves(loss) if p not in self.trained])
         factor = (count if self.mean else 1) * self.processes.divisor / self.divisor
         scaled = loss if factor == 1 else loss * factor  # an uncut batch needs no second loss tensor
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        with patch.object(torch.autograd, "backward", partial(self._backward, torch.autograd.backward)):
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         del scaled
         # float64 where the device has it: a window has many micro-batches, and their sums differ in size
         dtype = loss.dtype if loss.device.type == "mps" else torch.float64
@@ -133,6 +135,12 @@ class _Window:
             if parameter.grad is not None:
                 parameter.grad.mul_(self.divisor / items)
         return Accumulated(loss / items, items)
+
+    def _backward(self, backward: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Run ``backward``, and find its parameters. A reentrant checkpoint, for one, calls it again inside."""
+        for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors) if self.search else ():
+            self._will_train(p for p in _leaves(tensor) if p not in self.trained)
+        backward(tensors, *args, **kwargs)
 
     def _will_train(self, parameters: Iterable[Tensor]) -> None:
         """Remember the parameters whose gradients are corrected at the end. They must not have gradients from before."""
@@ -195,7 +203,7 @@ def _plain(batch: Any) -> Any:
 def _whole(number: Any, what: str) -> int:
     """``number`` as an int of at least 0, from an int, a whole float or a tensor of one element."""
     value = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
-    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value != int(value):
         raise TypeError(f"{what} must be a whole number of items, and was {number!r}")
     if value < 0:
         raise ValueError(f"{what} was {value}: a number of items cannot be negative")
@@ -209,8 +217,7 @@ def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
             f"loss_and_count must return two things, (summed loss, items), and returned {type(returned).__name__}: for "
             'example F.cross_entropy(logits, labels, reduction="sum") and (labels != -100).sum()'
         )
-    loss, count = returned
-    count = _whole(count, "the count of loss_and_count")
+    loss, count = returned[0], _whole(returned[1], "the count of loss_and_count")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f'the loss must be a tensor of one element, and was {given}: use reduction="sum"')
@@ -240,14 +247,8 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     """The tensors that ``loss.backward()`` gives a gradient to."""
     if loss.grad_fn is None:
         return [loss]
-    seen = {loss.grad_fn}
-    todo = [loss.grad_fn]
+    seen, todo = {loss.grad_fn}, [loss.grad_fn]
     for node in todo:  # todo grows in this loop
-        if "CheckpointFunction" in node.name():
-            raise ValueError(
-                "parameters are hidden inside a reentrant checkpoint: give model=, or total_items=, or use "
-                "checkpoint(..., use_reentrant=False)"
-            )
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         todo += new

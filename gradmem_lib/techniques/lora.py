@@ -46,7 +46,12 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
-        """The base with the addition written into its weight, for use after training."""
+        """The base with the addition written into its weight, for use after training. ``ValueError`` for a base in 4 bits."""
+        if not isinstance(self.base.weight, nn.Parameter):
+            raise ValueError(
+                "the base is in 4 bits, and rounding to 4 bits would lose the additions: load the model in bf16 with a recipe "
+                "without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
+            )
         self.base.weight.copy_(self.weight)
         return self.base
 

@@ -40,14 +40,15 @@ class AdamW8bit(OwnDtypes):
 
     def _update(self, p: Tensor, state: dict, group: dict) -> None:
         none = None if "code" in state else p.grad.new_empty(0)
+        weight, grad = (torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad))
         _adamw_8bit()(
-            p, p.grad, state["exp_avg"], state["exp_avg_sq"],
+            weight, grad, state["exp_avg"], state["exp_avg_sq"],
             *(state.get(name, none) for name in ("absmax", "absmax_sq", "code", "code_sq")),
             state["step"], group["lr"], *group["betas"], group["eps"], group["weight_decay"],
         )  # fmt: skip
 
     def _start(self, p: Tensor, state: dict) -> None:
-        state["step"] = 0
+        state["step"], p = 0, torch.view_as_real(p) if p.is_complex() else p
         small = p.numel() < SMALLEST_8BIT
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros(p.shape, dtype=torch.float32 if small else torch.uint8, device=p.device)
@@ -82,7 +83,7 @@ def _adamw_8bit():
         p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, absmax: Tensor, absmax_sq: Tensor,
         code: Tensor, code_sq: Tensor, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
-        flat_p, flat_grad = p.view(-1), grad.reshape(-1)
+        flat_p, flat_grad = p.reshape(-1), grad.reshape(-1)
         flat_m, flat_v = exp_avg.view(-1), exp_avg_sq.view(-1)
         slice_size = BLOCK * 4096
         group = {"lr": lr, "betas": (beta1, beta2), "eps": eps}
@@ -102,6 +103,8 @@ def _adamw_8bit():
             if code.numel():
                 flat_m[part], absmax[blocks] = quantized_blocks(m, code)
                 flat_v[part], absmax_sq[blocks] = quantized_blocks(v, code_sq)
+        if not p.is_contiguous():
+            p.copy_(flat_p.view(p.shape))
 
     return adamw_8bit
 

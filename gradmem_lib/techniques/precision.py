@@ -50,9 +50,9 @@ class MasterAdamW(OwnDtypes):
                 if not self.state[p]:
                     self.state[p] = {
                         "step": torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0),
-                        "master": p.detach().float(),
-                        "exp_avg": torch.zeros_like(p, dtype=torch.float32),
-                        "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
+                        "master": (master := p.detach().to(torch.promote_types(p.dtype, torch.float32))),
+                        "exp_avg": torch.zeros_like(master),
+                        "exp_avg_sq": torch.zeros_like(master),
                     }
             for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
                 self._update_masters(some, group)
@@ -62,7 +62,7 @@ class MasterAdamW(OwnDtypes):
 
         states = [self.state[p] for p in parameters]
         masters, m, v, steps = ([s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step"))
-        gradients = [p.grad.float() for p in parameters]
+        gradients = [p.grad.to(master.dtype) for p, master in zip(parameters, masters, strict=True)]
         (beta1, beta2), settings = group["betas"], {k: group[k] for k in ("lr", "eps", "weight_decay")}
         adamw(
             masters, gradients, m, v, [], steps, foreach=self.foreach, fused=self.fused, amsgrad=False,

@@ -33,9 +33,8 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
 class Linear4bit(nn.Module):
     """A frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) whose weight is stored in 4 bits.
 
-    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two weights a byte;
-    ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, the magnitudes'
-    mean. The bias does not change.
+    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a
+    byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias does not change.
     """
 
     def __init__(self, base: nn.Module):

@@ -32,8 +32,8 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
             ``"elementwise"`` puts the whole layer into one, which keeps the results of matrix products and fused attention.
 
     In training, an empty key-value cache is left out, with a warning. Copies of the model (``copy.deepcopy``) have their own
-    checkpoints. Raises ``ValueError`` for another part, or if a layer has no module of that kind, and ``RuntimeError`` if
-    layers are checkpointed or compiled already.
+    checkpoints. Raises ``ValueError`` for another part, or if a layer has no module of that kind, and ``RuntimeError`` if layers are
+    checkpointed or compiled already, and in backward if a layer has changed a kept result in place (``x += y``).
     """
     choose("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
@@ -84,7 +84,7 @@ class Part(Again):
         if left_out and not self.warned:
             self.warned.append(CACHE_LEFT_OUT)  # once for all parts of a model
             warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, Policy())}
         how = kept if self.keeps_products else {}
         return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **how)
 
@@ -136,11 +136,16 @@ class Tiled(Again):
         self.checked = few.shape[-2] > 1  # a single token says nothing about longer rows
 
 
-def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keep the results that are costly to compute."""
-    name = schema(op).name
-    kept = name in PRODUCTS or "attention" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+class Policy:
+    """Keep the results that are costly to compute, and ``matmul``'s view of its product, so that PyTorch notices changes in place."""
+
+    last = ""
+
+    def __call__(self, ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        before, self.last = self.last, schema(op).name
+        kept = self.last in PRODUCTS or "attention" in self.last
+        kept = kept or (before in PRODUCTS and self.last == "aten::_unsafe_view")
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:

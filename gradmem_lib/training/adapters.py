@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..techniques.lora import LoRALinear, replace
-from ..techniques.quantized import Linear4bit
 from .losses import predicts_next_token
 
 
@@ -76,17 +75,11 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Write LoRA's additions into the weights, in place. Returns ``model`` as an ordinary model, to save and load anywhere.
 
-    For a ``peft`` model, returns what its ``merge_and_unload`` returns. Raises ``ValueError`` if the frozen weights are in
-    4 bits: rounding would lose the additions.
+    For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4 bits, whose rounding would lose them.
     """
     if hasattr(model, "merge_and_unload"):
         return model.merge_and_unload()
-    for name, module in adapters_of(model).items():
-        if isinstance(module.base, Linear4bit):
-            raise ValueError(
-                f"the base of {name} is in 4 bits, and rounding to 4 bits would lose the additions: load the model in bf16 with "
-                "a recipe without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
-            )
-    for name, module in adapters_of(model).items():
+    layers = sorted(adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter))
+    for name, module in layers:  # those in 4 bits come first: they are refused before anything changes
         replace(model, name, module.merged())
     return model

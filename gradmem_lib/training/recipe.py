@@ -18,9 +18,8 @@ class Recipe:
         optimizer: a key of ``OPTIMIZERS``; ``momentum`` is for SGD.
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's attention as it is.
-        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), the number of
-            layers in a segment, or a list of such numbers (``checkpointing.checkpoint_layers`` explains each); or a key of
-            ``SELECTIVE`` for a part of each layer.
+        checkpointing: ``None``, ``"per-layer"``, ``"sqrt"``, ``"best"``, ``"first-k"`` (which ``fit`` finds), a segment's number of
+            layers, or a list of these (``checkpoint_layers`` explains each); or a key of ``SELECTIVE`` for a part of each layer.
         every_n_layers: checkpoint one in every n layers and keep the others, as transformers does.
         offload: a key of ``OFFLOAD``: what is stored outside the device's memory until its backward or its step.
         sharding: a key of ``SHARDING``: how several processes train one model, each on its own rows. ``None``: one process.
