@@ -21,7 +21,7 @@ RIGHT["0.1"] = {
 WRONG["0.1"] = {
     "8 bytes": (lambda shape, size: math.prod(shape) * 8, r"`bytes_per_element` has no effect"),
     "first side": (lambda shape, size: shape[0] * size, "any number of sides"),
-    "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "last side alone"),
+    "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "only the last side"),
     "all but the first": (lambda shape, size: math.prod(shape[1:]) * size, "first side is left out"),
     "max": (lambda shape, size: max(shape) * size, r"shape|sides"),
     "square": (lambda shape, size: math.prod(shape) * size**2, r"twice the `bytes_per_element`|too large"),
@@ -66,7 +66,7 @@ RIGHT["1.1"] = {
 }
 WRONG["1.1"] = {
     "no counters": (lambda model: _resident(model, step=0), "step counter"),
-    "eight": (lambda model: _resident(model, step=8), "counter comes out at 8"),
+    "eight": (lambda model: _resident(model, step=8), "step counters have 8 bytes"),
     "one moment": (lambda model: _resident(model, moments=1), "one moment"),
     "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
     "4 bytes": (lambda model: _resident(model, parameters=lambda p: 4 * p.numel()), "bf16 MLP, entry 'parameters'"),
@@ -119,7 +119,7 @@ WRONG["1.3"] = {
     "bf16": (lambda b, s, h: 2 * b * h * s * (s - 1), "2 bytes a number"),
     "per head dimension": (lambda b, s, h: 4 * b * s * (s - 1), "one head"),
     "three squares": (lambda b, s, h: 12 * b * h * s * s - 4 * b * h * s, "3 times the softmax"),
-    "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp comes out at 8"),
+    "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp has 8"),
     "cube": (lambda b, s, h: 4 * b * h * s**3, "twice the `seq_len`"),
     "no batch": (lambda b, s, h: 4 * h * s * s - 4 * h * s, "one sequence|`batch`"),
 }

@@ -26,7 +26,7 @@ RIGHT["3.1"] = {
 WRONG["3.1"] = {
     "down": (partial(_plan, up=math.floor), "rounds down"),
     "one GPU": (lambda t, m, s, g: _plan(t, m, s, 1), "forgets the GPUs"),
-    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division comes out even"),
+    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division has no remainder"),
     "fraction": (partial(_plan, up=lambda n: n), "fraction"),
     "steps alone": (lambda t, m, s, g: math.ceil(t / (m * s * g)), "list|sequence"),
     "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "reverse order"),
@@ -283,8 +283,8 @@ WRONG["3.6"] = {
     "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
     "zero before": (partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)), "zeroed before"),
-    "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of sizes"),
-    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinite norm"),
+    "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of magnitudes"),
+    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinity norm"),
 }
 
 
@@ -344,11 +344,11 @@ RIGHT["3.8"] = {
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),
     "always": (partial(_asked, when=lambda a, b: True), "spoiled"),
-    "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied|wrong way round"),
+    "other way": (partial(_asked, when=lambda a, b: a != b), "does use the number|still multiplied|wrong way round"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
     "dropout off": (lambda model, batch: _asked(_without_dropout(model), batch), "another dropout"),
     "first weight frozen": (lambda model, batch: (next(model.parameters()).requires_grad_(False), _asked(model, batch))[1], "another requires_grad"),
     "cache off": (lambda model, batch: (setattr(model.config, "use_cache", not model.config.use_cache), _asked(model, batch))[1], "config.use_cache"),
-    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|spoiled"),
+    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|does use the number"),
 }  # fmt: skip

@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
     said, result = line(capsys, "11.1", Recipe(precision="bf16"))
     one = puzzle("11.1")
     weighed = one.weigh(Recipe(precision="bf16"))
-    assert said.startswith("✗ 11.1 not yet: weights and gradients alone are more than there is")
+    assert said.startswith("✗ 11.1 not yet: weights and gradients alone do not fit")
     assert f"{puzzles.format_bytes(-weighed.spare)} more than the 512.00 MiB there are" in said
     for name, nbytes in weighed.held.items():
         if nbytes > 0.005 * weighed.needs:
@@ -142,7 +142,9 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
     assert f"in {weighed.phase.replace('_', ' ')}" in said and result == one.best()[0]
 
 
-@pytest.mark.parametrize(("rank", "says"), [(200, "states, is more"), (10**5, "the weights alone are more")])
+@pytest.mark.parametrize(
+    ("rank", "says"), [(200, "optimizer states do not fit"), (10**5, "the weights alone do not fit")]
+)
 def test_adapters_of_a_large_rank_are_named_as_what_does_not_fit(rank, says, capsys):
     assert says in line(capsys, "11.1", BF16 | {"lora_rank": rank})[0]
 
