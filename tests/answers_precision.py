@@ -144,7 +144,7 @@ WRONG["7.3"] = {
     "one for all": (partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)), "one random number|whole tensor"),
     "one int for all": (_one_for_all, "one random number decides"),
     "noise for all": (partial(_noise, shape=lambda x: (1,)), "one random number decides"),
-    "noise as large as x": (_noise, "near a power of 2 it is right"),
+    "noise as large as x": (_noise, "this is right near a power of 2"),
     "float32": (lambda x, generator: _by_bits(x, generator).float(), "dtype|float32"),
     "noise": (lambda x, generator: (x + (torch.rand(x.shape, generator=generator) - 0.5) / 128).bfloat16(), "gap|size"),
     "up": (lambda x, generator: _by_bits(x, generator) + 1, "got|neighbour"),
@@ -222,7 +222,7 @@ WRONG["7.4"] = {
     "uphill": (lambda ws, ms, lr: _master(ws, ms, -lr), "sign|uphill"),
     "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
     "every weight has a gradient": (_master_unasked, "got no gradient in this step"),
-    "ends at the first without": (_master_ends, "pass over that one alone"),
+    "ends at the first without": (_master_ends, "skip only that weight"),
 }  # fmt: skip
 
 

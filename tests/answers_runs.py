@@ -374,7 +374,7 @@ RIGHT["5.9"] = {
     ),
 }
 WRONG["5.9"] = {
-    "one rate": (lambda m, lr, n: _backward(m, 1e-3, n), "both to be used"),
+    "one rate": (lambda m, lr, n: _backward(m, 1e-3, n), "use both `lr`"),
     "ordinary": (lambda m, lr, n: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr), "ordinary AdamW"),
     "not freed": (partial(_backward, order=("step",)), "free each one in its hook"),
     "freed first": (partial(_backward, order=("free", "step")), "no weight has moved"),
