@@ -268,7 +268,7 @@ WRONG["4.5"] = {
     "longest": (lambda m, a, x: max(m) * a, "segment that runs again"),
     "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
     "mean": (lambda m, a, x: (len(m) - 1) * x + sum(m) / len(m) * a, "mean length"),
-    "not the largest": (lambda m, a, x: (len(m) - 1) * x + max(m) * a, "meet all"),
+    "not the largest": (lambda m, a, x: (len(m) - 1) * x + max(m) * a, "adds all boundaries"),
     "minimum": (lambda m, a, x: min(i * x + n * a for i, n in enumerate(m)), "needs least"),
     "the first longest": (
         lambda m, a, x: m.index(max(m)) * x + max(m) * a,

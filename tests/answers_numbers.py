@@ -73,7 +73,7 @@ WRONG["1.1"] = {
     "frozen moments": (
         lambda model: _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}, "neither gradient"
     ),
-    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "all the same"),
+    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "take memory too"),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
     "buffers": (lambda model: _resident(model) | {"buffers": 0}, "nothing of this name"),
 }  # fmt: skip
@@ -271,12 +271,12 @@ WRONG["2.1"] = {
     "sum": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=1.0), "whole gradient"),
     "nesterov": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: b * m + (1 - b) * g), "Nesterov"),
     "old": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: old), "step before"),
-    "global": (_by_name, "which each of them has for itself"),
-    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "two in turn do not"),
+    "global": (_by_name, "because each parameter has its own"),
+    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "wrong for two in turn"),
     "starts at the gradient": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0), "first gradient"),
-    "not at first": (_not_at_first, "first step leaves p where it was"),
+    "not at first": (_not_at_first, "first step does not change p"),
     "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*uphill"),
-    "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not along the gradient"),
+    "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
 }  # fmt: skip
 
@@ -310,7 +310,7 @@ WRONG["2.2"] = {
         lambda *a: _v(*a, divide=lambda v, eps, g, t: v.mean().sqrt() + eps),
         "divided by the same",
     ),
-    "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "this very gradient"),
+    "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "the current gradient"),
     "corrected": (
         lambda *a: _v(*a, divide=lambda v, eps, g, t: (v / (1 - a[4] ** t)).sqrt() + eps),
         "corrects v",
@@ -382,13 +382,13 @@ RIGHT["2.4"] = {
     "lerp to zero": lambda *a: _adam(*a, decay=lambda p, lr, wd: p.lerp_(torch.zeros_like(p), lr * wd)),
 }
 WRONG["2.4"] = {
-    "no lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - wd)), "lacks the learning rate"),
+    "no lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - wd)), "has no learning rate"),
     "none": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p * (1 - lr * wd)), "decay has no effect"),
     "afterwards": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - lr * wd)), "after the step"),
     "grows": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 + lr * wd)), "larger"),
     "afterwards, no lr": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - wd)), "two things.*learning rate.*after the step"),
     "twice lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - lr * lr * wd)), "learning rate twice"),
-    "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "into the gradient"),
+    "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "added to the gradient"),
 }  # fmt: skip
 
 RIGHT["2.5"] = {

@@ -163,7 +163,7 @@ WRONG["10.3"] = {
     "columns": (_cut(__init__=_columns), "rows|shape|transpose"),
     "another order": (_cut(__init__=_reversed), "order"),
     "stale": (_Stale, "anew|update|kept"),
-    "own rows alone": (_cut(lambda self, x: F.linear(x, self.own)), "output|shape"),
+    "only its own rows": (_cut(lambda self, x: F.linear(x, self.own)), "output|shape"),
     "flat x alone": (_but(backward=lambda ctx, d: (d @ _whole(ctx.saved_tensors[1]), _mine(d.T @ ctx.saved_tensors[0]))), "dimensions|shape"),
 }  # fmt: skip
 

@@ -203,7 +203,7 @@ WRONG["3.4"] = {
     "full windows": (partial(_epoch, fill=lambda held, window: len(held) == window), "drops the last window"),
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
-    "another optimizer": (_by_another, "not by the optimizer that was given"),
+    "another optimizer": (_by_another, "not by the given optimizer"),
     "over before it begins": (_over_before_it_begins, "not yet: nothing was read: micro_batches is an iterator"),
     "by all": (_by_all, "not yet: this divides by the items of all micro-batches"),
     "by length": (_by_length, "not yet: micro_batches is an iterator, which has no length"),
@@ -231,7 +231,7 @@ WRONG["3.5"] = {
     "largest": (lambda means, counts: max(means), "window_loss"),
     "pairs": (lambda means, counts: list(zip(means, counts, strict=True)), "one number"),
     "by K": (lambda means, counts: np.dot(means, counts) / len(counts), "divided by K"),
-    "first": (lambda means, counts: means[0], "first micro-batch alone"),
+    "first": (lambda means, counts: means[0], "only the first micro-batch"),
 }
 
 
@@ -276,8 +276,8 @@ RIGHT["3.6"] = {
     "zero first": lambda m, o, mbs, f, n: (o.zero_grad(), _clipped(m, o, mbs, f, n, zero=False))[1],
 }
 WRONG["3.6"] = {
-    "copies": (partial(_clipped, clip=_copies), "as it was"),
-    "each": (partial(_clipped, clip=_each), "by itself"),
+    "copies": (partial(_clipped, clip=_copies), "unclipped"),
+    "each": (partial(_clipped, clip=_each), "by its own norm"),
     "values": (partial(_clipped, clip=_values), "each number by itself"),
     "after": (partial(_clipped, clip=_after), "after clipping"),
     "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),

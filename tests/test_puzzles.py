@@ -196,7 +196,7 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
         ("11.1", {"precision": None}, "precision=None"),
         ("11.2", {"accumulation": 3}, "accumulation=3 does not cut 8 rows evenly"),
         ("11.10", {"sharding": "fsdp", "accumulation": 4}, "accumulation=4 does not cut 2 rows of each card evenly"),
-        ("11.10", {"precision": "bf16"}, "8 cards train together, and the recipe does not say how they share"),
+        ("11.10", {"precision": "bf16"}, "8 cards train together, but the recipe does not say how they share"),
         ("11.10", {"lora_rank": 16}, "every weight is to be trained"),  # no sharding would help it
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],

@@ -174,7 +174,7 @@ class Puzzle:
         if against := [CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)]:
             return against[0]
         if self.cards > 1 and recipe.sharding is None:
-            return f"{self.cards} cards train together, and the recipe does not say how they share: give sharding."
+            return f"{self.cards} cards train together, but the recipe does not say how they share: set sharding."
         if self.cards == 1 and recipe.sharding is not None:
             return f"sharding={recipe.sharding!r} is for several cards, and there is one."
         own = self.rows // self.cards
