@@ -26,7 +26,7 @@ WRONG["0.1"] = {
     "max": (lambda shape, size: max(shape) * size, r"shape|sides"),
     "square": (lambda shape, size: math.prod(shape) * size**2, r"twice the `bytes_per_element`|too large"),
     "kilobytes": (lambda shape, size: math.prod(shape) * size / 1024, r"1024 times too small|fraction"),
-    "a tuple": (lambda shape, size: (math.prod(shape), size), "one number is asked for"),
+    "a tuple": (lambda shape, size: (math.prod(shape), size), "return one number"),
     "bits": (lambda shape, size: math.prod(shape) * size * 8, "bits"),
 }
 
@@ -75,7 +75,7 @@ WRONG["1.1"] = {
     ),
     "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "take memory too"),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
-    "buffers": (lambda model: _resident(model) | {"buffers": 0}, "nothing of this name"),
+    "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
 }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ WRONG["1.4"] = {
     "no vocab": (lambda b, s, v: 12 * b * s, "`vocab` has no effect"),
     "shifted": (lambda b, s, v: 12 * b * (s - 1) * v, "last position"),
     "square": (lambda b, s, v: 12 * b * s * s * v, "twice the `seq_len`"),
-    "pairs": (lambda b, s, v: [4 * b * s * v] * 3, "one number is asked for"),
+    "pairs": (lambda b, s, v: [4 * b * s * v] * 3, "return one number"),
 }
 
 _PER = {"float32": 16, "bf16": 8, "autocast-bf16": 16, "float32-master": 16}

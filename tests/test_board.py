@@ -178,7 +178,7 @@ def test_values_that_cannot_be_drawn_are_counted(folder, seen):
     page = seen()
     # The last two are numbers that can be read, and not drawn.
     assert page.text.count("guesses left out") == 2 and page.tags.count("svg") == 4
-    assert page.text.count("a part cannot be understood") == len(odd) - 2
+    assert page.text.count("a part cannot be read") == len(odd) - 2
     assert "In another unit, left out: 1." in page.text and "Machines differ (2 % to 7 %)" in page.text
     assert "Beyond the picture: 1." in page.text
 

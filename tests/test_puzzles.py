@@ -188,8 +188,8 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
         ("11.1", [{"precision": "bf16"}], "or the Recipe itself, and a sequence of length 1 was given"),
         ("11.1", Recipe, "and the class Recipe was given"),
         ("11.1", {"checkpointing": "per-layer", "every_n_layers": 2}, "give one instead of the other"),
-        ("11.1", {"optimizer": "sgd"}, "plain SGD is out of the game"),
-        ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "with momentum too"),
+        ("11.1", {"optimizer": "sgd"}, "plain SGD is not allowed"),
+        ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "also with momentum"),
         ("11.1", {"lora_rank": 4}, "rank 16 or more"),
         ("11.1", {"lora_rank": 16, "lora_targets": ("q_proj",)}, "on every linear layer"),
         ("11.1", {"sharding": "fsdp"}, "sharding='fsdp' is for several cards, and there is one"),
@@ -197,7 +197,7 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
         ("11.2", {"accumulation": 3}, "accumulation=3 does not cut 8 rows evenly"),
         ("11.10", {"sharding": "fsdp", "accumulation": 4}, "accumulation=4 does not cut 2 rows of each card evenly"),
         ("11.10", {"precision": "bf16"}, "8 cards train together, but the recipe does not say how they share"),
-        ("11.10", {"lora_rank": 16}, "every weight is to be trained"),  # no sharding would help it
+        ("11.10", {"lora_rank": 16}, "every weight must be trained"),  # no sharding would help it
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],
 )  # fmt: skip

@@ -29,9 +29,9 @@ VOLUME = exercise_of(
         (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, and should be 2 times"),
         (lambda w, h, d: 3 * w * h * d, "every case comes out 3 times too large."),
         (lambda w, h, d: -w * h * d, "negative"),
-        (lambda w, h, d: str(w * h * d), "a number is asked for, and this is text, '30'."),
-        (lambda w, h, d: [w, h, d], "one number is asked for, and this is a sequence of length 3."),
-        (lambda w, h, d: w * h * d + 0.5, "a whole number is asked for"),
+        (lambda w, h, d: str(w * h * d), "return a number: this is text, '30'."),
+        (lambda w, h, d: [w, h, d], "return one number: this is a sequence of length 3."),
+        (lambda w, h, d: w * h * d + 0.5, "return a whole number"),
         (lambda w, h, d: float("nan"), "not a number"),
     ],
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_what_an_answer_leaves_switched_is_told_and_put_back(leave, said):
         return width * height
 
     assert judge(AREA, answer).line.startswith(
-        f"✗ 0.7 not yet: your code leaves {said}, for all that runs after it"
+        f"✗ 0.7 not yet: your code leaves {said}, for all code after it"
     )
     assert switches() == before
 
