@@ -275,7 +275,7 @@ WRONG["2.1"] = {
     "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "wrong for two in turn"),
     "starts at the gradient": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0), "first gradient"),
     "not at first": (_not_at_first, "first step does not change p"),
-    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*uphill"),
+    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*increases the loss"),
     "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
 }  # fmt: skip
@@ -350,7 +350,7 @@ WRONG["2.3"] = {
     ),
     "no root": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2 + eps)), "root is missing"),
     "no eps": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2).sqrt()), "eps is left out"),
-    "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "uphill"),
+    "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "increases the loss"),
     "t from 1": (lambda *a: _adam(*a, t0=1), "t begins at 2"),
     "uncorrected, no root": (
         _changed(lambda m, v, c1, c2, eps: m / (v + eps)),

@@ -251,7 +251,7 @@ WRONG["5.5"] = {
     "no zero": (partial(_mixed, zero=False), "zero_grad"),
     "rate": (partial(_mixed, rate=100), "learning rate"),
     "float16": (partial(_mixed, dtype=torch.float16), "float16"),
-    "uphill": (partial(_mixed, sign=-1), "uphill"),
+    "uphill": (partial(_mixed, sign=-1), "wrong sign"),
     "back to bf16": (partial(_mixed, after=lambda m: m.to(torch.bfloat16)), "bf16 in the end"),
     "reversed": (lambda model, batches, lr: _mixed(model, batches[::-1], lr), "batch 3, 2, 1"),
 }

@@ -135,7 +135,7 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
     one = puzzle("11.1")
     weighed = one.weigh(Recipe(precision="bf16"))
     assert said.startswith("✗ 11.1 not yet: weights and gradients alone do not fit")
-    assert f"{puzzles.format_bytes(-weighed.spare)} more than the 512.00 MiB there are" in said
+    assert f"{puzzles.format_bytes(-weighed.spare)} more than the available 512.00 MiB" in said
     for name, nbytes in weighed.held.items():
         if nbytes > 0.005 * weighed.needs:
             assert f"{name} {puzzles.format_bytes(nbytes)}" in said

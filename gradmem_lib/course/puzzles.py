@@ -83,7 +83,7 @@ class Weighed:
         lead = (
             f"it needs {format_bytes(self.needs)} of {format_bytes(self.room)}, and {format_bytes(self.spare)} are left over"
             if self.spare >= 0
-            else f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more than the {format_bytes(self.room)} there are"
+            else f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more than the available {format_bytes(self.room)}"
         )
         parts = sorted(self.held.items(), key=lambda part: -part[1])
         held = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n >= 0.005 * self.needs)

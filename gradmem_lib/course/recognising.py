@@ -111,7 +111,7 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
         return ""
     ratios = [number / wanted for number, wanted in numbers if wanted]
     if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
-        return f"every case comes out {times(ratios[0])}."
+        return f"every case is {times(ratios[0])}."
     return ""
 
 

@@ -68,7 +68,7 @@ def _explain_block(got, expected):
     every = [(case, name) for case in sizes for name in _WHY]
     rows = {(case, name): got[case].get(name) for case, name in every}
     if factor := shares(rows, {(case, name): expected[case][name] for case, name in every}):
-        return f"every row comes out {times(factor[0])}: count float32 numbers of 4 bytes."
+        return f"every row is {times(factor[0])}: count float32 numbers of 4 bytes."
     if shares(rows, {(case, name): expected[case][name] / sizes[case][0] for case, name in every}):
         return "this counts one sequence: multiply by the batch."
     tokens = {case: batch * seq_len for case, (batch, seq_len, *_) in sizes.items()}

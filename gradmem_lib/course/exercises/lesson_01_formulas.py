@@ -27,7 +27,7 @@ def _explain_surplus(got, expected):
         return None
     squares, rows, tokens = found
     if squares == 2:
-        return "two squares are counted, the scores and their softmax: autograd saves the softmax alone."
+        return "two squares are counted, the scores and their softmax: autograd saves only the softmax."
     if squares == 1 and tokens:
         return "the log-sum-exp is one number for each row of scores, and every head has rows of its own."
     if squares == 1 and rows > 0:
@@ -91,7 +91,7 @@ def _explain_recipes(got, expected):
         return None
     if factor := shares(got, expected):
         bits = ": these are bits, not bytes" if factor == [8] else ""
-        return f"every recipe comes out {times(factor[0])}{bits}."
+        return f"every recipe is {times(factor[0])}{bits}."
     case, off = next((case, got[case] - right) for case, right in expected.items() if got[case] != right)
     recipe = literal_eval(case)
     kept = _KEPT[recipe] | {"one of its moments": _KEPT[recipe]["two moments"] // 2}

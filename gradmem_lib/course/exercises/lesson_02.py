@@ -79,7 +79,9 @@ def _explain_gap(got, expected):
     bits = -log2(ratios[1.0]) if ratios[1.0] > 0 else 0
     if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
         name = "float16, which has 10" if bits < 5 else "float32, which has 23"
-        return f"every gap comes out {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+        return (
+            f"every gap is {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+        )
     if len(set(ratios.values())) > 1 and all(ratio > 0 and log2(ratio) % 1 == 0 for ratio in ratios.values()):
         return "this is a power of two, but not the right one: take the exponent of the power of two at or below x, floor(log2(x)), and subtract 8."
     return None

@@ -175,7 +175,7 @@ EXERCISES = (
                     "this averages the means without weights: a micro-batch with few tokens counts as much as one with many."),
             Mistake("after dividing", lambda means, counts: sum(means) / len(means) ** 2,
                     "this divides by K before logging, and then averages: K times too small. Log before dividing, or add up instead of averaging."),
-            Mistake("the last", lambda means, counts: means[-1], "this logs the last micro-batch alone."),
+            Mistake("the last", lambda means, counts: means[-1], "this logs only the last micro-batch."),
             Mistake("the sum", lambda means, counts: sum(m * c for m, c in zip(means, counts, strict=True)),
                     "this is the sum over all items: divide it by their number."),
             Mistake("added up", lambda means, counts: sum(means), "this adds up means: K times too large."),

@@ -111,7 +111,7 @@ EXERCISES = (
             Mistake("every model", _told(lambda heeds: False),
                     "the classifier is now right, but the language model is wrong, because it does use the number of items: ask each model itself, whatever its name."),
             Mistake("True", _told(lambda heeds: not heeds),
-                    "accepts_loss_kwargs is the wrong way round: False makes Trainer divide by the accumulation steps itself."),
+                    "accepts_loss_kwargs has the opposite value: False makes Trainer divide by the accumulation steps itself."),
             Mistake("a quarter of the gradient", _one_in_four,
                     "the gradient is right for 4 accumulation steps and no others, and the logged loss is still 4 times too large."),
         ),

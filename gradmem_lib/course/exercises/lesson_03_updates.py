@@ -247,11 +247,11 @@ def _why_64(gradient, right) -> str | None:
         return "the gradient is zero at the step: backward comes first, and zero_grad() last."
     ratio = (gradient.norm() / right.norm()).item() * (1 if gradient @ right > 0 else -1)
     if torch.allclose(gradient, ratio * right, atol=1e-4 * right.abs().max().item() * abs(ratio)):
-        sign = "the gradient has the wrong sign: this walks uphill."
+        sign = "the gradient has the wrong sign: this increases the loss."
         return (
             sign
             if math.isclose(ratio, -1, rel_tol=1e-3)
-            else f"the gradient comes out {times(ratio)}: divide by the tokens of all 64 rows."
+            else f"the gradient is {times(ratio)}: divide by the tokens of all 64 rows."
         )
     return None
 

@@ -164,7 +164,7 @@ EXERCISES = (
             Mistake("no schedule", _hooked(_step_and_free, scheduled=False),
                     "the learning rate never falls: Trainer's schedule is the dummy's, and no other optimizer hears of it, so step a schedule for each in its hook."),
             Mistake("the last one", _hooked(_the_last_one),
-                    "every hook steps the last parameter alone: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
+                    "every hook steps only the last parameter: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
         ),
     ),
 )  # fmt: skip

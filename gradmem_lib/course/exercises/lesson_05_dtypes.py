@@ -114,7 +114,7 @@ def _explain_states(got, expected):
     mine, right = got.notes["moments"], expected.notes["moments"]
     along = (mine @ right / right.square().sum()).item() if mine.shape == right.shape else math.nan
     if along < 0:
-        return "the gradients have the wrong sign: this walks uphill, away from small losses."
+        return "the gradients have the wrong sign: this increases the loss."
     if along < 0.5:
         return "the gradients are much too small when AdamW takes them: they were clipped or divided."
     if along > 1.2:

@@ -343,7 +343,7 @@ EXERCISES = (
             Mistake("at once", _all_at_once,
                     "float32 copies of all gradients exist at once: take one tensor at a time."),
             Mistake("uphill", _master(update=lambda w, m, lr: m.add_(lr * w.grad.float())),
-                    "the update has the wrong sign: this walks uphill."),
+                    "the update has the wrong sign: this increases the loss."),
         ),
     ),
 )  # fmt: skip

@@ -141,14 +141,14 @@ def _explain(got, expected):
     if difference(above["norm"], right["norm"] ** 2, 1e-3) is None:
         return "this is the sum of the squares, and not the norm: the root is missing."
     if abs(norm / whole - math.sqrt(2)) < 1e-3:
-        return "the squares of both passes are in the norm: measure in the first alone."
+        return "the squares of both passes are in the norm: measure only in the first pass."
     if abs(norm / whole - 0.1) < 1e-3:
         return "this is the norm after clipping: return the norm before it."
     if difference(norm, whole, 1e-3):
         return "the norm is that of all gradients as one vector: add up the squares of all numbers, then take the root."
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
-        return "the weights go uphill: the step has the wrong sign."
+        return "the step has the wrong sign: it increases the loss."
     if abs(along - 10) < 1e-2:
         return "max_norm has no effect: the step uses the unclipped gradient."
     if got["the card"].over and difference(moves, wanted) is None:

@@ -144,7 +144,7 @@ _OTHERS = (
     (_galore(new=lambda call, every: call > 0 and (call + 1) % every == 0), "P is renewed one step too early: renew it in the first call, and then in every `every`-th after it."),
     (_galore(new=lambda call, every: call > 1 and call % every == 1), "P is renewed one step too late: renew it in the first call, and then in every `every`-th after it."),
     (_galore(update=lambda g, P, state: P @ (P.T @ g)), "the projected gradient itself is the step: pass it to adam_update first."),
-    (_galore(by=lambda lr, scale: -lr * scale), "the weights go uphill: the step has the wrong sign."),
+    (_galore(by=lambda lr, scale: -lr * scale), "the step has the wrong sign: it increases the loss."),
     (_galore(by=lambda lr, scale: scale), "lr has no effect: p moves by lr * scale * update."),
     (_galore(by=lambda lr, scale: 1.0), "lr and scale have no effect: p moves by lr * scale * update."),
     (_galore(by=lambda lr, scale: lr / scale), "the update is divided by scale: p moves by lr * scale * update."),

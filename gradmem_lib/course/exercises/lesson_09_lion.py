@@ -202,7 +202,7 @@ EXERCISES = (
                     "the momentum is updated before the step: the step takes the sign of a blend of the old momentum by beta1; use beta2 for the momentum that is kept."),
             Mistake("swapped", _one(swapped=True), "the betas are swapped: use beta1 for the step's blend, beta2 for the momentum that is kept."),
             Mistake("no sign", _one(sign=lambda blend: blend), "the blend itself is subtracted: Lion takes its sign, so that every weight moves by lr."),
-            Mistake("gradient alone", _one(blend=False), "the sign is that of the gradient alone: momentum has no effect."),
+            Mistake("gradient alone", _one(blend=False), "only the gradient decides the sign: momentum has no effect."),
             Mistake("decay in the gradient", _one(decay=False), "the decay is added to the gradient, but only the sign is used: shrink p itself, as AdamW does."),
             Mistake("one rate", _one(own=False), "every group steps by the same rate: read lr from its group."),
         ),

@@ -161,7 +161,7 @@ MOMENTUM = {
     "re-created": AGAIN,
     "begins": "m starts as the whole first gradient: start from zeros, and take 1 - beta of the first one, like any other.",
     "by the gradient": "m is kept but not used: the step must use m, not the gradient.",
-    "uphill": "this walks uphill: subtract lr * m.",
+    "uphill": "this increases the loss: subtract lr * m.",
     "corrected": "this corrects m for its start at zero, as Adam does: here use m as it is.",
     "ahead": "this looks one step ahead (Nesterov): here the step uses m itself.",
     "old m": "this uses the m of the step before: add the new gradient to m first.",
@@ -210,7 +210,7 @@ SECOND_MOMENT = {
     "multiplied": "the gradient is multiplied by the root of v: divide by it.",
     "no division": "v is kept but not used: divide the gradient by its root.",
     "no lr": "the learning rate is missing.",
-    "uphill": "this walks uphill: subtract.",
+    "uphill": "this increases the loss: subtract.",
 }
 
 
@@ -299,7 +299,7 @@ ADAM = {
     "t from 2": "t begins at 2: the first step has t = 1, so count once a step.",
     "along the gradient": "m is kept but not used: the step must use m_hat, not the gradient.",
     "betas": "the betas are swapped: beta1 is for m, beta2 for v.",
-    "stored": "the corrected m and v are stored: they are new tensors for this step alone; m and v stay as they are in `state`.",
+    "stored": "the corrected m and v are stored: they are new tensors, only for this step; m and v stay as they are in `state`.",
     "m not corrected": "v is corrected but m is not.",
     "no correction": "this is Adam without bias correction: m and v start at zero, and are too small in the first steps.",
     "v not corrected": "m is corrected but v is not: v grows a hundred times more slowly, so it needs the correction more.",
@@ -313,7 +313,7 @@ ADAM = {
     "no eps": "eps is left out, or is not the one that was given: it is added to the root of v_hat.",
     "eps corrected": "eps is added before the correction, which then divides it too: correct v first, then the root, then eps.",
     "v corrected late": "the root is taken before the correction: divide v by 1 - beta2**t first, then take the root.",
-    "a decay of 0.01": "this decays p by 0.01 as well: there is no weight decay in this exercise, or another one.",
+    "a decay of 0.01": "this also decays p by 0.01: this exercise has no weight decay, or another one.",
     "both by beta1": "both moments are corrected with beta1: divide v by 1 - beta2**t.",
     "both by beta2": "both moments are corrected with beta2: divide m by 1 - beta1**t.",
     "crossed": "the corrections are swapped: m is divided by 1 - beta1**t, and v by 1 - beta2**t.",
@@ -323,7 +323,7 @@ ADAM = {
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
     "v unused": "v is kept but not used: divide m_hat by the root of v_hat.",
     "no lr": "the learning rate is missing.",
-    "uphill": "this walks uphill: subtract.",
+    "uphill": "this increases the loss: subtract.",
 }
 ADAMW = ADAM | {
     "no correction": "this is AdamW without bias correction.",

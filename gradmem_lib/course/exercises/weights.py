@@ -100,7 +100,7 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
     ]  # fmt: skip
     if what == "gradient":
         known += [
-            (-1.0, "the gradient has the wrong sign: this walks uphill."),
+            (-1.0, "the gradient has the wrong sign: this increases the loss."),
             (total + 1, "backward runs in both passes, on the sums and again on the divided losses: count without backward."),
             (2.0, "the gradient is twice too large: backward runs twice for everything."),
         ]  # fmt: skip
@@ -122,10 +122,10 @@ def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str |
         (sum(means) / len(means), "an unweighted average of the micro-batches' means"),
         (sum(means) / k, "an unweighted average of the micro-batches' means"),
         (sum(means), "the sum of the micro-batches' means"),
-        (means[-1], "the last micro-batch's mean alone"),
+        (means[-1], "only the last micro-batch's mean"),
         (means[-1] / k, "the last micro-batch's mean, divided by K"),
-        (means[0], "the first micro-batch's mean alone"),
-        (sums[-1] / sum(counts), "the last micro-batch's part alone"),
+        (means[0], "only the first micro-batch's mean"),
+        (sums[-1] / sum(counts), "only the last micro-batch's part"),
         (sum(sums), "the sum over all items, not divided by their number"),
         (sum(sums) / k, "the sum over all items, divided by K and not by the number of items"),
         (mean / k, "the mean, divided by K once more"),
