@@ -119,7 +119,10 @@ RIGHT["8.5"] = {
     "numpy": lambda peak, layers, budget: _halve(peak, layers, budget, np.int64),
 }
 WRONG["8.5"] = {
-    "asks twice": (lambda *given: _halve(*given, asks=2), "the number is right, with more than 8 calls"),
+    "asks twice": (
+        lambda *given: _halve(*given, asks=2),
+        "the number is right, but it took more than 8 calls",
+    ),
     "never ends": (lambda *given: _halve(*given, up=0), "does not get smaller"),
     "the largest that fits": (_largest, "the search ends in the wrong place"),
     "steps of eight": (
@@ -145,7 +148,7 @@ WRONG["8.6"] = {
     ),
     "joined along rows": (_tiles(joined=0), "not joined along the dimension"),
     "stacked": (_tiles(join=torch.stack), "not joined along the dimension"),
-    "the width is cut": (_tiles(2, 2), "a part of the width"),
+    "the width is cut": (_tiles(2, 2), "the width is cut, so"),
     "x detached": (
         lambda mlp, x, tiles: _tiles()(mlp, x.detach(), tiles), "x gets no gradient"),
 }  # fmt: skip
@@ -223,7 +226,7 @@ def _second_moment(
 RIGHT["9.2"] = {"an array": lambda *given: _second_moment()(*given).numpy()}
 WRONG["9.2"] = {
     "weights swapped": (_second_moment(share=lambda beta2: beta2), "beta2 and 1 - beta2 are swapped"),
-    "row not kept": (_second_moment(keeps=(False, True)), "row is where it was"),
+    "row not kept": (_second_moment(keeps=(False, True)), "row has not changed"),
     "transposed": (_second_moment(v=lambda row, column, squares: torch.outer(column, row) / row.sum()), "along its rows"),
     "this step's sum": (_second_moment(v=lambda row, column, squares: torch.outer(row, column) / squares.sum()), "this step's squares"),
     "states returned": (_second_moment(v=lambda row, column, squares: (row, column)), "return only v"),

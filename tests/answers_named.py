@@ -232,7 +232,7 @@ WRONG["8.2"] = {
     "keys squared": (_repeated(lambda b, h, q, d, k: 4 * b * h * k * k * d), "squares the keys"),
     "size for keys": (_repeated(lambda b, h, q, d, k: 4 * b * h * q * d * d), r"key\[2\]"),
     "a quarter": (_repeated(lambda b, h, q, d, k: b * h * q * d * k), "a quarter"),
-    "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "has to make 3,600, and makes 3,750"),
+    "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "must return 3,600, but returns 3,750"),
     "one counter with it": (_repeated(_exact, first=False), "one of the two counters"),
     "the other counter with it": (_repeated(_exact, second=False), r"given only to plain\(\)'s counter"),
 }  # fmt: skip
@@ -303,7 +303,7 @@ def _of_an_empty_state(p, grad, state, lr, beta1, beta2, eps):
 
 WRONG["2.3"] = {
     "of an empty state": (_of_an_empty_state, "not yet: `state` is an empty dict before the first step.*KeyError at line"),
-    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are crossed"),
+    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are swapped"),
     "the gradient for m": (_by_the_formula(lambda m, v, c1, c2, eps, g: g / c1 / ((v / c2).sqrt() + eps)), "not yet: the gradient is corrected here"),
     "root of m's": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)), "not yet: m is divided by the root of its correction"),
     "precedence": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps), "look at what eps is added to"),

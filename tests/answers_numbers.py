@@ -107,7 +107,7 @@ WRONG["1.2"] = {
     "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
     "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
     "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1024 times too small|fraction"),
-    "nothing": (lambda model, x: 0, "the answer is 0 whatever"),
+    "nothing": (lambda model, x: 0, "the answer is 0 for all"),
 }
 
 RIGHT["1.3"] = {
@@ -190,7 +190,7 @@ WRONG["1.6"] = {
     "holds the output": (lambda m, o, b: _train(m, o, b, hold=True), "output is still alive"),
     "no zero": (lambda m, o, b: _train(m, o, b, zero=False), "zero_grad"),
     "no step": (lambda m, o, b: _train(m, o, b, step=False), "step"),
-    "first loss": (_first_loss, "3 entries are asked for"),
+    "first loss": (_first_loss, "there must be 3 entries"),
     "same batch": (_same_batch, "item 1"),
     "graphs": (
         lambda m, o, b: _train(m, o, b, keep=lambda kept, out: kept.append(out.logits)),

@@ -186,7 +186,7 @@ WRONG["10.2"] = {
     "one rank": (_only_one_rank, "same calls"),
     "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "for|got|tensor"),
     "None": (lambda model: [_mean(p) for p in model.parameters()], "None"),
-    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients are what they were: all_reduce"),
+    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients have not changed: all_reduce"),
 }  # fmt: skip
 
 

@@ -49,11 +49,11 @@ WRONG["5.1"] = {
     "other names": (lambda a, g, f: a | {"batch_size": f}, "not yet: 'batch_size' is no field"),
     "a pair": (
         lambda a, g, f: (_card(a, g, f)[TRAIN], _card(a, g, f)[STEPS]),
-        "not yet: all fields are asked for, in a dict",
+        "not yet: return a dict with all fields",
     ),
     "parts of steps": (
         partial(_card, micro=lambda batch, fits: fits, steps=lambda batch, size: batch / size),
-        "24 rows are no whole number of micro-batches of 7",
+        "24 rows cannot be cut into whole micro-batches of 7",
     ),
     "power of two": (
         partial(

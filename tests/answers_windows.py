@@ -209,7 +209,7 @@ WRONG["3.4"] = {
     "by length": (_by_length, "not yet: micro_batches is an iterator, which has no length"),
     "after the update": (_after_the_update, "before the update"),
     "by K again": (partial(_epoch, one=lambda held, f: _window(held, f) / len(held)), "updates are right; the first of the losses is the mean, divided by K once more"),
-    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "2 entries are asked for, and there are 1"),
+    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "there must be 2 entries, but there are 1"),
     "yields": (_as_they_come, "`yield`.*runs nothing"),
     "one, then three": (lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)], "first update is made of 1 micro-batch,"),
     "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),
@@ -343,7 +343,7 @@ RIGHT["3.8"] = {
 }
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),
-    "always": (partial(_asked, when=lambda a, b: True), "spoiled"),
+    "always": (partial(_asked, when=lambda a, b: True), "does use the number"),
     "other way": (partial(_asked, when=lambda a, b: a != b), "does use the number|still multiplied|wrong way round"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),

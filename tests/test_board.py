@@ -153,10 +153,8 @@ def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     listed = seen("--names")
     assert [row[0] for row in listed.rows[1:3]] == ["part", "whole"]
     for name in ("cut", "empty", "deep", "foreign", "other", "binary"):
-        assert f"{name}: not a progress file, or cut off" in listed.text
-    assert (
-        "part: a part cannot be understood" in listed.text and "pipe: it is not a regular file" in listed.text
-    )
+        assert f"{name}: not a progress file, or only a part of one" in listed.text
+    assert "part: a part cannot be read" in listed.text and "pipe: it is not a regular file" in listed.text
     assert (
         "link: No such file" in listed.text
         and "bak: an old copy" in listed.text

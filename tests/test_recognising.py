@@ -24,9 +24,9 @@ VOLUME = exercise_of(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda w, h, d: 30, "the answer is 30 whatever it is given"),
+        (lambda w, h, d: 30, "the answer is 30 for all arguments"),
         (lambda w, h, d: w * h, "`depth` has no effect on your answer."),
-        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, and should be 2 times"),
+        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, but should be 2 times"),
         (lambda w, h, d: 3 * w * h * d, "every case is 3 times too large."),
         (lambda w, h, d: -w * h * d, "negative"),
         (lambda w, h, d: str(w * h * d), "return a number: this is text, '30'."),

@@ -102,7 +102,7 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
     if len(numbers) < 3 or len(numbers) < len(theirs):
         return ""
     if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
-        return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on its arguments."
+        return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on them."
     if any(
         same for path, same in right.items() if isinstance(wanted := plain(theirs[path]), Real) and wanted
     ):
@@ -168,7 +168,7 @@ def _other_kind(got: Any, expected: Any) -> str:
     elif isinstance(expected, tuple) and isinstance(got, Real):
         return "return a list with one number for each: this is one number in all."
     elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
-        return f"return {len(expected)} entries: there are {len(got)}."
+        return f"there must be {len(expected)} entries, but there are {len(got)}."
     elif isinstance(expected, tuple) and isinstance(got, tuple):
         around = expected[::-1]
         if difference(got, around) is None and difference(expected, around) is not None:

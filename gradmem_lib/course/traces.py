@@ -45,7 +45,7 @@ class Given:
                 ]:
                     yield f"your code leaves `{name}` with another {changed[0]} than before: restore it"
             elif before != after:
-                yield f"your code has changed its argument `{name}` in place: do not change it, and work on a copy"
+                yield f"your code has changed `{name}` in place: do not change an argument, work on a copy"
 
 
 def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
