@@ -301,7 +301,7 @@ ADAM = {
     "betas": "the betas are swapped: beta1 is for m, beta2 for v.",
     "stored": "the corrected m and v are stored: they are new tensors, only for this step; m and v stay as they are in `state`.",
     "m not corrected": "v is corrected but m is not.",
-    "no correction": "this is Adam without bias correction: m and v start at zero, and are too small in the first steps.",
+    "no correction": "this is Adam without bias correction: m and v start at zero, and are too small at first.",
     "v not corrected": "m is corrected but v is not: v grows a hundred times more slowly, so it needs the correction more.",
     "begins": "m and v start as the first gradient and its square: they must start at zero, which the correction makes up for.",
     "eps inside": EPS_INSIDE,
