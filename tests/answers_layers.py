@@ -335,7 +335,7 @@ RIGHT["4.7"] = {
 }
 WRONG["4.7"] = {
     "layers alone": (partial(_step, every=best_segments(64, internal=4, boundary=1)), "layers alone"),
-    "logits twice": (partial(_step, every=best_segments(64, internal=[4] * 63 + [10], boundary=1)), "17 boundaries wait"),
+    "logits twice": (partial(_step, every=best_segments(64, internal=[4] * 63 + [10], boundary=1)), "17 boundaries are kept"),
     "sixes": (partial(_step, every=6), "equal segments of 6"),
     "layers": (partial(_step, every=1), "segment of its own"),
     "reversed": (partial(_step, every=COUNTED[::-1]), "15 boundaries|gradients take"),

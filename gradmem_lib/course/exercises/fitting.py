@@ -17,7 +17,7 @@ WHY = {
     "weights": "the weights alone do not fit.",
     "gradients": "weights and gradients alone do not fit, and a smaller micro-batch does not make them smaller.",
     "states": "weights, gradients and optimizer states do not fit, and a smaller micro-batch does not make them smaller.",
-    "full": "weights, gradients and states leave no room for what lies beside live tensors on a card.",
+    "full": "weights, gradients and states leave no room for what a card holds besides live tensors.",
     "kept": "weights, gradients and states would fit; the activations that every layer keeps for its backward do not.",
     "step": "the peak is in the optimizer's step, where the activations are gone: checkpoints do not lower it.",
     "head": "weights, gradients and states would fit; most of the rest is the head's: the logits of a micro-batch, one number for each token and each word.",

@@ -92,7 +92,9 @@ def _explain_frozen(got, expected):
         if cut := [name.removeprefix("gradient of ") for name in right if name not in learns]:
             gets = "gets no gradient, though a later one does"
             gets = gets if len(cut) == 1 else gets.replace("gets", "get")
-            return f"{' and '.join(cut)} {gets}: hand each layer's output to the next one, and detach nothing on the way."
+            return (
+                f"{' and '.join(cut)} {gets}: pass each layer's output to the next one, and do not detach it."
+            )
         return None
     calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
     once = [name for name, n in calls.items() if n == 1]
@@ -105,7 +107,7 @@ def _explain_frozen(got, expected):
     if once:
         return "the gradients are right, but nothing is checkpointed: no layer runs again."
     if difference(got["segments"], expected["segments"]):
-        return "several layers are in one checkpoint: each layer gets one of its own here."
+        return "several layers are in one checkpoint: here each layer must have its own."
     return None
 
 

@@ -28,7 +28,9 @@ def _explain_peak(got, expected):
         max(_PARTS)
         - 1: "one layer of the segment that runs again is missing: count a for each of its m layers.",
         1: "a is counted once: the segment that runs again keeps a for each of its layers, in full.",
-        sum(_PARTS): "all layers are counted in full at once: only one segment is, when it runs again.",
+        sum(
+            _PARTS
+        ): "all layers are counted in full at once: only the segment that runs again is in memory in full.",
         min(_PARTS): "this takes the segment that needs least: the peak is at the segment that needs most.",
         _PARTS[0]: "only the first length is used, as if all segments were equal: each has its own.",
         sum(_PARTS)

@@ -122,7 +122,7 @@ def _why_segments(mine, right, n, k) -> str | None:
     if max(order.times(layers)) > 2:
         return "some layers run more than twice: one checkpoint around each segment is enough."
     if order.segments(layers) != wanted.segments(layers):
-        return f"for {n} layers and k = {k} your segments have {order.segments(layers)} layers, and should have {wanted.segments(layers)}."
+        return f"for {n} layers and k = {k} your segments have {order.segments(layers)} layers, but should have {wanted.segments(layers)}."
     if mine["boundaries alive after forward"] > right["boundaries alive after forward"]:
         return "more boundaries are kept than there are segments: keep only the newest x."
     return None
@@ -178,12 +178,12 @@ def _explain_budget(got, expected):
     if not lengths:
         return "nothing is checkpointed: no layer runs again."
     if set(lengths) == {1}:
-        return "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."
+        return "every layer is its own segment, so 64 boundaries are kept: they do not fit on the card."
     if len(set(lengths[:-1])) == 1:
         return f"equal segments of {lengths[0]}: when an early segment runs again, few boundaries are kept, so it may be longer; the last segments must be shorter."
     segments = f"your segments have {', '.join(map(str, lengths))} layers"
     if len(lengths) + HEAD > CHAIN_CARD:
-        return f"{segments}, and all {len(lengths)} boundaries wait when the head and its loss need {HEAD} more: use fewer, longer segments."
+        return f"{segments}, and all {len(lengths)} boundaries are kept when the head and its loss need {HEAD} more: use fewer, longer segments."
     return f"{segments}: one of them needs too much; in a layer's backward, gradients take {ON_THEIR_WAY} more boundaries beside what is kept."
 
 
@@ -196,7 +196,7 @@ EXERCISES = (
         explain=_explain_segments,
         mistakes=(
             Mistake("drops the rest", _segments(lambda n, k: [(i * k, i * k + k) for i in range(n // k)] or [(0, 0)]),
-                    "layers are left out: where k does not divide the number of layers, a shorter segment is left over."),
+                    "layers are left out: where k does not divide the number of layers, there is one shorter segment."),
             Mistake("the last takes the rest", _segments(_last_takes_the_rest),
                     "the last segment takes all remaining layers and is too long: the exercise asks for one more, shorter segment."),
             Mistake("checkpoint_sequential", _sequential,
@@ -217,7 +217,7 @@ EXERCISES = (
         explain=_explain_budget,
         mistakes=(
             Mistake("layer by layer", _trains(1),
-                    "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."),
+                    "every layer is its own segment, so 64 boundaries are kept: they do not fit on the card."),
             Mistake("the root of n", _trains("sqrt"),
                     "segments of √64 = 8 layers are too long where a layer keeps five times its input."),
             Mistake("the best equal ones", _trains(4),
@@ -227,7 +227,7 @@ EXERCISES = (
             Mistake("nothing on its way", _trains(best_segments(DEPTH, [*INSIDE, HEAD], 1)),
                     "the head and its loss are counted. The gradients in a layer's backward, 9 boundaries, are not counted, or they are counted for the head too, whose 25 already include everything. Now the first segments are too long."),
             Mistake("twice nested", _trains(best_segments(DEPTH, KEEPS - 1, 1, 2.0)),
-                    "lists in the list: layers run forward three times, and one extra forward was allowed."),
+                    "lists inside the list: layers run forward three times, but only one extra forward was allowed."),
         ),
     ),
 )  # fmt: skip

@@ -101,7 +101,7 @@ def _explain_lora(got, expected):
         return said[wrong[0]]
     numbers = [seen["two updates"]["numbers that are trained"] for seen in (got, expected)]
     if numbers[0] > numbers[1]:
-        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: freeze everything except A and B of the adapters, the head and the norms too."
+        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: train only A and B of the adapters, and freeze all else, the head and the norms too."
     if got["two updates"]["largest number in B, in learning rates"] != 2:
         return "B does not move as AdamW moves it, by about lr in each update: return torch.optim.AdamW, with its default settings."
     return None

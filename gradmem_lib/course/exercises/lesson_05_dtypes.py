@@ -132,7 +132,7 @@ EXERCISES = (
         changes=("model.mode", "model.config"),
         mistakes=(
             Mistake("bf16 over bf16", _mixed(),
-                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),
+                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and does not change a checkpoint's weights; call model.float() first."),
             Mistake("half", _mixed(lambda model: model.half()),
                     "half() is float16, not float32: each number still has two bytes, and small gradients become 0."),
             Mistake("after the first update", _mixed(after=lambda model: model.float()),

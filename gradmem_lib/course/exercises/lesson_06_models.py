@@ -290,7 +290,7 @@ EXERCISES = (
             Mistake("as it was", partial(_loop, size=30),
                     "all 30 rows go through at once, and every layer keeps its activations: nothing is made smaller yet."),
             Mistake("halves", partial(_loop, size=15),
-                    "two halves are not half the memory: weights, gradients and states stay, and the first half's gradients wait; cut further."),
+                    "two halves are not half the memory: weights, gradients and states stay, and the first half's gradients stay in memory; cut further."),
             Mistake("by K", partial(_loop, size=8, **_MEANS),
                     f"{SAME_WEIGHT}: the last one has 6 images, and the others have 8; weight each by its images."),
             Mistake("added up", partial(_loop, size=8, **_ADDED),

@@ -180,7 +180,7 @@ EXERCISES = (
             Mistake("this process too", partial(_reads, wrong="this process too"),
                     "the others' memory includes this process: subtract what this process has in use."),
             Mistake("but the tensors", partial(_reads, wrong="but the tensors"),
-                    "the others' memory includes this process's context and idle blocks: this process has more than its allocated bytes."),
+                    "the others' memory includes this process's context and idle blocks: this process holds more than its allocated bytes."),
             Mistake("idle alone", partial(_reads, wrong="idle alone"),
                     "in_pieces uses only the idle blocks: the free bytes of the card can be added to them."),
             Mistake("too little free", partial(_reads, wrong="too little free"),

@@ -139,7 +139,7 @@ def _observe_policy(candidate):
 def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
-        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
+        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts is called later."
     if mine["kept"] == "no answer for some":
         return "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs again."
     if mine["kept"] == "none":
@@ -237,7 +237,7 @@ def _observe_repeated(candidate):
 _SHARES = (
     (lambda b, h, s, d, t: 1 / 4, "gives a quarter: there are two products, and a multiplication and an addition count as two operations."),
     (lambda b, h, s, d, t: 1 / b, "leaves out the rows."),
-    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes so many multiplications."),
+    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes that many multiplications."),
     (lambda b, h, s, d, t: 1 / t, "leaves out the keys: each query has a score with each of them."),
     (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
     (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),

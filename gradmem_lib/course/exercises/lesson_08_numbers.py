@@ -252,7 +252,7 @@ EXERCISES = (
             Mistake("one after another", _scan,
                     "the number is right, but every k is tried in turn, which takes too many calls of peak: halve the range each time."),
             Mistake("below", _search(fits=lambda found, budget: found < budget),
-                    "a peak equal to the budget fits: use at most, not below."),
+                    "a peak equal to the budget fits: test for at most the budget, not for less."),
             Mistake("all", lambda peak, layers, budget: layers,
                     "all layers run again, for any budget: return the smallest number that fits."),
             Mistake("straight line", _straight,

@@ -211,7 +211,7 @@ EXERCISES = (
         reference=average_gradients,
         observe=_observe_average,
         explain=_explain_average,
-        raises=((rf"{APART}|equal size|must match", "the ranks do not make the same calls: one has left out a weight for which it has no gradient. There its gradient counts as zeros."),),
+        raises=((rf"{APART}|equal size|must match", "the ranks do not make the same calls: one leaves out a weight for which it has no gradient. On that rank its gradient counts as zeros."),),
         mistakes=(
             Mistake("sum", _averaged(over=lambda: 1), "this is the sum over the ranks: divide it by their number, or the learning rate grows with them."),
             Mistake("two", _averaged(over=lambda: 2), "the sum is divided by 2, however many ranks there are: use dist.get_world_size()."),
@@ -219,7 +219,7 @@ EXERCISES = (
             Mistake("rank 0's", _averaged(send=_broadcast, over=lambda: 1), "every rank gets rank 0's gradient: the other gradients are lost. all_reduce adds them up."),
             Mistake("a copy", _averaged(tensor=lambda p: p.grad.clone()), "the gradients have not changed: all_reduce p.grad itself, or write the mean of a copy back into it."),
             Mistake("skips", _averaged(of=_each),
-                    "the ranks do not make the same calls: one has left out a weight for which it has no gradient. There its gradient counts as zeros."),
+                    "the ranks do not make the same calls: one leaves out a weight for which it has no gradient. On that rank its gradient counts as zeros."),
         ),
     ),
     Exercise(
