@@ -119,10 +119,7 @@ RIGHT["8.5"] = {
     "numpy": lambda peak, layers, budget: _halve(peak, layers, budget, np.int64),
 }
 WRONG["8.5"] = {
-    "asks twice": (
-        lambda *given: _halve(*given, asks=2),
-        "the number is right, but it took more than 8 calls",
-    ),
+    "asks twice": (lambda *given: _halve(*given, asks=2), "the number is right, but it took more than 8"),
     "never ends": (lambda *given: _halve(*given, up=0), "does not get smaller"),
     "the largest that fits": (_largest, "the search ends in the wrong place"),
     "steps of eight": (

@@ -158,7 +158,7 @@ def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     assert (
         "link: No such file" in listed.text
         and "bak: an old copy" in listed.text
-        and "corrupt-1: set aside" in listed.text
+        and "corrupt-1: moved away" in listed.text
     )
     assert "lock" not in listed.text and "whole.json-x" not in listed.text
     assert "file 9: " in seen().text and "whole" not in seen().text
