@@ -29,9 +29,7 @@ def lab(folder: Path, *, copy_only: bool = False) -> int:
     folder = folder.expanduser().absolute()
     deliver(
         folder,
-        lambda name, new: print(
-            f"{name} is unchanged, because you have edited it. The new version is beside it: {new}"
-        ),
+        lambda name, new: print(f"{name} keeps your changes. Its new version is beside it: {new}"),
     )
     print(f"The lessons are in {folder}. The first is {FIRST}.", flush=True)
     install_model()
