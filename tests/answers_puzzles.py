@@ -74,7 +74,7 @@ WRONG["11.8"] = WRONG["11.8"] | {"in pieces": (QLORA | AGAIN | rows(4), "does no
 WRONG["11.10"] = (
     WRONG["11.10"] | _FULL | {"8-bit states": ({**BF16, **FSDP, "optimizer": "adamw-8bit"}, "whole weights")}
 )
-WRONG["11.11"] = WRONG["11.11"] | {"in chunks": (QLORA | FSDP | CHUNKS, "goes around")}
+WRONG["11.11"] = WRONG["11.11"] | {"in chunks": (QLORA | FSDP | CHUNKS, "refuses chunked_loss")}
 WRONG["11.12"] = {
     "weights": ("parameters", "the parameters alone fit"),
     "states": ("optimizer", "very small"),

@@ -239,7 +239,7 @@ RIGHT["10.4"] = {
     "in place": lambda model, mesh: (_wrapped(model, mesh), None)[1],
 }
 WRONG["10.4"] = {
-    "no checkpoints": (_but_wrapped(checkpoints=False), "checkpoints"),
+    "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
     "root alone": (_but_wrapped(layers=False), "one unit|layer"),
     "layers alone": (_but_wrapped(root=False), "whole on every rank"),
     "gathered until backward": (_but_wrapped(reshard_after_forward=False), "reshard_after_forward|stays? whole"),

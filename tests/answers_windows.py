@@ -344,7 +344,7 @@ RIGHT["3.8"] = {
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),
     "always": (partial(_asked, when=lambda a, b: True), "does use the number"),
-    "other way": (partial(_asked, when=lambda a, b: a != b), "does use the number|still multiplied|wrong way round"),
+    "other way": (partial(_asked, when=lambda a, b: a != b), "opposite value"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
     "dropout off": (lambda model, batch: _asked(_without_dropout(model), batch), "another dropout"),
