@@ -361,7 +361,7 @@ WRONG["6.6"] = {
     "the largest": (partial(_next, enough=False), "enough|most"),
     "backwards": (partial(_next, order=NAMES[::-1]), "price|first|order"),
     "gradients in 8 bits": (partial(_next, eight=("gradients",)), "gradients"),
-    "always": (lambda phase, parts, rows, card: "checkpointing", "whatever"),
+    "always": (lambda phase, parts, rows, card: "checkpointing", "for every breakdown"),
     "the step's own": (
         lambda phase, parts, rows, card: (
             _next("backward", parts, 1, card)

@@ -119,8 +119,8 @@ RIGHT["8.5"] = {
     "numpy": lambda peak, layers, budget: _halve(peak, layers, budget, np.int64),
 }
 WRONG["8.5"] = {
-    "asks twice": (lambda *given: _halve(*given, asks=2), "the number is right, with more than 8 calls"),
-    "never ends": (lambda *given: _halve(*given, up=0), "the range does not get smaller any more"),
+    "asks twice": (lambda *given: _halve(*given, asks=2), "the number is right, but it took more than 8"),
+    "never ends": (lambda *given: _halve(*given, up=0), "does not get smaller"),
     "the largest that fits": (_largest, "the search ends in the wrong place"),
     "steps of eight": (
         lambda peak, layers, budget: next(k for k in [*range(0, layers, 8), layers] if peak(k) <= budget),
@@ -138,14 +138,14 @@ def _tiles(dim=1, joined=1, join=torch.cat, **settings):
 
 
 WRONG["8.6"] = {
-    "other random numbers": (_tiles(preserve_rng_state=False), "dropout takes other numbers"),
+    "other random numbers": (_tiles(preserve_rng_state=False), "dropout draws other random numbers"),
     "checkpoint of checkpoints": (
         lambda mlp, x, tiles: checkpoint(lambda x: _tiles()(mlp, x, tiles), x, use_reentrant=False),
         "a checkpoint around the checkpoints",
     ),
-    "joined along rows": (_tiles(joined=0), "joined along another dimension"),
-    "stacked": (_tiles(join=torch.stack), "joined along another dimension"),
-    "the width is cut": (_tiles(2, 2), "a part of the width"),
+    "joined along rows": (_tiles(joined=0), "not joined along the dimension"),
+    "stacked": (_tiles(join=torch.stack), "not joined along the dimension"),
+    "the width is cut": (_tiles(2, 2), "the width is cut, so"),
     "x detached": (
         lambda mlp, x, tiles: _tiles()(mlp, x.detach(), tiles), "x gets no gradient"),
 }  # fmt: skip
@@ -165,7 +165,7 @@ WRONG["8.7"] = {
         "queries are counted as well",
     ),
     "heads of one number": (_cache(lambda right, config, tokens: right // config.head_dim), "the width of a head is missing"),
-    "MiB": (_cache(lambda right, config, tokens: right / 2**20), "bytes are asked for"),
+    "MiB": (_cache(lambda right, config, tokens: right / 2**20), "return bytes"),
     "bits": (_cache(lambda right, config, tokens: 8 * right), "these are bits"),
 }  # fmt: skip
 
@@ -199,7 +199,7 @@ WRONG["9.1"] = {
     "padded": (_blocks(cut=False), "the padding is still there"),
     "last block dropped": (_in_order(0, 1, 2, given=lambda x, block: x[: len(x) // block * block]), "the last block is missing"),
     "another order": (_in_order(0, 2, 1), "in this order"),
-    "index read back": (_blocks(back=lambda code, i, absmax: i * absmax), "the indices are right, and back is not"),
+    "index read back": (_blocks(back=lambda code, i, absmax: i * absmax), "the indices are right, but back is not"),
     "border at the value": (_blocks(border=1.0), "not that of the nearest value"),
 }  # fmt: skip
 
@@ -223,11 +223,11 @@ def _second_moment(
 RIGHT["9.2"] = {"an array": lambda *given: _second_moment()(*given).numpy()}
 WRONG["9.2"] = {
     "weights swapped": (_second_moment(share=lambda beta2: beta2), "beta2 and 1 - beta2 are swapped"),
-    "row not kept": (_second_moment(keeps=(False, True)), "row is where it was"),
+    "row not kept": (_second_moment(keeps=(False, True)), "row has not changed"),
     "transposed": (_second_moment(v=lambda row, column, squares: torch.outer(column, row) / row.sum()), "along its rows"),
     "this step's sum": (_second_moment(v=lambda row, column, squares: torch.outer(row, column) / squares.sum()), "this step's squares"),
-    "states returned": (_second_moment(v=lambda row, column, squares: (row, column)), "v alone is asked for"),
-    "without end": (lambda *given: range(10**12), "v alone is asked for, a tensor"),
+    "states returned": (_second_moment(v=lambda row, column, squares: (row, column)), "return only v"),
+    "without end": (lambda *given: range(10**12), "return only v, a tensor"),
 }  # fmt: skip
 
 
@@ -286,7 +286,7 @@ class _Zeroes(_Steps):
 WRONG["9.3"] = {
     "no decay": (_decay(lambda lr, decay: 1), "p does not shrink"),
     "decay without lr": (_decay(lambda lr, decay: 1 - decay), "p shrinks by the wrong factor"),
-    "decay last": (_decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay), "p is to shrink first"),
+    "decay last": (_decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay), "p must shrink first"),
     "m updated first": (_lion(_updated_first), "the sign of another blend"),
     "blend kept": (_decay(blend=torch.Tensor.lerp_), "blended twice"),
     "gradient as scratch": (_lion(_gradient_as_scratch), r"step\(\) changes gradients"),
@@ -331,7 +331,7 @@ WRONG["9.4"] = {
     "sum of norms": (_clip(look=lambda g: g.norm().item(), whole=sum), "all gradients as one vector"),
     "mean squares": (_clip(look=lambda g: g.square().mean().item()), "all gradients as one vector"),
     "squares of both passes": (_clip(again=True), "the squares of both passes"),
-    "first pass moves": (_clip(first=1.0), "the first pass measures and moves nothing"),
+    "first pass moves": (_clip(first=1.0), "the first pass only measures"),
     "no lr": (_clip(rate=False), "lr has no effect"),
     "clipped norm": (_clip(given=min), "this is the norm after clipping"),
 }
@@ -433,11 +433,11 @@ class _InBackward(torch.autograd.Function):
 RIGHT["9.7"] = {"autograd": _chunks()}
 WRONG["9.7"] = {
     "computed in backward": (_InBackward, "backward computes again"),
-    "clamped": (_chunks(bend=lambda z, cap: z.clamp(-cap, cap)), "these are other logits"),
-    "cap of 30": (_chunks(bend=lambda z, cap: 30 * torch.tanh(z / 30)), "these are other logits"),
+    "clamped": (_chunks(bend=lambda z, cap: z.clamp(-cap, cap)), "the logits are wrong"),
+    "cap of 30": (_chunks(bend=lambda z, cap: 30 * torch.tanh(z / 30)), "the logits are wrong"),
     "last rows": (_chunks(whole=True), "the last rows are left out"),
     "last weight": (_chunks(last=True), "weight.grad is not the sum over all chunks"),
-    "not detached": (_chunks(detach=False), "the gradients come twice"),
+    "not detached": (_chunks(detach=False), "the gradients are added twice"),
 }
 
 

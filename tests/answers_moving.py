@@ -73,7 +73,7 @@ WRONG["8.1"] = {
     "one for all": (lambda: SHARED, "second run" if OLDER else "policy of its own|layer"),
     "by kind": (_by_kind, "kind"),
     "packets": (lambda: _policy(is_product=lambda op: op in (aten.mm, aten.addmm, aten.bmm)), "default"),
-    "the rest too": (lambda: _policy(rest=SAVE), "no product|rest"),
+    "the rest too": (lambda: _policy(rest=SAVE), "other operations than products"),
     "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
     "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
     "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
@@ -359,7 +359,7 @@ WRONG["8.5"] = {
     "at least one": (partial(_between, low=1), "0|nothing"),
     "never all": (lambda peak, layers, budget: _between(peak, layers, budget, high=layers - 1), "all|last"),
     "last that fails": (lambda peak, layers, budget: max(_bisected(peak, layers, budget) - 1, 0), "does not fit|over"),
-    "one more": (lambda peak, layers, budget: min(_bisected(peak, layers, budget) + 1, layers), "one more|fewe"),
+    "one more": (lambda peak, layers, budget: min(_bisected(peak, layers, budget) + 1, layers), "one layer too many"),
     "the peak": (lambda peak, layers, budget: peak(_bisected(peak, layers, budget)), "peak|bytes"),
 }  # fmt: skip
 
@@ -442,7 +442,7 @@ WRONG["8.7"] = {
     "one layer": (partial(_cache, layers=False), "layer"),
     "hidden / heads": (partial(_cache, size=_real_size), "head_dim"),
     "hidden / shared heads": (partial(_cache, size=lambda c: c.hidden_size // c.num_key_value_heads), "num_key_value_heads|hidden"),
-    "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "rows"),
+    "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
     "numbers": (lambda c, r, t, b: _cache(c, r, t, 1), "bytes"),
     "always bf16": (lambda c, r, t, b: _cache(c, r, t, 2), "bytes_per_number|two bytes"),
     "square": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens|square"),

@@ -225,16 +225,16 @@ def _not_called(plain, again):
 
 WRONG["8.2"] = {
     "fewer arguments": (_with(lambda query, key, value, *args: 0), r"\*\*kwargs"),
-    "shapes of shapes": (_with(lambda query, *rest, **kwargs: query.shape[0]), "shapes already"),
+    "shapes of shapes": (_with(lambda query, *rest, **kwargs: query.shape[0]), "are shapes, not tensors"),
     "no return": (_with(lambda *shapes, **kwargs: None), "returns nothing"),
     "the number itself": (_with(4), "without calling it"),
     "total not called": (_not_called, "call it"),
     "keys squared": (_repeated(lambda b, h, q, d, k: 4 * b * h * k * k * d), "squares the keys"),
     "size for keys": (_repeated(lambda b, h, q, d, k: 4 * b * h * q * d * d), r"key\[2\]"),
     "a quarter": (_repeated(lambda b, h, q, d, k: b * h * q * d * k), "a quarter"),
-    "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "has to make 3,600, and makes 3,750"),
+    "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "must return 3,600, but returns 3,750"),
     "one counter with it": (_repeated(_exact, first=False), "one of the two counters"),
-    "the other counter with it": (_repeated(_exact, second=False), r"handed to plain\(\)'s counter alone"),
+    "the other counter with it": (_repeated(_exact, second=False), r"given only to plain\(\)'s counter"),
 }  # fmt: skip
 
 
@@ -268,11 +268,11 @@ def _others(peak, layers, budget):
     return layers - low
 
 
-WRONG["8.5"] = {"those that stay": (_others, "the layers that do not run again")}
+WRONG["8.5"] = {"those that stay": (_others, "layers that do not run again")}
 
 WRONG["9.3"] = {
     "no momentum made": (_lion(lambda self, p: self.state[p]["exp_avg"]), "empty at first"),
-    "one momentum for all": (_lion(lambda self, p: self.state.setdefault("m", torch.zeros_like(p))), "momentum of its own"),
+    "one momentum for all": (_lion(lambda self, p: self.state.setdefault("m", torch.zeros_like(p))), "its own momentum"),
     "never updated": (_lion(keep=lambda m, g, beta: m.lerp(g, 1 - beta)), "never updated"),
     "beta2 of the gradient": (_lion(keep=lambda m, g, beta: m.lerp_(g, beta)), "takes beta2 of the gradient"),
     "a sum": (_lion(keep=lambda m, g, beta: m.mul_(beta).add_(g)), "the whole gradient"),
@@ -283,7 +283,7 @@ WRONG["9.3"] = {
     "no lr": (_lion(move=lambda p, blend, lr: p.sub_(blend.sign())), "moves by 1 where lr is 0.1"),
     "less, whatever p is": (_lion(decay=lambda p, lr, share: p.sub_(lr * share)), "itself is subtracted"),
     "shrinks by lr": (_lion(decay=lambda p, lr, share: p.mul_(1 - lr)), "without decay"),
-    "first group": (_lion(groups=lambda self: self.param_groups[:1]), "one group alone"),
+    "first group": (_lion(groups=lambda self: self.param_groups[:1]), "only one group moves"),
 }  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def _of_an_empty_state(p, grad, state, lr, beta1, beta2, eps):
 
 WRONG["2.3"] = {
     "of an empty state": (_of_an_empty_state, "not yet: `state` is an empty dict before the first step.*KeyError at line"),
-    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are crossed"),
+    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are swapped"),
     "the gradient for m": (_by_the_formula(lambda m, v, c1, c2, eps, g: g / c1 / ((v / c2).sqrt() + eps)), "not yet: the gradient is corrected here"),
     "root of m's": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)), "not yet: m is divided by the root of its correction"),
     "precedence": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps), "look at what eps is added to"),

@@ -21,12 +21,12 @@ RIGHT["0.1"] = {
 WRONG["0.1"] = {
     "8 bytes": (lambda shape, size: math.prod(shape) * 8, r"`bytes_per_element` has no effect"),
     "first side": (lambda shape, size: shape[0] * size, "any number of sides"),
-    "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "last side alone"),
+    "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "only the last side"),
     "all but the first": (lambda shape, size: math.prod(shape[1:]) * size, "first side is left out"),
     "max": (lambda shape, size: max(shape) * size, r"shape|sides"),
     "square": (lambda shape, size: math.prod(shape) * size**2, r"twice the `bytes_per_element`|too large"),
     "kilobytes": (lambda shape, size: math.prod(shape) * size / 1024, r"1024 times too small|fraction"),
-    "a tuple": (lambda shape, size: (math.prod(shape), size), "one number is asked for"),
+    "a tuple": (lambda shape, size: (math.prod(shape), size), "return one number"),
     "bits": (lambda shape, size: math.prod(shape) * size * 8, "bits"),
 }
 
@@ -66,16 +66,16 @@ RIGHT["1.1"] = {
 }
 WRONG["1.1"] = {
     "no counters": (lambda model: _resident(model, step=0), "step counter"),
-    "eight": (lambda model: _resident(model, step=8), "counter comes out at 8"),
+    "eight": (lambda model: _resident(model, step=8), "step counters have 8 bytes"),
     "one moment": (lambda model: _resident(model, moments=1), "one moment"),
     "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
     "4 bytes": (lambda model: _resident(model, parameters=lambda p: 4 * p.numel()), "bf16 MLP, entry 'parameters'"),
     "frozen moments": (
         lambda model: _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}, "neither gradient"
     ),
-    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "all the same"),
+    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "take memory too"),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
-    "buffers": (lambda model: _resident(model) | {"buffers": 0}, "nothing of this name"),
+    "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ WRONG["1.2"] = {
     "no input": (lambda model, x: _saved(model, x) - x.nbytes, "input is left out"),
     "output too": (lambda model, x: _saved(model, x) + model(x).nbytes, "output is counted too"),
     "kilobytes": (lambda model, x: _saved(model, x) / 1024, "1024 times too small|fraction"),
-    "nothing": (lambda model, x: 0, "the answer is 0 whatever"),
+    "nothing": (lambda model, x: 0, "the answer is 0 for all"),
 }
 
 RIGHT["1.3"] = {
@@ -119,7 +119,7 @@ WRONG["1.3"] = {
     "bf16": (lambda b, s, h: 2 * b * h * s * (s - 1), "2 bytes a number"),
     "per head dimension": (lambda b, s, h: 4 * b * s * (s - 1), "one head"),
     "three squares": (lambda b, s, h: 12 * b * h * s * s - 4 * b * h * s, "3 times the softmax"),
-    "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp comes out at 8"),
+    "two log-sum-exps": (lambda b, s, h: 4 * b * h * s * (s - 2), "log-sum-exp has 8"),
     "cube": (lambda b, s, h: 4 * b * h * s**3, "twice the `seq_len`"),
     "no batch": (lambda b, s, h: 4 * h * s * s - 4 * h * s, "one sequence|`batch`"),
 }
@@ -135,7 +135,7 @@ WRONG["1.4"] = {
     "no vocab": (lambda b, s, v: 12 * b * s, "`vocab` has no effect"),
     "shifted": (lambda b, s, v: 12 * b * (s - 1) * v, "last position"),
     "square": (lambda b, s, v: 12 * b * s * s * v, "twice the `seq_len`"),
-    "pairs": (lambda b, s, v: [4 * b * s * v] * 3, "one number is asked for"),
+    "pairs": (lambda b, s, v: [4 * b * s * v] * 3, "return one number"),
 }
 
 _PER = {"float32": 16, "bf16": 8, "autocast-bf16": 16, "float32-master": 16}
@@ -190,7 +190,7 @@ WRONG["1.6"] = {
     "holds the output": (lambda m, o, b: _train(m, o, b, hold=True), "output is still alive"),
     "no zero": (lambda m, o, b: _train(m, o, b, zero=False), "zero_grad"),
     "no step": (lambda m, o, b: _train(m, o, b, step=False), "step"),
-    "first loss": (_first_loss, "3 entries are asked for"),
+    "first loss": (_first_loss, "there must be 3 entries"),
     "same batch": (_same_batch, "item 1"),
     "graphs": (
         lambda m, o, b: _train(m, o, b, keep=lambda kept, out: kept.append(out.logits)),
@@ -271,12 +271,12 @@ WRONG["2.1"] = {
     "sum": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=1.0), "whole gradient"),
     "nesterov": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: b * m + (1 - b) * g), "Nesterov"),
     "old": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: old), "step before"),
-    "global": (_by_name, "which each of them has for itself"),
-    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "two in turn do not"),
+    "global": (_by_name, "because each parameter has its own"),
+    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "wrong for two in turn"),
     "starts at the gradient": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0), "first gradient"),
-    "not at first": (_not_at_first, "first step leaves p where it was"),
-    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*uphill"),
-    "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not along the gradient"),
+    "not at first": (_not_at_first, "first step does not change p"),
+    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*increases the loss"),
+    "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
 }  # fmt: skip
 
@@ -310,7 +310,7 @@ WRONG["2.2"] = {
         lambda *a: _v(*a, divide=lambda v, eps, g, t: v.mean().sqrt() + eps),
         "divided by the same",
     ),
-    "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "this very gradient"),
+    "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "the current gradient"),
     "corrected": (
         lambda *a: _v(*a, divide=lambda v, eps, g, t: (v / (1 - a[4] ** t)).sqrt() + eps),
         "corrects v",
@@ -350,7 +350,7 @@ WRONG["2.3"] = {
     ),
     "no root": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2 + eps)), "root is missing"),
     "no eps": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2).sqrt()), "eps is left out"),
-    "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "uphill"),
+    "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "increases the loss"),
     "t from 1": (lambda *a: _adam(*a, t0=1), "t begins at 2"),
     "uncorrected, no root": (
         _changed(lambda m, v, c1, c2, eps: m / (v + eps)),
@@ -382,13 +382,13 @@ RIGHT["2.4"] = {
     "lerp to zero": lambda *a: _adam(*a, decay=lambda p, lr, wd: p.lerp_(torch.zeros_like(p), lr * wd)),
 }
 WRONG["2.4"] = {
-    "no lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - wd)), "lacks the learning rate"),
+    "no lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - wd)), "has no learning rate"),
     "none": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p * (1 - lr * wd)), "decay has no effect"),
     "afterwards": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - lr * wd)), "after the step"),
     "grows": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 + lr * wd)), "larger"),
     "afterwards, no lr": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - wd)), "two things.*learning rate.*after the step"),
     "twice lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - lr * lr * wd)), "learning rate twice"),
-    "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "into the gradient"),
+    "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "added to the gradient"),
 }  # fmt: skip
 
 RIGHT["2.5"] = {

@@ -381,7 +381,7 @@ WRONG["9.4"] = {
     "uphill": (partial(_clip, rate=-1.0), "sign|uphill"),
     "no norm": (lambda *given: _clip(*given) and None, "norm|return"),
     "nan": (lambda *given: _clip(*given) * math.nan, "not yet: the result is not a number"),
-    "frozen too": (_clip_frozen, "a frozen parameter is among them"),
+    "frozen too": (_clip_frozen, "put on a frozen parameter"),
     "in eval mode": (
         lambda model, *given: [_clip(model, *given), model.eval()][0],
         "leaves `model` with eval mode on",

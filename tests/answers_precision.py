@@ -34,7 +34,7 @@ WRONG["7.1"] = {
     "only overflow": (partial(_lost, gone=lambda x: ~x.isfinite()), "become 0|underflow"),
     "scaled late": (partial(_lost, put=lambda g, d, s: g.to(d) * s), "before"),
     "no scale": (partial(_lost, put=lambda g, d, s: g.to(d)), "scale"),
-    "kept": (lambda g, d, s: 1 - _lost(g, d, s), "survive"),
+    "kept": (lambda g, d, s: 1 - _lost(g, d, s), "share that is kept"),
     "count": (lambda g, d, s: int(_lost(g, d, s) * (g != 0).sum()), "share|got|times"),
     "always float16": (lambda g, d, s: _lost(g, torch.float16, s), "dtype|bf16"),
 }
@@ -137,14 +137,14 @@ def _noise(x, generator, shape=lambda x: x.shape):
 RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
 WRONG["7.3"] = {
     "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
-    "coin": (partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)), "half"),
+    "coin": (partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)), "the same chance"),
     "other way": (partial(_by_neighbours, gap=lambda share: (1 - share) * (share > 0)), "nearer|other way|chance"),
     "down": (lambda x, generator: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(), "cut|toward"),
     "no generator": (lambda x, generator: _by_bits(x, None), "generator"),
     "one for all": (partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)), "one random number|whole tensor"),
     "one int for all": (_one_for_all, "one random number decides"),
     "noise for all": (partial(_noise, shape=lambda x: (1,)), "one random number decides"),
-    "noise as large as x": (_noise, "near a power of 2 it is right"),
+    "noise as large as x": (_noise, "this is right near a power of 2"),
     "float32": (lambda x, generator: _by_bits(x, generator).float(), "dtype|float32"),
     "noise": (lambda x, generator: (x + (torch.rand(x.shape, generator=generator) - 0.5) / 128).bfloat16(), "gap|size"),
     "up": (lambda x, generator: _by_bits(x, generator) + 1, "got|neighbour"),
@@ -222,7 +222,7 @@ WRONG["7.4"] = {
     "uphill": (lambda ws, ms, lr: _master(ws, ms, -lr), "sign|uphill"),
     "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
     "every weight has a gradient": (_master_unasked, "got no gradient in this step"),
-    "ends at the first without": (_master_ends, "pass over that one alone"),
+    "ends at the first without": (_master_ends, "skip only that weight"),
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ _OWN = {
     "plain SGD": ({**BF16, "optimizer": "sgd"}, "SGD"),
     "rank 4": ({**LORA, "lora_rank": 4}, "rank 16"),
     "two layers of each": ({**LORA, "lora_targets": ("q_proj", "v_proj")}, "every linear layer"),
-    "a word": ("bf16", "and 'bf16' was given"),
+    "a word": ("bf16", "but 'bf16' was given"),
     "no such option": ({"rank": 16}, "no 'rank'"),
 }
 _ONE_CARD = {"cut": ({**BF16, **FSDP}, "several cards")}
@@ -74,14 +74,14 @@ WRONG["11.8"] = WRONG["11.8"] | {"in pieces": (QLORA | AGAIN | rows(4), "does no
 WRONG["11.10"] = (
     WRONG["11.10"] | _FULL | {"8-bit states": ({**BF16, **FSDP, "optimizer": "adamw-8bit"}, "whole weights")}
 )
-WRONG["11.11"] = WRONG["11.11"] | {"in chunks": (QLORA | FSDP | CHUNKS, "goes around")}
+WRONG["11.11"] = WRONG["11.11"] | {"in chunks": (QLORA | FSDP | CHUNKS, "refuses chunked_loss")}
 WRONG["11.12"] = {
     "weights": ("parameters", "the parameters alone fit"),
-    "states": ("optimizer", "next to nothing"),
+    "states": ("optimizer", "very small"),
     "activations": ("activations", "one row at a time"),
     "temporaries": ("temporaries", "in place"),
     "other": ("other", "allocator's idle blocks"),
-    "a recipe": (Recipe(), "Given was a value of type Recipe"),
+    "a recipe": (Recipe(), "You gave a value of type Recipe"),
     "a list": (["gradients"], "the name of one category"),
-    "logits": ("logits", "Given was 'logits'"),
+    "logits": ("logits", "You gave 'logits'"),
 }

@@ -175,7 +175,7 @@ RIGHT["10.2"] = {
 WRONG["10.2"] = {
     "sum": (_each(_sum), "sum"),
     "by 2": (lambda model: _bucket(model, scale=2), "2"),
-    "bucket not written back": (lambda model: _bucket(model, back=False), "write|what they were|copy"),
+    "bucket not written back": (lambda model: _bucket(model, back=False), "write|have not changed|copy"),
     "where there is one": (_where_there_is_one, "zeros"),
     "frozen too": (_each(_mean, of=lambda model: model.parameters()), "[Ff]rozen"),
     "rank 0 alone": (_each(_on_rank_0), "rank 0"),
@@ -186,7 +186,7 @@ WRONG["10.2"] = {
     "one rank": (_only_one_rank, "same calls"),
     "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "for|got|tensor"),
     "None": (lambda model: [_mean(p) for p in model.parameters()], "None"),
-    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients are what they were: all_reduce"),
+    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients have not changed: all_reduce"),
 }  # fmt: skip
 
 

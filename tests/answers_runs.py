@@ -49,11 +49,11 @@ WRONG["5.1"] = {
     "other names": (lambda a, g, f: a | {"batch_size": f}, "not yet: 'batch_size' is no field"),
     "a pair": (
         lambda a, g, f: (_card(a, g, f)[TRAIN], _card(a, g, f)[STEPS]),
-        "not yet: all fields are asked for, in a dict",
+        "not yet: return a dict with all fields",
     ),
     "parts of steps": (
         partial(_card, micro=lambda batch, fits: fits, steps=lambda batch, size: batch / size),
-        "24 rows are no whole number of micro-batches of 7",
+        "24 rows cannot be cut into whole micro-batches of 7",
     ),
     "power of two": (
         partial(
@@ -251,7 +251,7 @@ WRONG["5.5"] = {
     "no zero": (partial(_mixed, zero=False), "zero_grad"),
     "rate": (partial(_mixed, rate=100), "learning rate"),
     "float16": (partial(_mixed, dtype=torch.float16), "float16"),
-    "uphill": (partial(_mixed, sign=-1), "uphill"),
+    "uphill": (partial(_mixed, sign=-1), "wrong sign"),
     "back to bf16": (partial(_mixed, after=lambda m: m.to(torch.bfloat16)), "bf16 in the end"),
     "reversed": (lambda model, batches, lr: _mixed(model, batches[::-1], lr), "batch 3, 2, 1"),
 }
@@ -374,7 +374,7 @@ RIGHT["5.9"] = {
     ),
 }
 WRONG["5.9"] = {
-    "one rate": (lambda m, lr, n: _backward(m, 1e-3, n), "both to be used"),
+    "one rate": (lambda m, lr, n: _backward(m, 1e-3, n), "use both `lr`"),
     "ordinary": (lambda m, lr, n: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr), "ordinary AdamW"),
     "not freed": (partial(_backward, order=("step",)), "free each one in its hook"),
     "freed first": (partial(_backward, order=("free", "step")), "no weight has moved"),

@@ -163,7 +163,7 @@ WRONG["10.3"] = {
     "columns": (_cut(__init__=_columns), "rows|shape|transpose"),
     "another order": (_cut(__init__=_reversed), "order"),
     "stale": (_Stale, "anew|update|kept"),
-    "own rows alone": (_cut(lambda self, x: F.linear(x, self.own)), "output|shape"),
+    "only its own rows": (_cut(lambda self, x: F.linear(x, self.own)), "output|shape"),
     "flat x alone": (_but(backward=lambda ctx, d: (d @ _whole(ctx.saved_tensors[1]), _mine(d.T @ ctx.saved_tensors[0]))), "dimensions|shape"),
 }  # fmt: skip
 
@@ -239,7 +239,7 @@ RIGHT["10.4"] = {
     "in place": lambda model, mesh: (_wrapped(model, mesh), None)[1],
 }
 WRONG["10.4"] = {
-    "no checkpoints": (_but_wrapped(checkpoints=False), "checkpoints"),
+    "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
     "root alone": (_but_wrapped(layers=False), "one unit|layer"),
     "layers alone": (_but_wrapped(root=False), "whole on every rank"),
     "gathered until backward": (_but_wrapped(reshard_after_forward=False), "reshard_after_forward|stays? whole"),

@@ -26,7 +26,7 @@ RIGHT["3.1"] = {
 WRONG["3.1"] = {
     "down": (partial(_plan, up=math.floor), "rounds down"),
     "one GPU": (lambda t, m, s, g: _plan(t, m, s, 1), "forgets the GPUs"),
-    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division comes out even"),
+    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division has no remainder"),
     "fraction": (partial(_plan, up=lambda n: n), "fraction"),
     "steps alone": (lambda t, m, s, g: math.ceil(t / (m * s * g)), "list|sequence"),
     "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "reverse order"),
@@ -203,13 +203,13 @@ WRONG["3.4"] = {
     "full windows": (partial(_epoch, fill=lambda held, window: len(held) == window), "drops the last window"),
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
-    "another optimizer": (_by_another, "not by the optimizer that was given"),
+    "another optimizer": (_by_another, "not by the given optimizer"),
     "over before it begins": (_over_before_it_begins, "not yet: nothing was read: micro_batches is an iterator"),
     "by all": (_by_all, "not yet: this divides by the items of all micro-batches"),
     "by length": (_by_length, "not yet: micro_batches is an iterator, which has no length"),
     "after the update": (_after_the_update, "before the update"),
     "by K again": (partial(_epoch, one=lambda held, f: _window(held, f) / len(held)), "updates are right; the first of the losses is the mean, divided by K once more"),
-    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "2 entries are asked for, and there are 1"),
+    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "there must be 2 entries, but there are 1"),
     "yields": (_as_they_come, "`yield`.*runs nothing"),
     "one, then three": (lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)], "first update is made of 1 micro-batch,"),
     "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),
@@ -231,7 +231,7 @@ WRONG["3.5"] = {
     "largest": (lambda means, counts: max(means), "window_loss"),
     "pairs": (lambda means, counts: list(zip(means, counts, strict=True)), "one number"),
     "by K": (lambda means, counts: np.dot(means, counts) / len(counts), "divided by K"),
-    "first": (lambda means, counts: means[0], "first micro-batch alone"),
+    "first": (lambda means, counts: means[0], "only the first micro-batch"),
 }
 
 
@@ -276,15 +276,15 @@ RIGHT["3.6"] = {
     "zero first": lambda m, o, mbs, f, n: (o.zero_grad(), _clipped(m, o, mbs, f, n, zero=False))[1],
 }
 WRONG["3.6"] = {
-    "copies": (partial(_clipped, clip=_copies), "as it was"),
-    "each": (partial(_clipped, clip=_each), "by itself"),
+    "copies": (partial(_clipped, clip=_copies), "unclipped"),
+    "each": (partial(_clipped, clip=_each), "by its own norm"),
     "values": (partial(_clipped, clip=_values), "each number by itself"),
     "after": (partial(_clipped, clip=_after), "after clipping"),
     "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
     "zero before": (partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)), "zeroed before"),
-    "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of sizes"),
-    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinite norm"),
+    "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of magnitudes"),
+    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinity norm"),
 }
 
 
@@ -343,12 +343,12 @@ RIGHT["3.8"] = {
 }
 WRONG["3.8"] = {
     "nothing": (lambda model, batch: model, "still multiplied"),
-    "always": (partial(_asked, when=lambda a, b: True), "spoiled"),
-    "other way": (partial(_asked, when=lambda a, b: a != b), "spoiled|still multiplied|wrong way round"),
+    "always": (partial(_asked, when=lambda a, b: True), "does use the number"),
+    "other way": (partial(_asked, when=lambda a, b: a != b), "opposite value"),
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
     "dropout off": (lambda model, batch: _asked(_without_dropout(model), batch), "another dropout"),
     "first weight frozen": (lambda model, batch: (next(model.parameters()).requires_grad_(False), _asked(model, batch))[1], "another requires_grad"),
     "cache off": (lambda model, batch: (setattr(model.config, "use_cache", not model.config.use_cache), _asked(model, batch))[1], "config.use_cache"),
-    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|spoiled"),
+    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|does use the number"),
 }  # fmt: skip

@@ -77,9 +77,9 @@ def powers_of_two(arguments, gpus, fits):
     ("id", "answer", "said"),
     [
         ("1.6", without_the_last_update, "for afterwards"),
-        ("2.1", of_everybody(lesson_02.momentum), "which each of them has for itself"),
-        ("2.2", of_everybody(lesson_02.second_moment), "which each of them has for itself"),
-        ("2.3", of_everybody(lesson_02.adam), "which each of them has for itself"),
+        ("2.1", of_everybody(lesson_02.momentum), "because each parameter has its own"),
+        ("2.2", of_everybody(lesson_02.second_moment), "because each parameter has its own"),
+        ("2.3", of_everybody(lesson_02.adam), "because each parameter has its own"),
         ("3.3", fills_what_it_was_given, "your code has changed `micro_batches` in place"),
         ("3.6", never_zeroes, "a second update"),
         ("4.4", reentrant, "use_reentrant=False"),

@@ -153,14 +153,12 @@ def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     listed = seen("--names")
     assert [row[0] for row in listed.rows[1:3]] == ["part", "whole"]
     for name in ("cut", "empty", "deep", "foreign", "other", "binary"):
-        assert f"{name}: not a progress file, or cut off" in listed.text
-    assert (
-        "part: a part cannot be understood" in listed.text and "pipe: it is not a regular file" in listed.text
-    )
+        assert f"{name}: not a progress file, or only a part of one" in listed.text
+    assert "part: a part cannot be read" in listed.text and "pipe: it is not a regular file" in listed.text
     assert (
         "link: No such file" in listed.text
         and "bak: an old copy" in listed.text
-        and "corrupt-1: set aside" in listed.text
+        and "corrupt-1: moved away" in listed.text
     )
     assert "lock" not in listed.text and "whole.json-x" not in listed.text
     assert "file 9: " in seen().text and "whole" not in seen().text
@@ -178,7 +176,7 @@ def test_values_that_cannot_be_drawn_are_counted(folder, seen):
     page = seen()
     # The last two are numbers that can be read, and not drawn.
     assert page.text.count("guesses left out") == 2 and page.tags.count("svg") == 4
-    assert page.text.count("a part cannot be understood") == len(odd) - 2
+    assert page.text.count("a part cannot be read") == len(odd) - 2
     assert "In another unit, left out: 1." in page.text and "Machines differ (2 % to 7 %)" in page.text
     assert "Beyond the picture: 1." in page.text
 

@@ -68,7 +68,7 @@ class Card:
     ("cuda", "mps", "words"),
     [
         (True, False, "CUDA: Some Card with 24.00 GiB, Some Card with 24.00 GiB"),
-        (False, True, "an Apple GPU, which the course leaves alone"),
+        (False, True, "an Apple GPU, which the course does not use"),
         (False, False, "no CUDA card: everything in the course runs on the CPU, with real byte counts"),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_wrong_signature_is_told_the_expected_one():
     def mine(width):
         return width
 
-    expected = "✗ 0.7 not yet: expected a function area(width, height), and yours is mine(width)."
+    expected = "✗ 0.7 not yet: expected a function area(width, height), but yours is mine(width)."
     assert judge(AREA, mine).line == expected
     assert "without calling it" in judge(AREA, 15).line
 
@@ -255,7 +255,7 @@ def test_an_answer_too_odd_to_compare_is_still_one_line(capsys):
         check("0.1", answer)
         out = capsys.readouterr().out
         assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
-    told = "contains itself, as a list that was appended to itself does, or is nested hundreds of times: return plain numbers or tensors."
+    told = "contains itself (a list that was appended to itself, for example), or is nested hundreds of times: return plain numbers or tensors."
     assert judge(AREA, lambda w, h: endless).line == f"✗ 0.7 not yet: what area returns {told}"
     assert judge(LAYERS, {"layers": endless}).line == f"✗ 0.7 not yet: your answer {told}"
 

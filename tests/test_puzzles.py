@@ -134,15 +134,17 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
     said, result = line(capsys, "11.1", Recipe(precision="bf16"))
     one = puzzle("11.1")
     weighed = one.weigh(Recipe(precision="bf16"))
-    assert said.startswith("✗ 11.1 not yet: weights and gradients alone are more than there is")
-    assert f"{puzzles.format_bytes(-weighed.spare)} more than the 512.00 MiB there are" in said
+    assert said.startswith("✗ 11.1 not yet: weights and gradients alone do not fit")
+    assert f"{puzzles.format_bytes(-weighed.spare)} more than the available 512.00 MiB" in said
     for name, nbytes in weighed.held.items():
         if nbytes > 0.005 * weighed.needs:
             assert f"{name} {puzzles.format_bytes(nbytes)}" in said
     assert f"in {weighed.phase.replace('_', ' ')}" in said and result == one.best()[0]
 
 
-@pytest.mark.parametrize(("rank", "says"), [(200, "states, is more"), (10**5, "the weights alone are more")])
+@pytest.mark.parametrize(
+    ("rank", "says"), [(200, "optimizer states do not fit"), (10**5, "the weights alone do not fit")]
+)
 def test_adapters_of_a_large_rank_are_named_as_what_does_not_fit(rank, says, capsys):
     assert says in line(capsys, "11.1", BF16 | {"lora_rank": rank})[0]
 
@@ -182,20 +184,20 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
     [
         ("11.1", {"precision": "bf17"}, "precision='bf17' is not known"),
         ("11.1", {"rank": 3}, "a Recipe has no 'rank': its options are precision, "),
-        ("11.1", "bf16", "such as {'precision': 'bf16'}, or the Recipe itself, and 'bf16' was given"),
-        ("11.1", [{"precision": "bf16"}], "or the Recipe itself, and a sequence of length 1 was given"),
-        ("11.1", Recipe, "and the class Recipe was given"),
+        ("11.1", "bf16", "such as {'precision': 'bf16'}, or the Recipe itself, but 'bf16' was given"),
+        ("11.1", [{"precision": "bf16"}], "or the Recipe itself, but a sequence of length 1 was given"),
+        ("11.1", Recipe, "but the class Recipe was given"),
         ("11.1", {"checkpointing": "per-layer", "every_n_layers": 2}, "give one instead of the other"),
-        ("11.1", {"optimizer": "sgd"}, "plain SGD is out of the game"),
-        ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "with momentum too"),
+        ("11.1", {"optimizer": "sgd"}, "plain SGD is not allowed"),
+        ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "also with momentum"),
         ("11.1", {"lora_rank": 4}, "rank 16 or more"),
         ("11.1", {"lora_rank": 16, "lora_targets": ("q_proj",)}, "on every linear layer"),
-        ("11.1", {"sharding": "fsdp"}, "sharding='fsdp' is for several cards, and there is one"),
+        ("11.1", {"sharding": "fsdp"}, "sharding='fsdp' is for several cards, but there is only one"),
         ("11.1", {"precision": None}, "precision=None"),
         ("11.2", {"accumulation": 3}, "accumulation=3 does not cut 8 rows evenly"),
         ("11.10", {"sharding": "fsdp", "accumulation": 4}, "accumulation=4 does not cut 2 rows of each card evenly"),
-        ("11.10", {"precision": "bf16"}, "8 cards train together, and the recipe does not say how they share"),
-        ("11.10", {"lora_rank": 16}, "every weight is to be trained"),  # no sharding would help it
+        ("11.10", {"precision": "bf16"}, "8 cards train together, but the recipe does not say how they share"),
+        ("11.10", {"lora_rank": 16}, "every weight must be trained"),  # no sharding would help it
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def test_of_the_same_error_everywhere_the_first_rank_tells():
 
 
 def test_what_it_cannot_run_it_refuses():
-    with pytest.raises(TypeError, match="takes a function, and was given int"):
+    with pytest.raises(TypeError, match="takes a function, but was given int"):
         run_ranks(3)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(print, ranks=0)

@@ -24,14 +24,14 @@ VOLUME = exercise_of(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda w, h, d: 30, "the answer is 30 whatever it is given"),
+        (lambda w, h, d: 30, "the answer is 30 for all arguments"),
         (lambda w, h, d: w * h, "`depth` has no effect on your answer."),
-        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, and should be 2 times"),
-        (lambda w, h, d: 3 * w * h * d, "every case comes out 3 times too large."),
+        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, but should be 2 times"),
+        (lambda w, h, d: 3 * w * h * d, "every case is 3 times too large."),
         (lambda w, h, d: -w * h * d, "negative"),
-        (lambda w, h, d: str(w * h * d), "a number is asked for, and this is text, '30'."),
-        (lambda w, h, d: [w, h, d], "one number is asked for, and this is a sequence of length 3."),
-        (lambda w, h, d: w * h * d + 0.5, "a whole number is asked for"),
+        (lambda w, h, d: str(w * h * d), "return a number: this is text, '30'."),
+        (lambda w, h, d: [w, h, d], "return one number: this is a sequence of length 3."),
+        (lambda w, h, d: w * h * d + 0.5, "return a whole number"),
         (lambda w, h, d: float("nan"), "not a number"),
     ],
 )  # fmt: skip
@@ -43,7 +43,7 @@ def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
 
 def test_a_factor_is_seen_beside_cases_that_are_0():
     share = exercise_of(lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), unseen=((7, 2), (9, 3))))
-    assert "every case comes out 100 times too large." in judge(share, lambda x, y: 100 * (x - y) / y).line
+    assert "every case is 100 times too large." in judge(share, lambda x, y: 100 * (x - y) / y).line
     offset = judge(share, lambda x, y: 100 * (x - y) / y + (x == y)).line
     assert "every case" not in offset and "got 1, expected 0" in offset
     assert "every case" not in judge(share, lambda x, y: (x - y) / y * (1 if x == 3 else 100)).line

@@ -62,7 +62,9 @@ def test_changing_an_input_does_not_reach_the_next_candidate():
             result += numbers.pop()
         return result
 
-    told = "✗ 0.7 not yet: your code has changed `numbers` in place, which it was given: leave it as it was, and work on a copy."
+    told = (
+        "✗ 0.7 not yet: your code has changed `numbers` in place: do not change an argument, work on a copy."
+    )
     assert judge(total, pops).line == told
     assert judge(total, pops).line == told
     assert judge(replace(total, changes=("numbers",)), pops).outcome == PASSED
@@ -147,7 +149,7 @@ def test_what_an_answer_leaves_switched_is_told_and_put_back(leave, said):
         return width * height
 
     assert judge(AREA, answer).line.startswith(
-        f"✗ 0.7 not yet: your code leaves {said}, for all that runs after it"
+        f"✗ 0.7 not yet: your code leaves {said}, for all code after it"
     )
     assert switches() == before
 
@@ -174,7 +176,7 @@ class Configured(nn.Module):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: model.eval(), "eval mode on, where it was off"),
+        (lambda model: model.eval(), "eval mode on, but it was off before"),
         (lambda model: model.requires_grad_(False), "another requires_grad than before"),
         (lambda model: model.layer.register_forward_hook(lambda *a: None), "a hook more or less than before"),
         (lambda model: setattr(model.dropout, "p", 0.0), "another dropout than before"),
@@ -277,5 +279,5 @@ def test_an_enforced_budget_is_an_answer_too_large_and_not_a_crash():
     enforced = replace(BUDGETED, observe=observe, mistakes=())
     assert judge(enforced, sum_of_squares).outcome == PASSED
     line = judge(enforced, all_at_once).line
-    expected = "your code goes over its budget of 2,000 bytes: with the 4,000 bytes it asked for last, 4,000 bytes would"
+    expected = "your code goes over its budget of 2,000 bytes: with the 4,000 bytes that it requested last, 4,000 bytes would"
     assert expected in line and "2,000 too many." in line

@@ -27,7 +27,7 @@ PLACES = tuple(  # paths below a home folder: Linux, macOS, Windows
     for place in (".local/share", "Library/Application Support", "AppData/Local/gradmem")
 )
 _BESIDE = {".bak": "an old copy, from before a reset", ".tmp": "a file half copied"}
-_FOREIGN = "not a progress file, or cut off"
+_FOREIGN = "not a progress file, or only a part of one"
 
 
 def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
@@ -128,7 +128,7 @@ class Board:
     def _reading(self, path: Path) -> tuple[dict | None, str]:
         """The content of a file, or ``None``, and a remark about it. A file that has not changed is not read again."""
         if path.suffix in _BESIDE or ".corrupt-" in path.name:
-            return None, _BESIDE.get(path.suffix, "set aside by the course, since it was damaged")
+            return None, _BESIDE.get(path.suffix, "moved away by the course, because it was damaged")
         _, last, _ = known = self._read.get(path, ((), None, ""))
         try:
             real = path.resolve(strict=True)
@@ -185,8 +185,8 @@ def _clean(found: dict, whole: bool) -> tuple[dict, str]:
         passed = entry["outcome"] == "passed" or checks.get(id, (False,))[0]
         checks[id] = (passed, max(int(tries), 1))
     left_out = len(found["guesses"]) - len(guesses)
-    remarks = [] if whole else ["a part cannot be understood, and the rest is shown"]
-    remarks += [f"guesses left out, since no lesson asks for them or they are out of range: {left_out}"] * (
+    remarks = [] if whole else ["a part cannot be read; the rest is shown"]
+    remarks += [f"guesses left out, because no lesson asks for them or they are out of range: {left_out}"] * (
         left_out > 0
     )
     return {"checks": checks, "guesses": guesses}, "; ".join(remarks)

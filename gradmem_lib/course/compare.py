@@ -205,9 +205,7 @@ def _dict_difference(got: dict, expected: dict, tolerance: float) -> Difference 
             return Difference((key,), "it is missing", "it is missing")
     for key in got:
         if key not in expected:
-            return Difference(
-                (key,), "nothing of this name was asked for", "nothing of this name was asked for"
-            )
+            return Difference((key,), "this name was not asked for", "this name was not asked for")
     return _first(((key, got[key], expected[key]) for key in expected), tolerance)
 
 

@@ -142,7 +142,7 @@ def device() -> Finding:
     if torch.backends.mps.is_available():
         return Finding(
             "ok",
-            "an Apple GPU, which the course leaves alone: everything runs on the CPU, with real byte counts",
+            "an Apple GPU, which the course does not use: everything runs on the CPU, with real byte counts",
         )
     return Finding("ok", "no CUDA card: everything in the course runs on the CPU, with real byte counts")
 
@@ -184,7 +184,7 @@ def progress_file(path: str, *, writable: bool) -> Finding:
         return Finding("ok", f"progress is kept in {path}")
     return Finding(
         "warn",
-        f"progress cannot be written to {path}, so what you solve is not remembered",
+        f"progress cannot be written to {path}, so what you solve is not saved",
         "set the environment variable GRADMEM_PROGRESS to a file that can be written",
     )
 

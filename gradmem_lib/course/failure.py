@@ -90,7 +90,7 @@ def out_of_memory(
     total = parse_bytes(capacity)
     if prediction.target != "cuda":
         raise ValueError(
-            "this prediction is for the CPU, which has no such error: predict(..., target='cuda')"
+            "this prediction is for the CPU, which does not raise this error: predict(..., target='cuda')"
         )
     if total <= context:
         raise ValueError(

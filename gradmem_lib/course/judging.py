@@ -25,7 +25,7 @@ from .compare import Difference, Measured, describe, difference, over_budget
 from .exercise import Calls, Exercise, Mistake, Unseen
 from .stubs import Endless, functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
 
-_ENDLESS = "{} contains itself, as a list that was appended to itself does, or is nested hundreds of times: return plain numbers or tensors"
+_ENDLESS = "{} contains itself (a list that was appended to itself, for example), or is nested hundreds of times: return plain numbers or tensors"
 PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
 
 
@@ -57,7 +57,8 @@ def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Ve
     expected = expected or of_reference(exercise)
     if expected.failure:
         return wrong(
-            exercise, f"this cannot be checked here, since the reference stopped too: {expected.failure.says}"
+            exercise,
+            f"this cannot be checked here, because the reference solution failed too: {expected.failure.says}",
         )
     # A value runs no code of its own that might never end.
     limit = max(patience.SECONDS, 10 * expected.seconds) if callable(candidate) else 0
@@ -207,7 +208,7 @@ def _failure(
         hint, says = "", _ENDLESS.format(f"what {exercise.name} returns")
     elif hasattr(error, "budget") and hasattr(error, "snapshot"):
         says = (
-            f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes it asked for "
+            f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes that it requested "
             f"last, {error.snapshot.total:,} bytes would be live, {error.snapshot.total - error.budget:,} too many"
         )
     elif line:
@@ -274,19 +275,21 @@ def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
     """The sentence for a function in place of a value, a value in place of a function, or a function with other arguments."""
     name, reference = exercise.name, exercise.reference
     if not callable(reference):
-        asked = f"the answer is a value, and you gave a function: write check({exercise.id!r}, value)"
+        asked = f"the answer is a value, but you gave a function: write check({exercise.id!r}, value)"
         return asked if inspect.isroutine(candidate) else ""
     if isinstance(reference, type) and inspect.isroutine(candidate):
         what = f"a function, {getattr(candidate, '__name__', name)}{_signature(candidate)}"
-        return f"expected the class {name} with methods that you wrote, and got {what}: hand over the class itself"
+        return f"expected the class {name} with methods that you wrote, but got {what}: pass the class itself"
     asked = f"expected {'the class' if isinstance(reference, type) else 'a function'} {name}{_signature(reference)}"
     if not callable(candidate):
-        return f"{asked}, and got {describe(candidate)}: hand over {name} itself, without calling it"
+        return f"{asked}, but got {describe(candidate)}: pass {name} itself, without calling it"
     if inspect.isgeneratorfunction(candidate) or inspect.iscoroutinefunction(candidate):
         word = "yield" if inspect.isgeneratorfunction(candidate) else "async"
-        return f"there is `{word}` in {name}, so that calling it runs nothing yet: collect the results, and return them"
+        return (
+            f"there is `{word}` in {name}, so a call runs nothing yet: collect the results, and return them"
+        )
     if not _accepts_the_same(candidate, reference):
-        return f"{asked}, and yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
+        return f"{asked}, but yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
     return ""
 
 

@@ -27,7 +27,10 @@ FIRST = "00_start_here.ipynb"
 def lab(folder: Path, *, copy_only: bool = False) -> int:
     """Put the notebooks into ``folder`` and open JupyterLab there; returns the exit code. Raises ``OSError``."""
     folder = folder.expanduser().absolute()
-    deliver(folder, lambda name, new: print(f"{name} is as you left it. Its new version is beside it: {new}"))
+    deliver(
+        folder,
+        lambda name, new: print(f"{name} keeps your changes. Its new version is beside it: {new}"),
+    )
     print(f"The lessons are in {folder}. The first is {FIRST}.", flush=True)
     install_model()
     return 0 if copy_only else open_lab(folder)
@@ -129,7 +132,7 @@ def install_model() -> bool:
     except OSError:
         done = False
     if not done:
-        print("That did not work. Lesson 00 does without it. Run the command before lesson 01.")
+        print("The installation failed. Lesson 00 does not need the model. Run the command before lesson 01.")
     importlib.invalidate_caches()
     return done
 

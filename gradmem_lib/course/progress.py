@@ -206,8 +206,8 @@ def _read_or_move_aside(path: Path) -> dict[str, Any]:
         os.replace(path, aside)
         kept = progress != _empty()
         _say(
-            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it was moved to {aside} and a "
-            f"fresh one begun{' with all the rest' if kept else ''}."
+            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it was moved to {aside}, and a "
+            f"new one was made{' with all the rest' if kept else ''}."
         )
         if kept:
             _write(path, progress)

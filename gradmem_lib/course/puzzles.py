@@ -38,27 +38,27 @@ CONDITIONS: dict[str, tuple[str, Callable[[Recipe], bool], str]] = {
     "full": (
         "every weight is trained",
         lambda r: not r.lora_rank,
-        "the condition is broken: every weight is to be trained, and lora_rank freezes all of them.",
+        "the condition is broken: every weight must be trained, but lora_rank freezes all of them.",
     ),
     "16 bits": (
         "no weight is kept in 4 bits",
         lambda r: not r.quantized_base,
-        "the condition is broken: no weight may be kept in 4 bits, and quantized_base keeps the frozen ones so.",
+        "the condition is broken: no weight may be kept in 4 bits, but quantized_base keeps the frozen weights in 4 bits.",
     ),
     "once": (
         "no layer runs twice",
         lambda r: r.checkpointing is None and r.every_n_layers is None,
-        "the condition is broken: no layer may run twice, and checkpoints run layers again in backward.",
+        "the condition is broken: no layer may run twice, but checkpoints run layers again in backward.",
     ),
     "on the card": (
         "nothing waits in the host's memory",
         lambda r: r.offload is None,
-        "the condition is broken: nothing may wait in the host's memory, and offload moves it there.",
+        "the condition is broken: nothing may wait in the host's memory, but offload moves tensors there.",
     ),
     "after backward": (
         "the optimizer steps after backward",
         lambda r: not r.in_backward,
-        "the condition is broken: the optimizer is to step after backward, and in_backward steps in it.",
+        "the condition is broken: the optimizer must step after backward, but in_backward steps inside backward.",
     ),
 }
 RULES = "in all puzzles: adapters on every linear layer, of rank 16 or more, and any optimizer but plain SGD"
@@ -83,7 +83,7 @@ class Weighed:
         lead = (
             f"it needs {format_bytes(self.needs)} of {format_bytes(self.room)}, and {format_bytes(self.spare)} are left over"
             if self.spare >= 0
-            else f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more than the {format_bytes(self.room)} there are"
+            else f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more than the available {format_bytes(self.room)}"
         )
         parts = sorted(self.held.items(), key=lambda part: -part[1])
         held = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n >= 0.005 * self.needs)
@@ -153,7 +153,7 @@ class Puzzle:
         if not isinstance(answer, dict):
             raise TypeError(
                 "the answer is a dictionary of a Recipe's options, such as {'precision': 'bf16'}, or the Recipe itself, "
-                f"and {describe(answer)} was given"
+                f"but {describe(answer)} was given"
             )
         names = [field.name for field in fields(Recipe)]
         for name in answer:
@@ -164,19 +164,17 @@ class Puzzle:
     def broken(self, recipe: Recipe) -> str:
         """Why ``recipe`` is not allowed, whatever it needs, in a sentence; empty if it is allowed."""
         if recipe.optimizer == "sgd":
-            return "plain SGD is out of the game, with momentum too: choose an optimizer that adapts to each weight."
+            return "plain SGD is not allowed, also with momentum: choose an optimizer that adapts to each weight."
         if recipe.precision is None:
-            return (
-                "precision=None is for a module that has its own dtypes, and here is none: name a precision."
-            )
+            return "precision=None is for a module that has its own dtypes, and there is no module here: choose a precision."
         if recipe.lora_rank and (recipe.lora_rank < RANK or recipe.lora_targets):
-            return f"adapters are to have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
+            return f"adapters must have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
         if against := [CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)]:
             return against[0]
         if self.cards > 1 and recipe.sharding is None:
-            return f"{self.cards} cards train together, and the recipe does not say how they share: give sharding."
+            return f"{self.cards} cards train together, but the recipe does not say how they share: set sharding."
         if self.cards == 1 and recipe.sharding is not None:
-            return f"sharding={recipe.sharding!r} is for several cards, and there is one."
+            return f"sharding={recipe.sharding!r} is for several cards, but there is only one."
         own = self.rows // self.cards
         if own % recipe.accumulation:
             rows = f"{own} row{'s' if own > 1 else ''}{' of each card' if self.cards > 1 else ''}"

@@ -56,16 +56,16 @@ def run_ranks(
     import cloudpickle
 
     if not callable(function):
-        raise TypeError(f"run_ranks takes a function, and was given {type(function).__name__}")
+        raise TypeError(f"run_ranks takes a function, but was given {type(function).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks is the number of processes, at least 1, and was given as {ranks!r}")
+        raise ValueError(f"ranks is the number of processes, at least 1, but was given as {ranks!r}")
     seconds = math.inf if seconds is None else seconds
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(
-            f"seconds is how long the ranks may take, above 0 (None: as long as they like), and was given as {seconds!r}"
+            f"seconds is how long the ranks may take, above 0 (None: no limit), but was given as {seconds!r}"
         )
     if parent_process() is not None:
-        raise RuntimeError("run_ranks starts ranks from a kernel or a script, and was called inside a rank")
+        raise RuntimeError("run_ranks starts ranks from a kernel or a script, but was called inside a rank")
     watched = live is not False and in_kernel()
     task = cloudpickle.dumps((function, args, watched))
     with ExitStack() as stack:

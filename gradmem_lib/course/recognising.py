@@ -95,16 +95,14 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
         return says
     if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
         if all(isinstance(n, Real) and float(n).is_integer() for n in map(plain, theirs.values())):
-            return (
-                "nearly right: two digits agree, so a small part is missing, or counted that should not be."
-            )
+            return "nearly right: two digits agree, so a small part is missing, or a small part too much is counted."
         return "nearly right: two digits agree, as if something were computed in half precision (bf16 or float16)."
     pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
     numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
     if len(numbers) < 3 or len(numbers) < len(theirs):
         return ""
     if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
-        return f"the answer is {describe(numbers[0][0])} whatever it is given: it must follow its arguments."
+        return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on them."
     if any(
         same for path, same in right.items() if isinstance(wanted := plain(theirs[path]), Real) and wanted
     ):
@@ -113,7 +111,7 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
         return ""
     ratios = [number / wanted for number, wanted in numbers if wanted]
     if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
-        return f"every case comes out {times(ratios[0])}."
+        return f"every case is {times(ratios[0])}."
     return ""
 
 
@@ -155,20 +153,22 @@ def _other_kind(got: Any, expected: Any) -> str:
     got, expected = plain(got), plain(expected)
     if isinstance(expected, Real):
         if isinstance(got, str):
-            return f"a number is asked for, and this is text, {describe(got)}."
+            return f"return a number: this is text, {describe(got)}."
         if isinstance(got, Real):
             if math.isnan(got) and not math.isnan(expected):
-                return "the result is not a number: 0 is divided by 0, or the root of something negative is taken."
+                return (
+                    "the result is not a number (nan): look for 0 / 0, or for the root of a negative number."
+                )
             if got < 0 <= expected:
-                return "the result is negative, which it can never be."
+                return "the result is negative, but it can never be negative."
             if isinstance(expected, Integral) and math.isfinite(got) and got != round(got):
-                return "a whole number is asked for, and this is a fraction."
+                return "return a whole number: this is a fraction."
         elif got is not None:
-            return f"one number is asked for, and this is {describe(got)}."
+            return f"return one number: this is {describe(got)}."
     elif isinstance(expected, tuple) and isinstance(got, Real):
-        return "a list with a number for each is asked for, and this is one number."
+        return "return a list with one number for each: this is one number in all."
     elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
-        return f"{len(expected)} entries are asked for, and there are {len(got)}."
+        return f"there must be {len(expected)} entries, but there are {len(got)}."
     elif isinstance(expected, tuple) and isinstance(got, tuple):
         around = expected[::-1]
         if difference(got, around) is None and difference(expected, around) is not None:
@@ -193,7 +193,7 @@ def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> 
             grows, should = was[1] / was[0], wanted[1] / wanted[0]
             if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
                 powers.append(
-                    f"with twice the `{name}` your answer is {grows:.3g} times as large, and should be {should:.3g} times as large."
+                    f"with twice the `{name}` your answer is {grows:.3g} times as large, but should be {should:.3g} times as large."
                 )
     return powers[0] if powers else ""
 
@@ -252,17 +252,17 @@ def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
 # Messages of PyTorch and Python, and what to look at.
 _RAISED = (
     (r"modified by an inplace operation",
-     "a weight was changed between forward and backward, so the graph does not hold any more: backward comes before optimizer.step()."),
-    (r"backward through the graph a second time", "this graph has had its backward, and its tensors are freed: one forward for each backward."),
+     "a weight was changed between forward and backward, so the graph is no longer valid: call backward before optimizer.step()."),
+    (r"backward through the graph a second time", "backward has already run through this graph, and its tensors are freed: run one forward for each backward."),
     (r"does not require grad and does not have a grad_fn",
      "backward is called on something without a graph: it was detached, made under no_grad, or turned into a number."),
-    (r"implicitly created only for scalar", "backward starts from one number: add up the losses, or take their mean, first."),
+    (r"implicitly created only for scalar", "backward starts from one number: first add up the losses, or take their mean."),
     (r"leaf Variable that requires grad", "a weight is changed in place while autograd records: put that line under torch.no_grad()."),
     (r"'(float|int)' object has no attribute '(backward|item|detach|sqrt)'", "this is a number already, not a tensor: it has left the graph before its backward."),
-    (r"NoneType", "something is None here: a function that returns nothing, or a gradient that is not there yet."),
-    (r"empty parameter list", "the optimizer was handed no parameters: nothing requires a gradient, or a generator was used up before."),
+    (r"NoneType", "something is None here: the result of a function without `return`, or a gradient that does not exist yet."),
+    (r"empty parameter list", "the optimizer got no parameters: nothing requires a gradient, or a generator was already read to its end."),
     (r"RecursionError", "the function calls itself without end."),
-    (r"unexpected keyword argument", "one of the arguments has a name that is not known there."),
+    (r"unexpected keyword argument", "an argument has a name that the called function does not have."),
 )  # fmt: skip
 
 

@@ -90,8 +90,8 @@ class Shape:
             not plain or config.head_dim * config.num_attention_heads != config.hidden_size
         ):
             raise ValueError(
-                "the closed forms know GPT-2 and Llama (no biases, heads x head_dim = hidden), not this "
-                f"{kind!r} config: give one of those, or describe the model yourself with Shape(...)"
+                "the closed forms are for GPT-2 and Llama (no biases, heads x head_dim = hidden), not for this "
+                f"{kind!r} config: use one of those, or describe the model yourself with Shape(...)"
             )
         name = name or getattr(config, "name_or_path", "") or kind
         width, heads = config.hidden_size, config.num_attention_heads

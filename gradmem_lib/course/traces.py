@@ -43,9 +43,9 @@ class Given:
                     for key in was
                     if was[key] != now.get(key) and f"{name}.{key}" not in self.may_change
                 ]:
-                    yield f"your code leaves `{name}` with another {changed[0]} than before: put it back"
+                    yield f"your code leaves `{name}` with another {changed[0]} than before: restore it"
             elif before != after:
-                yield f"your code has changed `{name}` in place, which it was given: leave it as it was, and work on a copy"
+                yield f"your code has changed `{name}` in place: do not change an argument, work on a copy"
 
 
 def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
         flipped = [value for thing, value in now if id(thing) in held and held[id(thing)][1] != value]
         if flipped and what == "another mode":
             mode = "train" if flipped[0] else "eval"
-            yield f"{mode} mode on, where it was off: put it back with model.{'eval' if flipped[0] else 'train'}()"
+            yield f"{mode} mode on, but it was off before: restore it with model.{'eval' if flipped[0] else 'train'}()"
         elif flipped:
             yield f"{what} than before: put it back"
 
@@ -146,7 +146,7 @@ def left_switched(before: dict[str, Any]) -> Iterator[str]:
         how = _autocast(value, now[name]) if name == "autocast" else how
         how = f"at {now[name]}" if name.startswith("the ") else how
         stays = " (torch.set_grad_enabled stays until it is called again)" if how == "off" else ""
-        yield f"your code leaves {name} {how}, for all that runs after it: put it back, best by a `with` block{stays}"
+        yield f"your code leaves {name} {how}, for all code after it: restore it, best by a `with` block{stays}"
 
 
 def _autocast(before, now) -> str:

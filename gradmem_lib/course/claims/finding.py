@@ -14,7 +14,7 @@ from ...units import MiB
 VERDICTS = ("holds", "holds only if", "does not hold")
 MOST_SHOWN = 3  # figures beside a sentence that is read in ten seconds
 GB = 10**9  # the documents' own unit
-OTHER_SENTENCE = "The figures found here are not those that this entry was written for; read them, and not the explanation."
+OTHER_SENTENCE = "The figures found here differ from those that this entry was written for; read the figures, not the explanation."
 
 
 def in_unit(value: float, unit: str) -> str:

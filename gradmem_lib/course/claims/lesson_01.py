@@ -188,7 +188,7 @@ def moving_averages() -> Finding:
             yes("each takes the rest of the new one", rest < 1e-9),
         ),
         holds="for PyTorch's Adam with its default betas.",
-        fails="A step of PyTorch's Adam with its default betas does otherwise.",
+        fails="A step of PyTorch's Adam with its default betas does something else.",
         why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v forgets half of its square in "
         f"{half['exp_avg_sq']:.0f}.",
         figures={

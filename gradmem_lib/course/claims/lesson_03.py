@@ -141,7 +141,7 @@ def dividing_by_k() -> Finding:
         own=(_exact("gradient's error, equal micro-batches", equal),),
         beyond=(_exact("8, 16, 64 and 128 tokens", unequal), _exact("the same, divided by tokens", by_items)),
         holds="where all micro-batches have the same number of tokens, as in the documents' own loops; else the gradient is badly off.",
-        fails="Even with equal micro-batches the gradient is another one.",
+        fails="Even with equal micro-batches the gradient differs.",
         why="The error is the difference's length over the gradient's. What is right for any lengths is to divide each summed loss by "
         "the predicted tokens of the whole window. Nothing in the model may look across the batch (see C30).",
     )
@@ -239,7 +239,7 @@ def any_architecture() -> Finding:
         ),
         only_if="nothing looks across the batch: batch normalization, and losses that compare examples, see the micro-batch alone.",
         holds="Batch normalization, too, is the same with both.",
-        fails="The gradient is another one even where nothing looks across the batch.",
+        fails="The gradient differs even where nothing looks across the batch.",
         why=f"With accumulation, batch normalization's running statistics are updated {updates} times instead of once; with checkpoints "
         f"{again} times. Dropout draws other masks under accumulation: equal in the mean over masks, not in one run. Under checkpoints "
         "it draws the same masks again.",
@@ -258,7 +258,7 @@ def tokens_per_update() -> Finding:
     return Finding(
         own=(about("accumulation steps", 64, steps, within=0), about("tokens left over", 0, rest)),
         holds="64 micro-batches of 8,192 tokens have exactly that many.",
-        fails="That many micro-batches come to another sum.",
+        fails="That many micro-batches make another number of tokens.",
         why="On several GPUs divide by their number as well. Where something is left over, round up, and count what the update really "
         "got. Of every sequence's 2,048 tokens 2,047 are predicted.",
         figures={

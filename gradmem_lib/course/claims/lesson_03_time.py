@@ -120,7 +120,7 @@ def no_overhead() -> Finding:
         own=(about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),),
         beyond=(about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"), *_recorded(4, _as_long)),
         holds="for the computation, which is the same for its own 32 as 4 x 8; time is lost where micro-batches are too small.",
-        fails="The matrix products of the micro-batches come to another sum.",
+        fails="The matrix products of the micro-batches have another sum.",
         why=f"Beside the products, each gradient is added to K - 1 times, {cut[2] / cut[1]:.1%} of the operations here. And "
         f"{cut[0] / one[0]:.1f} times as many operations have to be started for K = 4; small ones leave a device partly idle.",
         figures={
@@ -185,7 +185,7 @@ def linear_scaling() -> Finding:
         where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
         only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's own loop uses Adam, where it is "
         "the square root.",
-        holds="True for Adam, which its own loop uses.",
+        holds="True for Adam, which the document's own loop uses.",
         fails="Neither SGD nor Adam behaves so.",
         why="Adam divides by the gradient's size already. And no rule is a duty: an unchanged learning rate is safe, only slower.",
         figures=figures,

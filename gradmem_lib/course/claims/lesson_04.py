@@ -181,7 +181,7 @@ def more_checkpoints() -> Finding:
         where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
         only_if="layers keep little beside their input and segments are shorter than sqrt(n); in Transformers memory goes the other way.",
         holds="in Transformers, too.",
-        fails="It is the other way round even for layers that keep little.",
+        fails="The opposite is true even for layers that keep little.",
         why="A segment that runs again is there in full: with few checkpoints memory grows again, for any layers. Every layer runs once "
         "more for any number of checkpoints; in operations many are cheaper, since PyTorch ends each second run early.",
         figures={

@@ -136,7 +136,7 @@ def saves_half_to_four_fifths() -> Finding:
             between("more operations, 16 layers", 0.2, 0.3, work[4], "%", within=0.1),
         ),
         holds="roughly for its own models, with its own segments of sqrt(n) layers.",
-        fails="Its own models save another share, or take another amount of work.",
+        fails="Its own models save a different share, or take a different amount of work.",
         why=f"With a checkpoint a layer, BERT-large saves {saved['BERT-large', 1]:.0%} for {work[1]:.0%} more operations. The work is bounded "
         "by one forward: a third of a step where all weights are trained, half where they are frozen.",
         figures=figures | _recorded_times("per layer", "sqrt"),
@@ -261,7 +261,7 @@ def root_of_depth_as_length() -> Finding:
         ),
         beyond=(about("left by the best segments of 32", 0.2, share_left(SEVEN, best_length(SEVEN)), "%"),),
         holds="Segments of 6 of 32 layers leave about 20% of the memory; but a checkpoint a layer leaves less.",
-        fails="The roots, or the share that is left, are other ones.",
+        fails="The roots, or the share that is left, differ.",
         why="The root of the depth is best where layers keep little beside their input (see C27). A Transformer's block keeps more than "
         "20 times its input.",
         figures=figures,

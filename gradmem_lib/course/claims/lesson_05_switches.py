@@ -224,7 +224,7 @@ def checkpointing_kwargs() -> Finding:
         fails="No key names modules: one layer in so many can be chosen, but not the attention alone.",
         holds="Named modules alone are checkpointed.",
         why="It takes every_n_layers, offload, and what torch's checkpoint takes. An unknown key is an error or, beside "
-        "use_reentrant=False, handed on to the layers, which swallow it: every layer is checkpointed as before. And any key of torch's "
+        "use_reentrant=False, passed on to the layers, which ignore it: every layer is checkpointed as before. And any key of torch's "
         "without use_reentrant brings the reentrant checkpoint back.",
         figures={
             "every_n_layers=2 switches on": second,
@@ -247,7 +247,7 @@ def max_seq_length() -> Finding:
         own=(yes("TrainingArguments takes max_seq_length", not error),),
         fails="TrainingArguments raises a TypeError; rows are as long as the tokenizer cuts them.",
         holds="TrainingArguments takes it.",
-        why="It was an argument of the SFT trainer of another library, TRL, whose SFTConfig calls it max_length since (its issue 3910 and "
+        why="It was an argument of the SFT trainer of another library, TRL, whose SFTConfig calls it max_length since then (its issue 3910 and "
         "pull request 2895).",
         figures={
             "TrainingArguments(max_seq_length=4096)": error,

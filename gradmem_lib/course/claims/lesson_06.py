@@ -293,8 +293,8 @@ def fit_table() -> Finding:
         where=(less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),),
         only_if="mixed precision means weights and states in 16 bits: its own GPT-2, checkpointed in micro-batches, gains nothing from "
         "autocast.",
-        holds="Each of the three does what it is for.",
-        fails="One of the three does not do what it is for.",
+        holds="Each of the three does what it is meant for.",
+        fails="One of the three does not do what it is meant for.",
         why="Under autocast weights, gradients and states stay in float32, and 16-bit copies of the weights join them. The other two are "
         f"right: cutting 16 rows into 1 leaves 1/{1 / cut:.0f} of what is saved, and where one row is too long or the model too deep, "
         f"checkpointing takes {gb(saved['1 x 8192', None])} to {gb(saved['1 x 8192', 'per-layer'])} at 8,192 tokens.",
@@ -333,7 +333,7 @@ def bert_large_accumulated() -> Finding:
         ),
         beyond=(_today("tensors of today's step, batch 4", whole),),
         holds="for the software of January 2022, counting all that the process held on its V100; today's step needs less.",
-        fails="Replayed with the software of January 2022, it comes to other figures.",
+        fails="Replayed with the software of January 2022, the figures differ.",
         why=f"Published MB are MiB: {whole.total:,.0f} and {cut.total:,.0f} MiB come from a replay without a card, the driver's context and "
         f"the allocator's idle blocks included. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first are gradients that "
         f"were zeroed rather than freed and inputs that softmax no longer keeps: today's step needs {whole.parts['today']:,.0f} and "
@@ -353,7 +353,7 @@ def bert_large_checkpointed() -> Finding:
         own=(_explained("BERT-large, 1 x 4 checkpointed, replayed", row),),
         beyond=(_today("tensors of today's step", row),),
         holds="for the software of January 2022, with the driver's context counted, as in C13.",
-        fails="Replayed with the software of January 2022, it comes to another figure.",
+        fails="Replayed with the software of January 2022, the figure differs.",
         why=f"Of these, {floor / MiB:,.0f} MiB are weights, gradients and states and {row.parts['context']:,.0f} MiB the context. Checkpointing "
         f"works on the {remain:,.0f} MiB that remain. Against accumulation alone, the published time is "
         f"{row.run.seconds / cut.run.seconds - 1:.0%} longer.",

@@ -91,7 +91,7 @@ def attention_alone() -> Finding:
         ),
         beyond=(between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),),
         holds="for eager attention, which stores scores; fused attention stores none, and the MLP is then the part to run again.",
-        fails="Attention alone keeps another share of the saving, or costs other work.",
+        fails="Attention alone keeps a different share of the saving, or costs a different amount of work.",
         why="The advice is as old as stored scores, and with them it gets better with length: "
         f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
         f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work['per-layer', 'eager']:.0%}.",
@@ -161,7 +161,7 @@ def moved_activations() -> Finding:
             Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         ),
         holds="for the activations; the peak of a step falls only where activations make it.",
-        fails="Moving takes another share off the activations.",
+        fails="Moving saves a different share of the activations.",
         why=f"One checkpoint a layer takes {taken_off('activations', 2048, checkpointing='per-layer'):.0%} off without a bus. To be as fast as "
         f"computing again on an A100, at half its rated speed, a bus would have to carry {needed / GB:.0f} GB a second. Moving the inputs of "
         f"checkpointed layers alone sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",

@@ -35,7 +35,7 @@ def seventy_billion_on_two() -> Finding:
         own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
         beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
         holds="with LoRA and a checkpoint in every layer, for rows of some thousand tokens.",
-        fails="A card's shard, the layers that it gathers and the activations are more than it has.",
+        fails="A card's shard, the layers that it gathers and the activations do not fit on it.",
         why="A card keeps half of the base, and of embeddings and head in bf16, and gathers one layer after another; embedding and head are "
         "whole meanwhile. Adapters are all that has gradients and states. What grows with the tokens are the inputs of the layers and the "
         "loss.",

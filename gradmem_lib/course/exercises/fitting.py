@@ -14,14 +14,14 @@ from ..puzzles import CONDITIONS, Puzzle, Weighed, puzzle, search
 from .settings import quietly
 
 WHY = {
-    "weights": "the weights alone are more than there is.",
-    "gradients": "weights and gradients alone are more than there is, and no cut of the batch makes them smaller.",
-    "states": "what no cut of the batch makes smaller, weights, gradients and optimizer states, is more than there is.",
-    "full": "weights, gradients and states leave no room for what lies beside live tensors on a card.",
+    "weights": "the weights alone do not fit.",
+    "gradients": "weights and gradients alone do not fit, and a smaller micro-batch does not make them smaller.",
+    "states": "weights, gradients and optimizer states do not fit, and a smaller micro-batch does not make them smaller.",
+    "full": "weights, gradients and states leave no room for what a card holds besides live tensors.",
     "kept": "weights, gradients and states would fit; the activations that every layer keeps for its backward do not.",
-    "step": "the peak is in the optimizer's step, where the activations are gone: no checkpoint makes it lower.",
-    "head": "weights, gradients and states would fit; beside them, most is the head's: the logits of a micro-batch, a number for each token and each word.",
-    "beside": "weights, gradients and states would fit; what is alive beside them at the peak does not.",
+    "step": "the peak is in the optimizer's step, where the activations are gone: checkpoints do not lower it.",
+    "head": "weights, gradients and states would fit; most of the rest is the head's: the logits of a micro-batch, one number for each token and each word.",
+    "beside": "weights, gradients and states would fit; the other tensors at the peak do not fit beside them.",
 }
 BROKEN = {key: says for key, (_, _, says) in CONDITIONS.items()}
 

@@ -44,7 +44,7 @@ def _explain(got, expected):
         return "the empty shape () is one number, and takes the bytes of one."
     sides = got["((2, 3), 4)"], got["((8, 128, 256), 2)"]
     if sides == (3 * 4, 256 * 2):
-        return "this looks at the last side alone: multiply all of them."
+        return "this uses only the last side: multiply all of them."
     if sides == (3 * 4, 128 * 256 * 2):
         return "the first side is left out: multiply all of them."
     return None

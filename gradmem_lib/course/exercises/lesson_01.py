@@ -69,15 +69,17 @@ def _observe_resident(candidate):
 
 def _explain_resident(got, expected):
     if not all(isinstance(found, dict) for found in got.values()):
-        return "a dict with three entries is asked for: parameters, gradients and optimizer."
+        return "return a dict with three entries: parameters, gradients and optimizer."
     right = {entry: [got[case].get(entry) == expected[case][entry] for case in expected] for entry in ENTRIES}
     if all(ok for each in right.values() for ok in each[:-1]):
-        return "each parameter has a dtype of its own, and a model may have several: ask each for its element_size()."
+        return (
+            "the parameters of a model may have different dtypes: ask each parameter for its element_size()."
+        )
     frozen = [*expected].index("an MLP whose first layer is frozen")
     wrong = [entry for entry, each in right.items() if not each[frozen]]
     if all(ok for each in right.values() for i, ok in enumerate(each) if i != frozen):
         if wrong == ["parameters"]:
-            return "frozen parameters need no gradient, and lie in memory all the same: count them with the parameters."
+            return "frozen parameters need no gradient, but they take memory too: count them with the parameters."
         return "frozen parameters have neither gradient nor moments: only those with requires_grad do."
     if not all(right["parameters"]):
         return None
@@ -100,10 +102,10 @@ def _why_states(got, expected):
     if moments == 0:
         return "the moments are missing: Adam keeps two for every trained parameter."
     if moments != 2:
-        return f"the optimizer has {moments:g} × the gradients here: Adam keeps two, each as large as the gradient, and a step counter a tensor."
+        return f"the optimizer has {moments:g} × the gradients here: Adam keeps two moments, each as large as the gradient, and one step counter for each tensor."
     if once:
-        return "there is one step counter in all: each trained tensor has one of its own, 4 bytes."
-    return f"the moments are right; a step counter comes out at {counter:g} bytes, and is one float32 a tensor: 4."
+        return "this has one step counter in all: each trained tensor has its own, of 4 bytes."
+    return f"the moments are right; your step counters have {counter:g} bytes each: a counter is one float32, 4 bytes, for each tensor."
 
 
 def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
@@ -202,7 +204,7 @@ def _explain_saved(got, expected):
          "they were there before and stay afterwards."),
     ):  # fmt: skip
         if (shares(numbers, size) or [0]) != [0]:
-            return f"this is the model's {what} alone: what autograd saves is what backward needs, layer by layer."
+            return f"this counts only the model's {what}: autograd saves what backward needs, layer by layer."
         if (factor := shares(off, size)) and factor != [0]:
             how = "left out" if factor[0] < 0 else "counted too"
             return f"the model's {what} {'are' if what == 'parameters' else 'is'} {how}: {says}"
@@ -271,7 +273,7 @@ def _observe_train(candidate):
 def _explain_train(got, expected):
     unmoved = flat(train_setting()[0].parameters())
     if got["afterwards"]["calls of optimizer.step()"] and torch.equal(got["afterwards"]["weights"], unmoved):
-        return "optimizer.step() finds nothing to do: zero_grad() has thrown the gradients away before it."
+        return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
     return None
 
 
@@ -312,7 +314,7 @@ EXERCISES = (
                     _VIEW),
             Mistake("elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), _ELEMENTS),
             Mistake("outputs of layers", _outputs_of_layers,
-                    "this adds up the layers' outputs: what is saved is what backward needs, which is something else."),
+                    "this adds up the layers' outputs: autograd saves what backward needs, which is not the same."),
         ),
     ),
     Exercise(
@@ -325,11 +327,11 @@ EXERCISES = (
             Mistake("keeps the output", _trains(keeps="output"),
                     "the model's output is still alive in backward (and, unless deleted, in the next forward), and it holds the logits."),
             Mistake("collects logits", _trains(keeps="logits"),
-                    "every batch's logits stay in a list: detached, they need no graph, and they need bytes all the same."),
+                    "every batch's logits stay in a list: detached logits keep no graph, but they still take bytes."),
             Mistake("zeroes in place", _trains(set_to_none=False),
                     "set_to_none=False keeps the gradients, filled with zeros, through the next forward."),
             Mistake("retains the graph", _trains(retain_graph=True),
-                    "retain_graph=True keeps every saved activation until the loss itself is let go."),
+                    "retain_graph=True keeps every saved activation until the loss itself is freed."),
             Mistake("never zeroes", _trains(set_to_none=None),
                     "without zero_grad the gradients of all batches add up, and they stay through the next forward."),
             Mistake("never steps", _trains(steps=False),

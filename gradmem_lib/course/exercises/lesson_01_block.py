@@ -63,12 +63,12 @@ _WHY = {
 
 def _explain_block(got, expected):
     if not all(isinstance(rows, dict) for rows in got.values()):
-        return f"a dict is asked for, with an entry for each of {', '.join(_WHY)}."
+        return f"return a dict with an entry for each of {', '.join(_WHY)}."
     sizes = {case: literal_eval(case) for case in expected}
     every = [(case, name) for case in sizes for name in _WHY]
     rows = {(case, name): got[case].get(name) for case, name in every}
     if factor := shares(rows, {(case, name): expected[case][name] for case, name in every}):
-        return f"every row comes out {times(factor[0])}: count float32 numbers of 4 bytes."
+        return f"every row is {times(factor[0])}: count float32 numbers of 4 bytes."
     if shares(rows, {(case, name): expected[case][name] / sizes[case][0] for case, name in every}):
         return "this counts one sequence: multiply by the batch."
     tokens = {case: batch * seq_len for case, (batch, seq_len, *_) in sizes.items()}
@@ -86,7 +86,7 @@ def _explain_block(got, expected):
         if found is None:
             return None
         parts = [f"{c:g} {term}".strip() for c, term in zip(found, terms, strict=True) if c]
-        return f"{name} comes out at {' + '.join(parts) or '0'} numbers a token: {why}"
+        return f"{name} has {' + '.join(parts) or '0'} numbers a token here: {why}"
     return None
 
 
@@ -119,9 +119,9 @@ EXERCISES = (
             Mistake("the result twice", _formula(c_proj=lambda t, x, n: n or x),
                     "the attention's result is counted twice: it is one storage, and attn.c_proj saves nothing of its own."),
             Mistake("GELU keeps both", _formula(act=lambda t, x, n: 2 * n),
-                    "GELU's backward needs its input alone; its result is saved by mlp.c_proj, and counts there."),
+                    "GELU's backward needs only its input; mlp.c_proj saves GELU's result, so it counts there."),
             Mistake("a byte of mask", _formula(resid_dropout=lambda t, x, n: x / 4, dropout=lambda t, x, n: x / 4),
-                    "this gives dropout's mask a byte a number, as on CUDA: on the CPU it is float32."),
+                    "this counts one byte for each number of dropout's mask, as on CUDA: on the CPU the mask is float32."),
             Mistake("elements", _formula(size=1), "this counts numbers: each is a float32 of 4 bytes."),
         ),
     ),

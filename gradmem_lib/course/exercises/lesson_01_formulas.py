@@ -27,13 +27,13 @@ def _explain_surplus(got, expected):
         return None
     squares, rows, tokens = found
     if squares == 2:
-        return "two squares are counted, the scores and their softmax: autograd saves the softmax alone."
+        return "two squares are counted, the scores and their softmax: autograd saves only the softmax."
     if squares == 1 and tokens:
         return "the log-sum-exp is one number for each row of scores, and every head has rows of its own."
     if squares == 1 and rows > 0:
-        return "the log-sum-exp is added: fused attention saves it where eager attention saves the softmax, so take it off."
+        return "the log-sum-exp is added: fused attention saves it instead of the softmax, so subtract it."
     if squares == 1:
-        return f"the log-sum-exp comes out at {-4 * rows:g} bytes a row: it is one float32, 4 bytes."
+        return f"the log-sum-exp has {-4 * rows:g} bytes a row here: it is one float32, 4 bytes."
     return f"your answer has {squares:g} times the softmax: 4 bytes a number, one square for each head of each sequence."
 
 
@@ -48,7 +48,7 @@ def _explain_spike(got, expected):
     if found is None or not found[0]:
         return None
     if found[0] == 12:
-        return f"{found[1]:g} bytes a token are counted too: asked for are the three large tensors alone."
+        return f"{found[1]:g} bytes a token too many are counted: count only the three large tensors."
     return f"your answer has {found[0]:g} bytes a logit: three float32 tensors of that shape make 12."
 
 
@@ -90,8 +90,8 @@ def _explain_recipes(got, expected):
     if not all(isinstance(value, (int, float)) for value in got.values()):
         return None
     if factor := shares(got, expected):
-        bits = ": that is bits, and bytes were asked for" if factor == [8] else ""
-        return f"every recipe comes out {times(factor[0])}{bits}."
+        bits = ": these are bits, not bytes" if factor == [8] else ""
+        return f"every recipe is {times(factor[0])}{bits}."
     case, off = next((case, got[case] - right) for case, right in expected.items() if got[case] != right)
     recipe = literal_eval(case)
     kept = _KEPT[recipe] | {"one of its moments": _KEPT[recipe]["two moments"] // 2}
@@ -125,7 +125,7 @@ EXERCISES = (
             Mistake("one sequence", lambda batch, seq_len, heads: 4 * heads * seq_len * (seq_len - 1),
                     "this counts one sequence: every sequence of the batch has scores of its own."),
             Mistake("log-sum-exp forgotten", lambda batch, seq_len, heads: 4 * batch * heads * seq_len**2,
-                    "almost: fused attention saves something instead, one float32 (the log-sum-exp) a row of scores."),
+                    "almost: fused attention saves something instead, one float32 (the log-sum-exp) for each row of scores."),
             Mistake("lower triangle", lambda batch, seq_len, heads: 2 * batch * heads * seq_len * (seq_len + 1),
                     "this counts the lower triangle: a causal mask fills the rest with zeros, and zeros take bytes too."),
             Mistake("half precision", lambda batch, seq_len, heads: 2 * batch * heads * seq_len * (seq_len - 1),
@@ -161,13 +161,13 @@ EXERCISES = (
         explain=_explain_recipes,
         mistakes=(
             Mistake("float32 moments in bf16", _recipe(bf16=12),
-                    "the bf16 recipe comes out at 12: PyTorch's moments follow the parameters' dtype, so they are bf16 too."),
+                    "the bf16 recipe has 12 bytes here: PyTorch's moments have the parameters' dtype, so they are bf16 too."),
             Mistake("autocast halves", _recipe(autocast_bf16=8),
-                    "autocast-bf16 comes out at 8: it casts on the way, and keeps weights, gradients and moments in float32."),
+                    "autocast-bf16 has 8 bytes here: autocast casts inside the forward pass, and keeps weights, gradients and moments in float32."),
             Mistake("autocast keeps both", _recipe(autocast_bf16=18),
-                    "autocast-bf16 comes out at 18: its bf16 copies live only while the forward and backward pass run."),
+                    "autocast-bf16 has 18 bytes here: its bf16 copies live only while the forward and backward pass run."),
             Mistake("twelve beside a master", _recipe(float32_master=12),
-                    "the master recipe comes out at 12: it keeps a float32 copy of the weights (4) and both moments in float32 (8)."),
+                    "the master recipe has 12 bytes here: it keeps a float32 copy of the weights (4) and both moments in float32 (8)."),
             Mistake("one moment", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=12),
                     "this counts one moment: Adam keeps two."),
             Mistake("no gradients", _recipe(float32=12, bf16=6, autocast_bf16=12, float32_master=14),

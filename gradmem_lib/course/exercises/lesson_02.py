@@ -69,19 +69,21 @@ def _explain_gap(got, expected):
     if len(ratios) < len(expected) or not wrong:
         return None
     if wrong.keys() == {x for x in ratios if x != 0.5 and not 1 <= x < 2}:
-        return "right at 0.5 and from 1 to 2, and wrong wherever else: the gap must follow x."
+        return "this is right at 0.5 and from 1 to 2, and wrong elsewhere: the gap depends on x."
     below = {x: ratio for x, ratio in ratios.items() if x < 1 and x != 2.0 ** round(log2(x))}
     if set(wrong.values()) == {2.0} and wrong.keys() == below.keys():
-        return "below 1 it comes out twice as large: log2 is negative there, and int() rounds towards zero, where floor() goes down."
+        return "below 1 your result is twice too large: log2 is negative there, and int() rounds towards zero, while floor() rounds down."
     nearer_up = {x for x in ratios if log2(x) % 1 > 0.5}
     if set(wrong.values()) == {2.0} and wrong.keys() == nearer_up:
         return "the exponent is rounded to the nearest whole number: it must be rounded down, by floor()."
     bits = -log2(ratios[1.0]) if ratios[1.0] > 0 else 0
     if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
         name = "float16, which has 10" if bits < 5 else "float32, which has 23"
-        return f"every gap comes out {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+        return (
+            f"every gap is {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+        )
     if len(set(ratios.values())) > 1 and all(ratio > 0 and log2(ratio) % 1 == 0 for ratio in ratios.values()):
-        return "this is a power of two, and not the right one: the exponent is that of the power of two at or below x, floor(log2(x)), less 8."
+        return "this is a power of two, but not the right one: take the exponent of the power of two at or below x, floor(log2(x)), and subtract 8."
     return None
 
 
@@ -160,9 +162,9 @@ def _explain_frugal(got, expected):
     if not got["arrays that are no tensors"]["bytes"]:
         more, rest = divmod(measured.over, 4 * prod(SIZES[0]))
         if more and rest < 1024 and difference(measured.value, right.value) is None:  # scalars and counters
-            return f"{more + 1} temporaries as large as p at once, where one is enough: {_COPIES}"
+            return f"{more + 1} temporaries as large as p exist at once, but one is enough: {_COPIES}"
     elif difference(measured.value, right.value) is None:
-        return "temporaries of numpy are temporaries too, and take bytes that no tracker of torch sees: stay with torch, in place."
+        return "numpy's temporaries take bytes too, although torch's tracker does not see them: use torch, in place."
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
@@ -268,9 +270,9 @@ EXERCISES = (
         explain=_explain_frugal,
         mistakes=(
             Mistake("corrected copies", adamw, "this is the step of exercise 2.4: m_hat, v_hat and what is made of them are new tensors, each as large as p."),
-            _wrong(_frugal, "in v", "v.sqrt_() puts the root into v itself: no temporary is left, and no second moment either."),
-            _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no average any more."),
-            _wrong(_frugal, "in the gradient", "this squares the gradient in place: it saves bytes that belong to someone else, and the next step sees the square."),
+            _wrong(_frugal, "in v", "v.sqrt_() overwrites v with its root: this saves a temporary, but the second moment is lost."),
+            _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no longer an average."),
+            _wrong(_frugal, "in the gradient", "this squares the gradient in place: this saves bytes, but the gradient is not yours to change, and the next step sees the square."),
             *_known(rules.adam, rules.ADAMW, "decay in the gradient", "no correction"),
         ),
     ),

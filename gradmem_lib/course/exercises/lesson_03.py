@@ -187,7 +187,7 @@ def _explain_train(got, expected):
         counts = [count_targets(rows(*each)) for each in lengths]
         if not updates:
             if plain(got[name]["losses"]) == ():
-                return "nothing was read: micro_batches is an iterator, and whoever has read it to its end finds nothing more. Keep each window in a list."
+                return "nothing was read: micro_batches is an iterator, and after it is read to its end, it gives nothing more. Keep each window in a list."
             moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
             return ANOTHER_STEP if moved else NO_STEP
         if says := _why_updates(updates, right, counts, window):
@@ -198,7 +198,7 @@ def _explain_train(got, expected):
         first = [bigram_loss(Bigrams())(rows(*each, seed=i)) for i, each in enumerate(lengths[:window])]
         if what := why_loss(plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]):
             return f"the updates are right; the first of the losses is {what}."
-        return "the updates are right, and the losses are not: each is the mean that backward was called on, before the update."
+        return "the updates are right, but the losses are not: each loss is the mean that backward was called on, before the update."
     return None
 
 
@@ -208,9 +208,7 @@ def _why_updates(updates, right, counts, window) -> str | None:
     held = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
     wanted = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in right]
     if held == wanted[:-1]:
-        return (
-            "this drops the last window when it is not full: its micro-batches were read and taught nothing."
-        )
+        return "this drops the last window when it is not full: its micro-batches were read but not used."
     if (
         held
         and len(held[0]) > 0
@@ -252,9 +250,9 @@ EXERCISES = (
             Mistake("logged unweighted", accumulates(lambda loss, count, k, total: loss / total, mean_of_means),
                     "the gradient is right; the loss is an unweighted average of the micro-batches' means."),
             Mistake("logged last", accumulates(lambda loss, count, k, total: loss / total, lambda ls, cs: ls[-1] / cs[-1]),
-                    "the gradient is right; the loss is the last micro-batch's alone."),
+                    "the gradient is right; the loss is only the last micro-batch's."),
             Mistake("mean times count", accumulates(lambda loss, count, k, total: loss / total, _mean_times_count),
-                    "a micro-batch without labels has 0 / 0 for a mean, and times 0 that is still not a number: stay with the sum."),
+                    "the mean of a micro-batch without labels is 0 / 0, which is not a number, even when multiplied by 0: use the sum."),
         ),
     ),
     Exercise(
@@ -263,20 +261,20 @@ EXERCISES = (
         reference=train,
         observe=_observe_train,
         explain=_explain_train,
-        raises=((r"has no len\(\)|not subscriptable", "micro_batches is an iterator, which has no length and no [ ]: islice reads a window of it, and list() all."),),
+        raises=((r"has no len\(\)|not subscriptable", "micro_batches is an iterator, which has no length and no [ ]: islice reads one window, and list() reads everything."),),
         mistakes=(
             Mistake("zeroes inside", _trains(first=True, zero=False),
-                    "this zeroes the gradients inside the window: only the last micro-batch's survive."),
+                    "this zeroes the gradients inside the window: only the last micro-batch's gradients are left."),
             Mistake("steps every micro-batch", _trains(step_and_zero, each=True, weight=lambda count, total, k: count),
                     "this steps after every micro-batch: that trains with small batches and accumulates nothing."),
             Mistake("drops the last", _trains(last=False),
-                    "this drops the last window when it is not full: its micro-batches were read and taught nothing."),
+                    "this drops the last window when it is not full: its micro-batches were read but not used."),
             Mistake("last one by the full window", _trains(full=True),
-                    "the last window is divided as if it were full: with fewer micro-batches its gradient comes out too small."),
+                    "the last window is divided as if it were full: with fewer micro-batches its gradient is too small."),
             Mistake("never zeroes", _trains(zero=False),
                     "without zero_grad between windows, every update repeats the gradients of all those before it."),
             Mistake("by K", _trains(weight=lambda count, total, k: count * k),
-                    "the windows are right; inside them every micro-batch has the same weight, however many tokens it has."),
+                    "the windows are right; inside a window every micro-batch has the same weight, however many tokens it has."),
         ),
     ),
 )  # fmt: skip

@@ -43,16 +43,14 @@ def _explain_window(got, expected):
     cases = {case: literal_eval(case) for case in expected}
     if all(steps[case] == right[0] for case, right in expected.items()):
         if all(tokens[case] == right[1] - cases[case][0] for case, right in expected.items()):
-            return "the steps are right; the second number is the surplus, what is too many: asked for are all tokens of the update."
-        return (
-            "the steps are right; the second number is not: the tokens of so many micro-batches on all GPUs."
-        )
+            return (
+                "the steps are right; the second number is only the surplus: return all tokens of the update."
+            )
+        return "the steps are right; the second number is not: it is the tokens of that many micro-batches on all GPUs."
     if any(k != round(k) for k in steps.values()):
-        return (
-            "the steps are a fraction: a micro-batch is taken whole or not at all, so round up micro-batches."
-        )
+        return "the steps are a fraction: only whole micro-batches are possible, so round up."
     if all(steps[case] == right[0] * cases[case][3] for case, right in expected.items()):
-        return "these are the steps of all GPUs together: asked for are those of each GPU."
+        return "these are the steps of all GPUs together: return the steps of each GPU."
     return None
 
 
@@ -84,13 +82,15 @@ def _explain_count(got, expected):
     if all(
         isinstance(value, (list, tuple)) and sum(value) == expected[case] for case, value in found.items()
     ):
-        return "there is a count for each row: one number is asked for, their sum."
+        return "this is a count for each row: return one number, their sum."
     one_off = (
         lambda labels: (labels.flatten()[1:] != IGNORED).sum(),
         lambda labels: (labels != IGNORED).sum() - 1,
     )
     if any(difference(got, _observe_count(once)) is None for once in one_off):
-        return "one is taken off for the whole batch: each sequence has a first token that nothing predicts."
+        return (
+            "this subtracts one for the whole batch: each sequence has a first token that nothing predicts."
+        )
     return None
 
 
@@ -127,17 +127,17 @@ EXERCISES = (
         explain=_explain_window,
         mistakes=(
             Mistake("rounds down", _window(math.floor),
-                    "this rounds down, and the update gets fewer tokens than asked for: whatever is left needs a micro-batch too."),
+                    "this rounds down, and the update gets fewer tokens than asked for: the remaining tokens need a micro-batch too."),
             Mistake("one more", _window(lambda n: math.floor(n) + 1),
-                    "this adds a micro-batch even where the division comes out even: round up only when something is left."),
+                    "this adds a micro-batch even where the division has no remainder: round up only when there is one."),
             Mistake("rounds", _window(round),
-                    "this rounds to the nearest, which is down as often as up: at least the tokens asked for means up."),
+                    "this rounds to the nearest number, which may be too few tokens: the update needs at least the tokens asked for, so round up."),
             Mistake("without the GPUs", _window(cards=False),
                     "this forgets the GPUs: each of them works on a micro-batch of its own at the same time."),
             Mistake("sequences", _window(length=False),
                     "this counts sequences: a micro-batch has micro_batch times seq_len tokens."),
             Mistake("asked for", _window(tokens="asked for"),
-                    "the steps are right; the tokens are those asked for, not those that so many whole micro-batches make."),
+                    "the steps are right; the tokens are those asked for, not the tokens of that many whole micro-batches."),
         ),
     ),
     Exercise(
@@ -150,15 +150,15 @@ EXERCISES = (
             Mistake("everything", lambda labels: labels.numel(),
                     "this counts padding: a label of -100 adds nothing to the loss."),
             Mistake("everything but the first", lambda labels: labels[:, 1:].numel(),
-                    "this counts padding, if only after the shift: a label of -100 adds nothing to the loss."),
+                    "this still counts padding, after the shift: a label of -100 adds nothing to the loss."),
             Mistake("position 0", lambda labels: int((labels != IGNORED).sum()),
                     "this counts position 0: nothing comes before the first token, so nothing predicts it."),
             Mistake("the last dropped", lambda labels: int((labels[:, :-1] != IGNORED).sum()),
                     "this drops the last label and keeps the first: logits lose their last position, labels their first."),
             Mistake("sequence by sequence", lambda labels: int((labels != IGNORED).sum()) - len(labels),
-                    "this takes one off for every sequence: one whose first label is -100 anyway loses a real one."),
+                    "this subtracts one for every sequence: where the first label is already -100, a real label is lost."),
             Mistake("id 0 is padding", lambda labels: int((labels[:, 1:] > 0).sum()),
-                    "this takes token 0 for padding: it is a token like any other, and -100 alone is ignored."),
+                    "this treats token 0 as padding: it is a token like any other, and only -100 is ignored."),
         ),
     ),
     Exercise(
@@ -174,8 +174,8 @@ EXERCISES = (
             Mistake("unweighted", lambda means, counts: sum(means) / len(means),
                     "this averages the means without weights: a micro-batch with few tokens counts as much as one with many."),
             Mistake("after dividing", lambda means, counts: sum(means) / len(means) ** 2,
-                    "this logs after dividing by K and then averages: K times too small. Log before dividing, or add up after."),
-            Mistake("the last", lambda means, counts: means[-1], "this logs the last micro-batch alone."),
+                    "this divides by K before logging, and then averages: K times too small. Log before dividing, or add up instead of averaging."),
+            Mistake("the last", lambda means, counts: means[-1], "this logs only the last micro-batch."),
             Mistake("the sum", lambda means, counts: sum(m * c for m, c in zip(means, counts, strict=True)),
                     "this is the sum over all items: divide it by their number."),
             Mistake("added up", lambda means, counts: sum(means), "this adds up means: K times too large."),

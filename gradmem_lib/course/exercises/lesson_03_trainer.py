@@ -92,7 +92,7 @@ def _observe_mended(candidate):
 
 def _explain_mended(got, expected):
     if any(seen["set on the whole class (1 is yes)"] for seen in got.values()):
-        return "the attribute is set on the class, and so for every model of it: set it on this model alone."
+        return "the attribute is set on the class, and so on every model of this class: set it on this model only."
     return None
 
 
@@ -109,9 +109,9 @@ EXERCISES = (
             Mistake("unchanged", lambda model, batch: model,
                     "the classifier's loss and gradient are still multiplied by the 4 accumulation steps."),
             Mistake("every model", _told(lambda heeds: False),
-                    "the classifier is mended and the language model is spoiled, which does heed the number of items: ask each model, and go by no name."),
+                    "the classifier is now right, but the language model is wrong, because it does use the number of items: ask each model itself, whatever its name."),
             Mistake("True", _told(lambda heeds: not heeds),
-                    "accepts_loss_kwargs is the wrong way round: False makes Trainer divide by the accumulation steps itself."),
+                    "accepts_loss_kwargs has the opposite value: False makes Trainer divide by the accumulation steps itself."),
             Mistake("a quarter of the gradient", _one_in_four,
                     "the gradient is right for 4 accumulation steps and no others, and the logged loss is still 4 times too large."),
         ),

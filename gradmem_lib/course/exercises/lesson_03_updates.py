@@ -90,7 +90,7 @@ def _explain_clip(got, expected):
     says = _why_clipped(mine["gradient at the step"], whole, 0.1)
     size = got[_UNCLIPPED]["gradient at the step"].norm().item()
     if not says and math.isclose(size, 100.0, rel_tol=1e-4):
-        return "every gradient is scaled to max_norm, a small one too: clip where the norm is larger, and leave the others alone."
+        return "every gradient is scaled to max_norm, even a small one: clip only where the norm is larger, and do not change the others."
     if not says and difference(got[_UNCLIPPED]["gradient at the step"], whole):
         model = Bigrams()
         parts, counts = parts_of(bigram_loss(model), unequal(), list(model.parameters()))
@@ -118,12 +118,10 @@ def _why_clipped(gradient, whole, max_norm) -> str | None:
     parallel = torch.allclose(gradient / size, whole / right, atol=1e-6)
     halves = [half.norm().item() for half in gradient.chunk(2)]
     if not parallel and all(math.isclose(half, max_norm, rel_tol=1e-3) for half in halves):
-        return (
-            "each parameter is clipped by itself: the norm is that of all parameters together, as one whole."
-        )
+        return "each parameter is clipped by its own norm: use one norm, that of all parameters together."
     if parallel and math.isclose(factors[0], 1.0, rel_tol=1e-6):
-        return "the update used the gradient as it was: clip .grad itself, after the last backward and before the step."
-    others = {"the largest number, an infinite norm": math.inf, "the sum of sizes, a norm of type 1": 1}
+        return "the update used the unclipped gradient: clip .grad itself, after the last backward and before the step."
+    others = {"the largest number (the infinity norm)": math.inf, "the sum of magnitudes (the 1-norm)": 1}
     for other, power in others.items():
         if parallel and math.isclose(size, max_norm * right / whole.norm(power).item(), rel_tol=1e-3):
             return f"this clips by {other}: the norm here is the root of the sum of squares."
@@ -132,12 +130,12 @@ def _why_clipped(gradient, whole, max_norm) -> str | None:
 
 def _why_norm(norm, whole) -> str:
     if not isinstance(norm, (int, float)):
-        return "the update is right; the norm before clipping is to be returned, a float."
+        return "the update is right; return the norm before clipping, a float."
     if norm <= 0.1001:
-        return "the update is right; the returned norm is the one after clipping, and the one before was asked for: clip_grad_norm_ returns it."
+        return "the update is right; the returned norm is the norm after clipping: return the norm before it, as clip_grad_norm_ does."
     if math.isclose(norm, whole.square().sum().item(), rel_tol=1e-4):
         return "the update is right; the returned number is the square of the norm."
-    return "the update is right; what is returned is not the gradient's norm before clipping (the loss, perhaps?)."
+    return "the update is right; the returned number is not the gradient's norm before clipping (is it the loss?)."
 
 
 def train_64(model, optimizer, batch, loss_and_count) -> float:
@@ -231,7 +229,7 @@ def _explain_64(got, expected):
             f"{mine['updates']} updates are made with this batch: the exercise asks for one, on all 64 rows."
         )
     if (seen := got.notes["all_rows"]) < 64:
-        return f"{seen} of the 64 rows go through the model: the update is to be made of all of them."
+        return f"{seen} of the 64 rows go through the model: the update must use all of them."
     if difference(mine["gradient"], right["gradient"], 1e-4):
         return _why_64(mine["gradient"], right["gradient"])
     if difference(mine["loss"], right["loss"], 1e-4):
@@ -240,8 +238,8 @@ def _explain_64(got, expected):
         return NEVER_ZEROED
     rows = got.notes["rows"]
     if rows > FITS:
-        return f"{rows} rows at a time are too many for this card: the logits and activations of each piece must fit; halve."
-    return "the pieces are small enough, and something of them is kept from one to the next: a graph, or logits; keep loss.item() alone."
+        return f"{rows} rows at a time are too many for this card: the logits and activations of each piece must fit, so halve the piece."
+    return "the pieces are small enough, but something of each is kept for the next: a graph, or logits; keep only loss.item()."
 
 
 def _why_64(gradient, right) -> str | None:
@@ -249,11 +247,11 @@ def _why_64(gradient, right) -> str | None:
         return "the gradient is zero at the step: backward comes first, and zero_grad() last."
     ratio = (gradient.norm() / right.norm()).item() * (1 if gradient @ right > 0 else -1)
     if torch.allclose(gradient, ratio * right, atol=1e-4 * right.abs().max().item() * abs(ratio)):
-        sign = "the gradient has the wrong sign: this walks uphill."
+        sign = "the gradient has the wrong sign: this increases the loss."
         return (
             sign
             if math.isclose(ratio, -1, rel_tol=1e-3)
-            else f"the gradient comes out {times(ratio)}: divide by the tokens of all 64 rows."
+            else f"the gradient is {times(ratio)}: divide by the tokens of all 64 rows."
         )
     return None
 
@@ -267,13 +265,13 @@ EXERCISES = (
         explain=_explain_clip,
         mistakes=(
             Mistake("inside", partial(_clips, wrong="inside"),
-                    "this clips inside the window: what has been gathered is cut again and again, and early micro-batches lose most."),
+                    "this clips inside the window: the accumulated gradient is clipped again and again, and early micro-batches lose most."),
             Mistake("each", partial(_clips, wrong="each"),
                     "this clips each micro-batch by itself: their sum is not the clipped gradient, and can be longer than max_norm."),
             Mistake("too late", partial(_clips, wrong="too late"),
-                    "the update used the gradient as it was: clip after the last backward and before the step."),
+                    "the update used the unclipped gradient: clip after the last backward and before the step."),
             Mistake("the sum", partial(_clips, wrong="the sum"),
-                    "this clips before dividing: it is the mean's norm that max_norm is meant for."),
+                    "this clips before dividing: max_norm is meant for the norm of the mean."),
             Mistake("max_norm / K", partial(_clips, wrong="max_norm / K"),
                     "this clips to max_norm / K: the gradient is that of one update, so it gets the whole max_norm."),
             Mistake("values", partial(_clips, wrong="values"),
@@ -295,8 +293,8 @@ EXERCISES = (
             Mistake("retains every graph", _updates(8, _retains_every_graph),
                     "retain_graph=True and a list of losses keep every graph alive: keep loss.item()."),
             Mistake("by K", _updates(8, accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means)),
-                    "it fits, and dividing by K weights the sequences wrongly: their lengths differ, so divide by the tokens of all 64."),
-            Mistake("steps each", _steps_each, "it fits, and it makes eight updates: the exercise asks for one."),
+                    "it fits, but dividing by K weights the sequences wrongly: their lengths differ, so divide by the tokens of all 64."),
+            Mistake("steps each", _steps_each, "it fits, but it makes eight updates: the exercise asks for one."),
         ),
     ),
 )  # fmt: skip

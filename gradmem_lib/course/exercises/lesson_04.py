@@ -110,9 +110,11 @@ _KEPT = "what 8 layers keep"
 def _explain_kept(got, expected):
     kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
     if kept > 2 * right:
-        return "the graph of the first run is kept: keep x alone, and run again in backward."
+        return "the graph of the first run is kept: keep only x, and run again in backward."
     if kept > right:
-        return "something beside x is kept for each layer: save x itself, and no clone or copy of it, nor the output."
+        return (
+            "more than x is kept for each layer: save x itself, no clone or copy of it, and not the output."
+        )
     return None
 
 
@@ -123,7 +125,7 @@ def _explain_checkpoint(got, expected):
     if not mine["gradients of the weights"].any():
         return "the weights inside run get no gradient: torch.autograd.backward(out, gradient) reaches them, and x."
     if difference(mine["gradient of the input"], right["gradient of the input"]):
-        return "the gradient that backward hands on is not that of x: run again from x.detach().requires_grad_(), go backward from its output with the incoming gradient, once, and return x.grad."
+        return "the gradient that backward returns is not that of x: run again from x.detach().requires_grad_(), call backward once on the output with the incoming gradient, and return x.grad."
     calls, wanted = (
         seen["four layers, forward calls"]["in forward and backward"] for seen in (got, expected)
     )
@@ -200,11 +202,11 @@ def _explain_dice(got, expected):
     name = "four layers with dropout"
     mine, right = got[name], expected[name]
     if difference(mine["output"], right["output"]):
-        return "the first run, in forward, does not draw what a plain run of the layers draws: no seed and no fork_rng there; note the state that was there, and run."
+        return "the first run, in forward, draws other random numbers than a plain run of the layers: set no seed and use no fork_rng there; only save the state, and run."
     if difference(mine, right):
-        return "the second run draws other masks than the first: it needs torch.get_rng_state() of the moment before the first run; no seed, and no state of another moment."
+        return "the second run draws other masks than the first: it needs the torch.get_rng_state() from just before the first run, not a seed, and not the state of another moment."
     if difference(got["after the step"], expected["after the step"]):
-        return "the gradients are right, and the rest of the program goes on with other random numbers: put the state back that was there before backward's run."
+        return "the gradients are right, but the rest of the program gets other random numbers: restore the state from before backward's run."
     return _explain_kept(got, expected)
 
 
@@ -218,15 +220,15 @@ EXERCISES = (
         raises=((r"gradient different than None at position", "backward returns a gradient for each argument of forward, in their order: None for run, then x.grad."),),
         mistakes=(
             Mistake("keeps the graph", _keeps_the_graph(),
-                    "the gradients are right, and nothing is saved: forward builds and keeps the graph of run(x); keep x alone, and run again in backward."),
+                    "the gradients are right, but no memory is saved: forward builds and keeps the graph of run(x); keep only x, and run again in backward."),
             Mistake("no grad in backward", _but(Checkpoint, backward=_backward_without_grad),
                     "backward runs with gradients switched off, so the second run has no graph: put it under torch.enable_grad()."),
             Mistake("no detach", _but(Checkpoint, backward=_backward_without_detach),
-                    "the saved x still hangs on the graph of earlier layers, and backward runs on into them: detach it, and let it require a gradient."),
+                    "the saved x is still part of the graph of earlier layers, and backward continues into them: detach x, and let it require a gradient."),
             Mistake("the input alone", _but(Checkpoint, backward=_backward_for_the_input_alone),
                     "the input gets its gradient and the weights get none: torch.autograd.backward reaches both."),
             Mistake("no requires_grad", _but(Checkpoint, backward=_backward_without_requires_grad),
-                    "the detached x does not require a gradient, so nothing is handed on to earlier layers: add requires_grad_()."),
+                    "the detached x does not require a gradient, so earlier layers get no gradient: add requires_grad_()."),
             Mistake("one gradient", _but(Checkpoint, backward=_backward_of_one),
                     "backward returns one value, and forward took two arguments, run and x: return None for run."),
         ),
@@ -241,13 +243,13 @@ EXERCISES = (
             Mistake("not restored", _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
                     "the second run draws other dropout masks than the first: the random state is not restored."),
             Mistake("one seed for all", _but(SafeCheckpoint, forward=partial(_one_seed_for_all, run=Checkpoint.forward), backward=partial(_one_seed_for_all, run=Checkpoint.backward)),
-                    "a fixed seed gives every layer the same mask, and every step too: keep the state that was there."),
+                    "a fixed seed gives every layer and every step the same mask: save the random state instead."),
             Mistake("state too late", _but(SafeCheckpoint, forward=_state_too_late),
-                    "the random state is taken after the run: the random numbers are drawn by then."),
+                    "the random state is saved after the run, when the random numbers are already drawn."),
             Mistake("never put back", _but(SafeCheckpoint, backward=_never_put_back),
-                    "the gradients are right, and the rest of the program gets its random numbers twice: torch.random.fork_rng() puts the state back."),
+                    "the gradients are right, but the rest of the program gets the same random numbers twice: torch.random.fork_rng() restores the state."),
             Mistake("one state for all", _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
-                    "there is one state for all layers, the last one's: keep it in ctx, which every call has for itself."),
+                    "all layers share one state, the last layer's: keep the state in ctx, because every call has its own ctx."),
         ),
     ),
 )  # fmt: skip

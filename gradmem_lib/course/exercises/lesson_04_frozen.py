@@ -71,20 +71,20 @@ def _observe_frozen(candidate):
     }
 
 
-_NO_NODE = "no layer gets a gradient: a reentrant checkpoint whose input needs none has no node in the graph. Let the embedding's output require one."
+_NO_NODE = "no layer gets a gradient: a reentrant checkpoint whose input requires no gradient has no node in the graph. Let the embedding's output require one."
 
 
 def _explain_frozen(got, expected):
     for name, n in got["forward calls"].items():
         if n > 2:
-            return f"{name.removeprefix('of ')} runs {n} times, where a checkpoint runs it twice: call each layer once, inside its checkpoint."
+            return f"{name.removeprefix('of ')} runs {n} times, but with a checkpoint it runs twice: call each layer once, inside its checkpoint."
     gradients, right = (next(iter(seen.values())) for seen in (got, expected))
     if any(difference(gradients[name], right[name]) for name in right):
         learns = [name for name in right if gradients[name].any()]
         if missing := [name.removeprefix("of ") for name, n in got["forward calls"].items() if not n]:
             return f"{' and '.join(missing)} never {'runs' if len(missing) == 1 else 'run'}: x goes through all layers, one after the other."
         if got["segments"]["layers that run again together"] == [4] and learns == list(right):
-            return "the layers run in another order: the first one first."
+            return "the layers run in the wrong order: begin with the first one."
         if learns == ["gradient of the head"]:
             if got["the first layer's input"]["requires a gradient"]:
                 return "no layer gets a gradient, though the first one's input requires one: are the checkpoints under torch.no_grad()?"
@@ -92,7 +92,9 @@ def _explain_frozen(got, expected):
         if cut := [name.removeprefix("gradient of ") for name in right if name not in learns]:
             gets = "gets no gradient, though a later one does"
             gets = gets if len(cut) == 1 else gets.replace("gets", "get")
-            return f"{' and '.join(cut)} {gets}: hand each layer's output to the next one, and detach nothing on the way."
+            return (
+                f"{' and '.join(cut)} {gets}: pass each layer's output to the next one, and do not detach it."
+            )
         return None
     calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
     once = [name for name, n in calls.items() if n == 1]
@@ -101,11 +103,11 @@ def _explain_frozen(got, expected):
             f"{once[0]} runs once, without a checkpoint: each layer can have one, the first and the last too."
         )
     if not got["layers that record no graph in forward"]["how many"] and not once:
-        return "these are checkpoints of the other kind, without re-entering: the exercise asks for use_reentrant=True."
+        return "these are non-reentrant checkpoints: the exercise asks for use_reentrant=True."
     if once:
-        return "the gradients are right, and nothing is checkpointed: no layer runs again."
+        return "the gradients are right, but nothing is checkpointed: no layer runs again."
     if difference(got["segments"], expected["segments"]):
-        return "several layers are in one checkpoint: each layer gets one of its own here."
+        return "several layers are in one checkpoint: here each layer must have its own."
     return None
 
 
@@ -122,13 +124,13 @@ EXERCISES = (
             Mistake("thaws", _thaws,
                     "this trains the embedding, which is frozen: let its output require a gradient, not its weight."),
             Mistake("first one plain", _first_one_plain,
-                    "the gradients are right, and one layer keeps all its activations: every layer can be checkpointed, the first one too."),
+                    "the gradients are right, but one layer keeps all its activations: every layer can be checkpointed, the first one too."),
             Mistake("all plain", lambda embedding, layers, ids: layers(embedding(ids)),
-                    "the gradients are right, and nothing is checkpointed."),
+                    "the gradients are right, but nothing is checkpointed."),
             Mistake("too late", _too_late,
                     "the first layer gets no gradient: its input must require one, and not just its output."),
             Mistake("cuts the chain", _cuts_the_chain,
-                    "detaching in front of every layer cuts the chain: only the last layer learns. Once, in front of the first, is right."),
+                    "detaching in front of every layer cuts the chain: only the last layer learns. Detach once, in front of the first."),
         ),
     ),
 )  # fmt: skip

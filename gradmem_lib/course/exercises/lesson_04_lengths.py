@@ -16,7 +16,7 @@ def kept_at_peak(lengths, a, x):
 
 
 _PARTS = [3, 2, 5, 8]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
-_EARLIER = "each segment leaves one boundary, its input, until its backward comes"
+_EARLIER = "each segment keeps one boundary, its input, until its backward"
 
 
 def _explain_peak(got, expected):
@@ -26,10 +26,12 @@ def _explain_peak(got, expected):
     answer, right = (seen[f"({_PARTS}, 1000, 1)"] for seen in (got, expected))
     layers = {
         max(_PARTS)
-        - 1: "a layer of the segment that runs again is missing: all of its m layers are there, with a each.",
+        - 1: "one layer of the segment that runs again is missing: count a for each of its m layers.",
         1: "a is counted once: the segment that runs again keeps a for each of its layers, in full.",
-        sum(_PARTS): "all layers are counted in full at once: only one segment is, when it runs again.",
-        min(_PARTS): "the segment that needs least is looked at: the peak is where most is needed.",
+        sum(
+            _PARTS
+        ): "all layers are counted in full at once: only the segment that runs again is in memory in full.",
+        min(_PARTS): "this takes the segment that needs least: the peak is at the segment that needs most.",
         _PARTS[0]: "only the first length is used, as if all segments were equal: each has its own.",
         sum(_PARTS)
         / len(_PARTS): "the mean length is used, as if all segments were equal: each has its own.",
@@ -38,21 +40,21 @@ def _explain_peak(got, expected):
     boundaries = {
         sum(_PARTS[:-1]): f"a boundary is counted for each earlier layer: {_EARLIER}.",
         sum(_PARTS): f"a boundary is counted for each layer: {_EARLIER}.",
-        len(_PARTS): f"a boundary too many: a segment's own is in a already, and {_EARLIER}.",
+        len(_PARTS): f"one boundary too many: a already includes the segment's own boundary, and {_EARLIER}.",
         0: f"the boundaries of earlier segments are left out: {_EARLIER}.",
     }
     if answer == 1000 * (len(_PARTS) - 1) + max(_PARTS):
-        return "a and x are the wrong way round: a segment has a bytes for each layer, and an earlier one x in all."
+        return "a and x are swapped: a segment that runs again has a bytes for each layer, and an earlier segment has x bytes in all."
     if says := next((says for m, says in layers.items() if 0 <= answer - 1000 * m <= 20), None):
         return says
     waiting = answer - 1000 * max(_PARTS)
     if answer != right and 0 <= waiting <= 20:
-        return boundaries.get(waiting, f"the boundaries do not come out right: {_EARLIER}.")
+        return boundaries.get(waiting, f"the boundaries are counted wrongly: {_EARLIER}.")
     cases = {case: literal_eval(case) for case in expected}
     if all(got[case] == (len(m) - 1) * x + max(m) * a for case, (m, a, x) in cases.items()):
-        return "the longest segment does not meet all boundaries but the last: those of later segments are gone when its backward comes."
+        return "this adds all boundaries but the last to the longest segment: those of later segments are freed before its backward."
     if all(got[case] == (len(m) - 1) * x + m[-1] * a for case, (m, a, x) in cases.items()):
-        return "only the last segment is looked at: an earlier, longer one may need more."
+        return "this uses only the last segment: an earlier, longer one may need more."
     return None
 
 
@@ -93,15 +95,15 @@ def _explain_length(got, expected):
         if what == "None":
             return "best_length returned None: is a `return` missing?"
         if what:
-            return f"for {name}, k is {what}: a segment's length is asked for, a whole number from 1 to n."
+            return f"for {name}, k is {what}: return a segment's length, a whole number from 1 to n."
     peaks = {name: seen["peak with your k"] for name, seen in got.items()}
     for says, length in (
         (
-            "this rounds up, where the nearest whole number is below: √(n · x / a) is to be rounded.",
+            "this rounds up, but the nearest whole number is below: round √(n · x / a) to the nearest.",
             math.ceil,
         ),
         (
-            "this rounds down, where the nearest whole number is above: √(n · x / a) is to be rounded.",
+            "this rounds down, but the nearest whole number is above: round √(n · x / a) to the nearest.",
             math.floor,
         ),
     ):
@@ -119,7 +121,7 @@ def _explain_length(got, expected):
     how = (
         "long: segments run again in full" if k > best_length(n, a, x) else "short: too many boundaries wait"
     )
-    return f"segments of {k} layers are too {how}; the two are equal at √(n · x / a)."
+    return f"segments of {k} layers are too {how}; the two costs are equal at √(n · x / a)."
 
 
 EXERCISES = (
@@ -135,17 +137,17 @@ EXERCISES = (
         explain=_explain_peak,
         mistakes=(
             Mistake("boundaries alone", lambda lengths, a, x: len(lengths) * x,
-                    "this counts boundaries alone: in backward, a segment that runs again is there in full, with a bytes for each layer."),
+                    "this counts only boundaries: in backward, the segment that runs again is in memory too, with a bytes for each layer."),
             Mistake("the segment alone", lambda lengths, a, x: max(lengths) * a,
-                    "this counts the segment that runs again, and not the boundaries of the earlier ones, which are still waiting."),
+                    "this counts the segment that runs again, but not the boundaries of the earlier segments, which are still kept."),
             Mistake("its own boundary twice", lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths, 1)),
                     "this counts a segment's own boundary twice: a includes the input of its first layer."),
             Mistake("all boundaries", lambda lengths, a, x: len(lengths) * x + max(lengths) * a,
-                    "the longest segment does not meet all boundaries: later ones are gone when its backward comes."),
+                    "this adds all boundaries to the longest segment: those of later segments are freed before its backward."),
             Mistake("all later boundaries", lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths[::-1])),
-                    "the boundaries are counted from the end: when a segment runs again, the earlier ones are those still there."),
+                    "the boundaries are counted from the end: when a segment runs again, the boundaries of earlier segments are still kept."),
             Mistake("the last segment", lambda lengths, a, x: (len(lengths) - 1) * x + lengths[-1] * a,
-                    "this looks at the last segment alone: an earlier, longer one may need more."),
+                    "this uses only the last segment: an earlier, longer one may need more."),
         ),
     ),
     Exercise(
@@ -158,14 +160,14 @@ EXERCISES = (
             Mistake("the root of n", lambda n, a, x: max(1, round(math.sqrt(n))),
                     "this is √n, which is right where a layer keeps no more than its input: with a > x, segments must be shorter."),
             Mistake("the wrong way round", lambda n, a, x: min(n, max(1, round(math.sqrt(n * a / x)))),
-                    "a and x are the wrong way round (or this is n / k, the number of segments): the more a layer keeps, the shorter the segments."),
+                    "a and x are swapped (or this is n / k, the number of segments): the more a layer keeps, the shorter the segments."),
             Mistake("always 1", lambda n, a, x: 1,
-                    "one layer is right for most Transformers, and not for every chain: let n, a and x decide."),
+                    "segments of one layer are right for most Transformers, but not for every model: the length depends on n, a and x."),
             Mistake("down to 0", lambda n, a, x: round(math.sqrt(n * x / a)),
-                    "for a shallow network of large layers this rounds to 0: no segment has fewer layers than one."),
+                    "for a shallow network of large layers this rounds to 0: a segment has at least one layer."),
             Mistake("a fraction", lambda n, a, x: math.sqrt(n * x / a), "k must be a whole number: round it."),
             Mistake("rounds down", lambda n, a, x: max(1, int(math.sqrt(n * x / a))),
-                    "this rounds down where the nearest whole number is above: 1.85 is closer to 2."),
+                    "this rounds down, but the nearest whole number is above: 1.85 is closer to 2."),
         ),
     ),
 )  # fmt: skip

@@ -84,7 +84,9 @@ def _observe_segments(candidate):
     return found | {"4 layers, k = 2, an input that needs no gradient": {"gradients": gradients_of(layers)}}
 
 
-_REENTRANT = "that is the reentrant kind of checkpoint, which needs an input that requires a gradient: use_reentrant=False."
+_REENTRANT = (
+    "this is a reentrant checkpoint, which needs an input that requires a gradient: use_reentrant=False."
+)
 
 
 def _explain_segments(got, expected):
@@ -114,15 +116,15 @@ def _why_segments(mine, right, n, k) -> str | None:
     if not any(learns):
         return "no layer learns: the output is not what the last checkpoint returned, or it is detached."
     if not all(learns) and learns[-1]:
-        return "the gradient stops on its way, and earlier layers learn nothing: each segment gets what the one before returned, not detached."
+        return "the gradient stops on its way, and earlier layers learn nothing: each segment must get what the one before returned, without detach."
     if once := [i for i in layers if order.count(i) == 1]:
-        return f"{len(once)} of {n} layers run plain, without a checkpoint: every segment is put into one, the last one too."
+        return f"{len(once)} of {n} layers run without a checkpoint: put every segment into one, the last segment too."
     if max(order.times(layers)) > 2:
         return "some layers run more than twice: one checkpoint around each segment is enough."
     if order.segments(layers) != wanted.segments(layers):
-        return f"for {n} layers and k = {k} your segments have {order.segments(layers)} layers, and should have {wanted.segments(layers)}."
+        return f"for {n} layers and k = {k} your segments have {order.segments(layers)} layers, but should have {wanted.segments(layers)}."
     if mine["boundaries alive after forward"] > right["boundaries alive after forward"]:
-        return "more boundaries are kept than there are segments: keep the newest x alone."
+        return "more boundaries are kept than there are segments: keep only the newest x."
     return None
 
 
@@ -176,13 +178,13 @@ def _explain_budget(got, expected):
     if not lengths:
         return "nothing is checkpointed: no layer runs again."
     if set(lengths) == {1}:
-        return "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."
+        return "every layer is its own segment, so 64 boundaries are kept: they do not fit on the card."
     if len(set(lengths[:-1])) == 1:
-        return f"equal segments of {lengths[0]}: early segments find few boundaries waiting, so they may be longer, and the last ones must be shorter."
+        return f"equal segments of {lengths[0]}: when an early segment runs again, few boundaries are kept, so it may be longer; the last segments must be shorter."
     segments = f"your segments have {', '.join(map(str, lengths))} layers"
     if len(lengths) + HEAD > CHAIN_CARD:
-        return f"{segments}, and all {len(lengths)} boundaries wait when the head and its loss need {HEAD} more: fewer segments, so longer ones."
-    return f"{segments}: too much waits at one of them; in a layer's backward {ON_THEIR_WAY} boundaries of gradients are on their way, beside what is kept."
+        return f"{segments}, and all {len(lengths)} boundaries are kept when the head and its loss need {HEAD} more: use fewer, longer segments."
+    return f"{segments}: one of them needs too much; in a layer's backward, gradients take {ON_THEIR_WAY} more boundaries beside what is kept."
 
 
 EXERCISES = (
@@ -194,17 +196,17 @@ EXERCISES = (
         explain=_explain_segments,
         mistakes=(
             Mistake("drops the rest", _segments(lambda n, k: [(i * k, i * k + k) for i in range(n // k)] or [(0, 0)]),
-                    "layers are left out: where k does not divide the number of layers, a shorter segment is left over."),
+                    "layers are left out: where k does not divide the number of layers, there is one shorter segment."),
             Mistake("the last takes the rest", _segments(_last_takes_the_rest),
-                    "the last segment takes whatever is left: it grows too long, where a shorter one of its own was asked for."),
+                    "the last segment takes all remaining layers and is too long: the exercise asks for one more, shorter segment."),
             Mistake("checkpoint_sequential", _sequential,
                     "checkpoint_sequential takes a number of segments, rounds their length down and gives the last one all the rest: 9 layers in 5 segments are 1, 1, 1, 1, 5."),
             Mistake("late binding", _late_binding,
-                    "the lambda looks up its variables when it runs again, and by then the loop has moved on: hand the segment itself to checkpoint."),
+                    "the lambda looks up its variables when it runs again, and by then the loop has moved on: pass the segment itself to checkpoint."),
             Mistake("every k-th layer", _every_kth_layer,
                     "one layer in k is checkpointed, and the others keep everything: put k layers in a row into one checkpoint."),
             Mistake("last one plain", _last_one_plain,
-                    "a fine idea, which section 6 takes up: the last segment runs without a checkpoint. Here, put it into one as well."),
+                    "the last segment runs without a checkpoint. Section 6 uses this good idea; here, put the last segment into a checkpoint as well."),
         ),
     ),
     Exercise(
@@ -215,17 +217,17 @@ EXERCISES = (
         explain=_explain_budget,
         mistakes=(
             Mistake("layer by layer", _trains(1),
-                    "every layer is a segment of its own, so 64 boundaries wait: that is more than the card has."),
+                    "every layer is its own segment, so 64 boundaries are kept: they do not fit on the card."),
             Mistake("the root of n", _trains("sqrt"),
                     "segments of √64 = 8 layers are too long where a layer keeps five times its input."),
             Mistake("the best equal ones", _trains(4),
-                    "this is the best that equal segments can do, and not enough: early segments find few boundaries, so they may be longer."),
+                    "these are the best equal segments, but they are not enough: when an early segment runs again, few boundaries are kept, so it may be longer."),
             Mistake("the layers alone", _trains(best_segments(DEPTH, KEEPS - 1, 1)),
-                    "these lengths are the best for the layers alone: the head is counted as one of them, and all boundaries still wait when the logits and their loss need 25 more. Fewer segments, so longer ones."),
+                    "these lengths are the best for the layers alone: the head is counted as one of them, but all boundaries are still kept when the logits and their loss need 25 more. Use fewer, longer segments."),
             Mistake("nothing on its way", _trains(best_segments(DEPTH, [*INSIDE, HEAD], 1)),
-                    "the head and its loss are counted. The gradients on their way through a layer, 9 boundaries in its backward, are not, or they are counted for the head too, whose 25 hold everything. The first segments are too long now."),
+                    "the head and its loss are counted. The gradients in a layer's backward, 9 boundaries, are not counted, or they are counted for the head too, whose 25 already include everything. Now the first segments are too long."),
             Mistake("twice nested", _trains(best_segments(DEPTH, KEEPS - 1, 1, 2.0)),
-                    "lists in the list: layers run forward three times, and one extra forward was allowed."),
+                    "lists inside the list: layers run forward three times, but only one extra forward was allowed."),
         ),
     ),
 )  # fmt: skip

@@ -91,19 +91,19 @@ def _explain_lora(got, expected):
     other, right = (seen["other names, another rank and rate"] for seen in (got, expected))
     wrong = [name for name in right if other[name] != right[name]]
     said = {
-        "around": "the adapters are not around the layers whose last name is in `names`: all of them, and no others.",
-        "ranks": f"`rank` has no effect: the adapters have rank {other['ranks']}, and {right['ranks']} was asked for.",
-        "scales": "the adapters have a scale of their own: LoRALinear(layer, rank) is what was asked for.",
-        "weight decays": f"the optimizer has a weight decay of {other['weight decays']}: AdamW with its own settings, 0.01, is asked for.",
-        "learning rates": f"`lr` has no effect: the optimizer has {other['learning rates']}, and {right['learning rates']} was asked for.",
+        "around": "the adapters are not around the right layers: wrap all layers whose last name is in `names`, and no others.",
+        "ranks": f"`rank` has no effect: the adapters have rank {other['ranks']}, but {right['ranks']} was asked for.",
+        "scales": "the adapters have another scale: make them by LoRALinear(layer, rank).",
+        "weight decays": f"the optimizer has a weight decay of {other['weight decays']}: use AdamW with its default, 0.01.",
+        "learning rates": f"`lr` has no effect: the optimizer has {other['learning rates']}, but {right['learning rates']} was asked for.",
     }
     if wrong and wrong[0] in said:
         return said[wrong[0]]
     numbers = [seen["two updates"]["numbers that are trained"] for seen in (got, expected)]
     if numbers[0] > numbers[1]:
-        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: all but A and B of the adapters is frozen, the head and the norms too."
+        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: train only A and B of the adapters, and freeze all else, the head and the norms too."
     if got["two updates"]["largest number in B, in learning rates"] != 2:
-        return "B does not move as under AdamW, by about lr in each update: return torch.optim.AdamW, with its own settings."
+        return "B does not move as AdamW moves it, by about lr in each update: return torch.optim.AdamW, with its default settings."
     return None
 
 
@@ -187,17 +187,17 @@ EXERCISES = (
         changes=("model.requires_grad", "model.hook"),
         mistakes=(
             Mistake("beside the layers", _beside,
-                    "the adapters hang on the model under names with dots, and no forward goes through them: setattr wants the parent, model.get_submodule(parent), and the last part of the name."),
+                    "the adapters hang on the model under names with dots, and no forward goes through them: setattr needs the parent, model.get_submodule(parent), and the last part of the name."),
             Mistake("base not frozen", _base_not_frozen,
-                    "the adapters are there and the rest of the model is trained as well: freeze it before you add them."),
+                    "the adapters are there, but the rest of the model is trained too: freeze it before you add them."),
             Mistake("every linear layer", _every_linear,
-                    "every linear layer has an adapter, the output's with its large vocabulary too: only the layers named were asked for."),
+                    "every linear layer has an adapter, even the output layer with its large vocabulary: wrap only the named layers."),
             Mistake("B not zero", _random_b,
                     "the model has changed before its first update: B must start at zero, as LoRALinear leaves it, so that training starts from the base."),
             Mistake("A alone", _a_alone,
-                    "the optimizer has A and not B: B stays zero, so the product stays zero, and so does A's gradient."),
+                    "the optimizer has A but not B: B stays zero, so the product stays zero, and so does A's gradient."),
             Mistake("optimizer first", _optimizer_first,
-                    "the optimizer was made before the adapters: it has the frozen weights, which get no gradient, and never hears of A and B."),
+                    "the optimizer was made before the adapters: it has the frozen weights, which get no gradient, and it does not have A and B."),
         ),
     ),
 )  # fmt: skip

@@ -75,7 +75,7 @@ def _after_backward(model, lr, steps):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-_WAITS = "the weights are right, and every gradient waits for the end of backward: free each one in its hook, after the step."
+_WAITS = "the weights are right, but every gradient waits for the end of backward: free each one in its hook, after the step."
 
 
 _OTHERS = "tied weights, a frozen layer, another rate and schedule"
@@ -129,16 +129,16 @@ def _explain(got, expected):
     mine, right = got["three updates"], expected["three updates"]
     moved = mine["parameters that have moved"]
     if not moved:
-        return "no weight has moved: when the optimizers step, no gradient is there."
+        return "no weight has moved: when the optimizers step, there is no gradient."
     if moved < right["parameters that have moved"]:
         return f"{moved} of {right['parameters that have moved']} parameters move: each one that is trained needs its own optimizer and hook."
     if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
-        return "every parameter moves, and not as under torch's AdamW with its defaults and a rate that falls in a line from lr to 0."
+        return "every parameter moves, but not as under torch's AdamW with its defaults and a rate that falls in a line from lr to 0."
     others = got[_OTHERS], expected[_OTHERS]
     if not difference(mine["weights"], right["weights"]) and difference(
         *(each["weights"] for each in others)
     ):
-        return "the weights are right for one learning rate and number of steps and no others: `lr` and `steps` are both to be used."
+        return "the weights are right for one learning rate and number of steps, but not for others: use both `lr` and `steps`."
     return None
 
 
@@ -151,7 +151,7 @@ EXERCISES = (
         explain=_explain,
         changes=("model.hook",),
         raises=(
-            ("doesn't require gradient", "a hook was put on a frozen parameter, which gets no gradient: take those with requires_grad alone."),
+            ("doesn't require gradient", "a hook was put on a frozen parameter, which gets no gradient: use only parameters with requires_grad."),
         ),
         mistakes=(
             Mistake("after backward", _after_backward,
@@ -164,7 +164,7 @@ EXERCISES = (
             Mistake("no schedule", _hooked(_step_and_free, scheduled=False),
                     "the learning rate never falls: Trainer's schedule is the dummy's, and no other optimizer hears of it, so step a schedule for each in its hook."),
             Mistake("the last one", _hooked(_the_last_one),
-                    "every hook steps the last parameter alone: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
+                    "every hook steps only the last parameter: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
         ),
     ),
 )  # fmt: skip

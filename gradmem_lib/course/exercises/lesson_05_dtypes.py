@@ -91,34 +91,34 @@ def _observe_states(candidate):
 def _explain_states(got, expected):
     if got["the batches"] != expected["the batches"]:
         seen = ", ".join(str(i + 1) for i in got["the batches"]["in the order in which they are seen"])
-        return f"each batch makes one update, in its order: the model sees batch {seen or 'none'}, and should see 1, 2, 3."
+        return f"each batch makes one update, in order: the model sees batch {seen or 'none'}, but should see 1, 2, 3."
     if any(
         "float16" in dtype and "bfloat16" not in dtype
         for dtype in got["products"]["dtypes, forward by forward"]
     ):
-        return "matrices are multiplied in float16, and bfloat16 was asked for: torch.autocast('cpu', dtype=torch.bfloat16)."
+        return "matrices are multiplied in float16, but bfloat16 was asked for: torch.autocast('cpu', dtype=torch.bfloat16)."
     if "bfloat16" in got["the weights"]["dtypes"] and "bfloat16" not in got["the states"]["dtypes"]:
-        return "the states are float32, and the weights are bf16 in the end: cast once, before the optimizer is made, and not back."
+        return "the states are float32, but the weights are bf16 in the end: cast once, before the optimizer is made, and do not cast back."
     if (
         got["the states"]["how many"] != expected["the states"]["how many"]
         and "bfloat16" not in got["the states"]["dtypes"]
     ):
         return "AdamW keeps two states for each weight here: this optimizer keeps another number (amsgrad, or another kind?)."
     if got["the learning rate"] != expected["the learning rate"]:
-        return "the learning rate is not the one that was given: hand lr=lr to AdamW."
+        return "the learning rate is not the one that was given: pass lr=lr to AdamW."
     if got["the weight decay"] != expected["the weight decay"]:
-        return "the weight decay is not AdamW's own, 0.01: this is Adam, or a setting that nobody asked for."
+        return "the weight decay is not AdamW's default, 0.01: this is Adam, or another setting."
     same = [name for name in expected if difference(got[name], expected[name]) is None]
     if len(same) < len(expected) - 1:
         return None
     mine, right = got.notes["moments"], expected.notes["moments"]
     along = (mine @ right / right.square().sum()).item() if mine.shape == right.shape else math.nan
     if along < 0:
-        return "the gradients have the wrong sign: this walks uphill, away from small losses."
+        return "the gradients have the wrong sign: this increases the loss."
     if along < 0.5:
-        return "the gradients are much too small when AdamW takes them: they are clipped, or divided by something."
+        return "the gradients are much too small when AdamW takes them: they were clipped or divided."
     if along > 1.2:
-        return "the gradients are too large when AdamW takes them: without zero_grad(), those of earlier batches are still in them."
+        return "the gradients are too large when AdamW takes them: without zero_grad(), they include the gradients of earlier batches."
     return None
 
 
@@ -132,13 +132,13 @@ EXERCISES = (
         changes=("model.mode", "model.config"),
         mistakes=(
             Mistake("bf16 over bf16", _mixed(),
-                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and leaves a checkpoint's weights as they came; call model.float() first."),
+                    "weights and AdamW's states are bf16: autocast (bf16=True) chooses the dtype of operations, and does not change a checkpoint's weights; call model.float() first."),
             Mistake("half", _mixed(lambda model: model.half()),
-                    "half() is float16, not float32: weights and states still have two bytes, and small gradients become 0."),
+                    "half() is float16, not float32: each number still has two bytes, and small gradients become 0."),
             Mistake("after the first update", _mixed(after=lambda model: model.float()),
-                    "model.float() comes after the first update: AdamW has made its states in bf16 by then, and stops at the mixture; cast first."),
+                    "model.float() comes after the first update: AdamW has already made its states in bf16, and the mixture of dtypes raises an error; cast first."),
             Mistake("trains a copy", _mixed(lambda model: copy.deepcopy(model).float()),
-                    "this trains a copy, and the model that was given has not moved: model.float() casts in place."),
+                    "this trains a copy, and the given model has not changed: model.float() casts in place."),
             Mistake("new parameters", _mixed(_new_parameters),
                     "new parameters break the tie between embedding and head: the head keeps its own, in bf16; model.float() casts in place and keeps ties."),
             Mistake("no autocast", _mixed(lambda model: model.float(), auto=False),

@@ -93,9 +93,9 @@ def _observe_evaluation(candidate):
 
 _TOO_MUCH_TO_EVALUATE = {
     "a graph": "gradients are on, so every layer's activations are kept for a backward that never comes: torch.no_grad().",
-    "the cache": "the key-value cache is on, as from_pretrained leaves it: keys and values of every layer stay until the last one is through. Training keeps them anyway; here give use_cache=False.",
-    "the logits": "something of every piece is kept until the end, as large as its logits: the loss is all that is asked for, and it is one number.",
-    "18 rows": "all 18 rows go through at once: cut them, as in training.",
+    "the cache": "the key-value cache is on, as from_pretrained leaves it: keys and values of every layer are kept until the last layer has run. Training keeps them anyway; here give use_cache=False.",
+    "the logits": "something as large as the logits is kept from every piece until the end: keep only the loss, which is one number.",
+    "18 rows": "all 18 rows go through at once: cut them into pieces, as in training.",
 }  # fmt: skip
 
 
@@ -103,17 +103,17 @@ _TOO_MUCH_TO_EVALUATE = {
 def _explain_evaluation(got, expected):
     what = got["what is too much"]
     if what:
-        rows = f"{what} at a time are too many for this card: an evaluation has a micro-batch too."
+        rows = f"{what} at a time are too many for this card: an evaluation needs micro-batches too."
         return _TOO_MUCH_TO_EVALUATE.get(what, rows)
     seen, loss = got.notes["seen"], plain(got["18 rows"]["loss"])
     if difference(loss, expected["18 rows"]["loss"]) is None or not isinstance(loss, (int, float)):
         return None
     if seen["dropout"]:
-        return "dropout is on: this is the loss of a model with holes in it; model.eval() first."
+        return "dropout is on, so a part of the activations is zero in this loss: call model.eval() first."
     if seen["dtypes"] != expected.notes["seen"]["dtypes"]:
         return "the logits are bf16 (autocast?): the loss loses its precision; evaluate in the model's own dtype."
     if seen["all"] < 18:
-        return f"{seen['all']} rows are evaluated, and there are 18: all rows, the last piece too."
+        return f"{seen['all']} rows are evaluated, but there are 18: evaluate all rows, the last piece too."
     return _why_loss(loss)
 
 
@@ -135,14 +135,14 @@ def _why_loss(loss: float) -> str | None:
             (_average(means, by_rows), "each piece is weighted by its rows, or by all of its labels, padding too: weight by predicted tokens."),
             (_average(means, [sum(first[piece]) for piece in pieces]), "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
             (sum(means), "the means of the pieces are added up: divide, and weight them by predicted tokens."),
-            (means[-1], "this is the last piece's mean alone."),
+            (means[-1], "this is only the last piece's mean."),
         ):  # fmt: skip
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says
     if math.isclose(loss, sum(sums) / len(sums), rel_tol=1e-4):
         return "the sum over all tokens is divided by the rows: divide it by the predicted tokens."
     if math.isclose(loss, sum(sums), rel_tol=1e-4):
-        return "this is the sum over all tokens: a mean is asked for, so divide by their number."
+        return "this is the sum over all tokens: return the mean, so divide by the number of tokens."
     return None
 
 
@@ -160,8 +160,8 @@ EXERCISES = (
         mistakes=(
             Mistake("a graph", _held_out(grad=True), _TOO_MUCH_TO_EVALUATE["a graph"]),
             Mistake("left in eval", _held_out(back=False),
-                    "the loss is right, and the model is left in eval mode: training goes on without dropout, and checkpointing saves nothing any more; model.train()."),
-            Mistake("dropout", _held_out(mode=False), "dropout is on: this is the loss of a model with holes in it; model.eval() first."),
+                    "the loss is right, but the model is left in eval mode: training continues without dropout, and checkpointing saves no memory; call model.train()."),
+            Mistake("dropout", _held_out(mode=False), "dropout is on, so a part of the activations is zero in this loss: call model.eval() first."),
             Mistake("mean of means", _held_out(weigh=False),
                     "this is a mean of means: rows of few tokens, and the last, smaller piece, count as much as full ones; weight by predicted tokens."),
             Mistake("first tokens too", _held_out(first=True),

@@ -109,12 +109,12 @@ def _observe_checkpointing(candidate):
 
 
 _SAVES_TOO_LITTLE = {
-    "eval mode": "checkpointing is on and the model is in eval mode, as from_pretrained leaves it: layers check both, and save nothing without a word; call model.train().",
-    "none": "no layer of this model checkpoints: train mode and a cache switched off are not the switch, and TrainingArguments or a copy do not reach the model.",
-    "the config's": "model.config.gradient_checkpointing is read when a model is made, and by nobody afterwards: call the model's method.",
-    "an attribute": "model.gradient_checkpointing = True makes an attribute that nobody reads: each layer has its own, and the model's method sets them all.",
+    "eval mode": "checkpointing is on and the model is in eval mode, as from_pretrained leaves it: layers check both, and save no memory without telling you; call model.train().",
+    "none": "no layer of this model checkpoints: train mode and a switched-off cache do not switch it on, and TrainingArguments or a copy do not reach this model.",
+    "the config's": "model.config.gradient_checkpointing is read only when a model is made: call the model's method.",
+    "an attribute": "model.gradient_checkpointing = True sets an attribute that no code reads: each layer has its own, and the model's method sets them all.",
     "layers are gone": "layers of the model are gone, and with them its loss: keep them all, and checkpoint each.",
-    "one segment": "all layers are in one segment: the checkpoint runs them all again at once, and saves nothing at the peak; checkpoint each layer by itself.",
+    "one segment": "all layers are in one segment: the checkpoint runs all of them again at once, and saves nothing at the peak; checkpoint each layer separately.",
     "some layers": "only some of the layers are checkpointed, which saves too little for this card: leave every_n_layers at 1.",
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ def _observe_log(candidate):
 
 
 _TOO_MUCH_TO_LOG = {
-    "kept": "the outputs of all micro-batches are kept until the end of the window, and logits are in them: keep the loss's number alone.",
+    "kept": "the outputs of all micro-batches are kept until the end of the window, with their logits: keep only the loss as a number.",
     "one backward": "one backward at the end keeps every micro-batch's graph until then: call backward for each.",
 }  # fmt: skip
 
@@ -220,7 +220,7 @@ def _explain_log(got, expected):
         weights = weights_of(mine["gradients"], parts, 1e-3)
         return weights and (_by_padding(weights, counts, window) or why(weights, counts))
     what = why_loss(plain(mine["loss"]), sums, counts)
-    return what and f"the gradient is right, and the log is {what}."
+    return what and f"the gradient is right, but the log is {what}."
 
 
 def _by_padding(weights, counts, window) -> str | None:
@@ -251,9 +251,9 @@ EXERCISES = (
             Mistake("a field of the config", _config_flag, _SAVES_TOO_LITTLE["the config's"]),
             Mistake("one layer in two", _one_layer_in_two, _SAVES_TOO_LITTLE["some layers"]),
             Mistake("reentrant", _reentrant,
-                    "use_reentrant=True trains on token ids, for transformers lets the embedding's output require a gradient; on vectors that need none, no layer gets one: use_reentrant=False."),
+                    "use_reentrant=True trains on token ids, because transformers lets the embedding's output require a gradient; with input vectors that require none, no layer gets a gradient: use_reentrant=False."),
             Mistake("bf16", _in_bf16,
-                    "it fits with room to spare, and the weights have been rounded to bf16: that is another model; checkpointing changes no number."),
+                    "it fits easily, but the weights have been rounded to bf16, which changes the model: checkpointing changes no number."),
         ),
     ),
     Exercise(
@@ -266,15 +266,15 @@ EXERCISES = (
             Mistake("times K", _logs(_sum, share=lambda count, counts: 1),
                     "gradient and log are K times too large: every micro-batch's mean must be weighted by its share of the tokens, which add up to 1."),
             Mistake("the last, divided by K", _logs(lambda means, counts: means[-1] / len(means)),
-                    "the gradient is right, and the log has what was left in `loss`: the last micro-batch's, divided for its backward."),
+                    "the gradient is right, but the log has what was left in `loss`: the last micro-batch's loss, divided for its backward."),
             Mistake("mean of means, log", _logs(_mean),
-                    "the gradient is right, and the log is a mean of means: a micro-batch of few tokens counts as much as one of many."),
+                    "the gradient is right, but the log is a mean of means: a micro-batch of few tokens counts as much as one of many."),
             Mistake("mean of means, both", _logs(_mean, share=lambda count, counts: 1 / len(counts)),
                     "dividing by K makes the gradient and the log a mean of means: weight each micro-batch by its share of the tokens."),
             Mistake("first tokens too", _first_tokens_too,
                     "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
             Mistake("a graph in the log", _logs(_weighted, keep=lambda outputs, loss: loss),
-                    "the number is right, and it is a tensor that hangs on the graph: 4 bytes a loss once backward has run, all activations where it has not, as in an evaluation; log loss.item()."),
+                    "the number is right, but it is a tensor with a graph: it keeps 4 bytes a loss after backward, and all activations if backward has not run, as in an evaluation; log loss.item()."),
         ),
     ),
 )  # fmt: skip

@@ -68,12 +68,12 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
 
 
 _IN_THE_WAY = {
-    "weights and gradients": "weights and gradients alone are too many: 12.55 GiB each in bf16, and accumulation keeps the gradients from one micro-batch to the next, however small; step in backward, so that no gradient waits.",
-    "states": "gradients are freed as they come, and AdamW's states stay: with the weights they are more than the card has; choose an optimizer that keeps next to nothing.",
-    "float32 weights": "the weights alone are 25.10 GiB in float32, and autocast leaves them so; precision='bf16' halves them.",
-    "no checkpointing": "the weights fit, and the activations of 32 layers do not: checkpointing='per-layer'.",
-    "another batch": "it is the global batch that has changed: micro-batch x accumulation must make 8 rows.",
-    "few weights": "LoRA freezes the weights and trains adapters, and every weight is to be trained here: leave lora_rank out.",
+    "weights and gradients": "weights and gradients alone do not fit: they take 12.55 GiB each in bf16, and accumulation keeps the gradients from one micro-batch to the next, however small it is; step in backward, so that no gradient waits.",
+    "states": "each gradient is freed after its step, but AdamW's states stay: with the weights they do not fit on the card; choose an optimizer that keeps next to nothing.",
+    "float32 weights": "the weights alone are 25.10 GiB in float32, and autocast does not change that; precision='bf16' halves them.",
+    "no checkpointing": "the weights fit, but the activations of 32 layers do not: checkpointing='per-layer'.",
+    "another batch": "the global batch has changed: micro-batch x accumulation must make 8 rows.",
+    "few weights": "LoRA freezes the weights and trains adapters, but here every weight must be trained: leave lora_rank out.",
 }  # fmt: skip
 
 
@@ -105,12 +105,10 @@ _IN_BACKWARD = {"optimizer": "adafactor-torch", "in_backward": True}
 def _observe_7b(candidate):
     given = candidate()
     if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[0], Recipe):
-        raise TypeError(
-            "give two things back, the recipe and the rows of a micro-batch: return Recipe(...), 1"
-        )
+        raise TypeError("return two things, the recipe and the rows of a micro-batch: return Recipe(...), 1")
     recipe, micro_batch = given
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
-        raise TypeError(f"the rows of a micro-batch are a whole number of at least 1, not {micro_batch!r}")
+        raise TypeError(f"the rows of a micro-batch must be a whole number, at least 1, not {micro_batch!r}")
     fits = (
         recipe,
         micro_batch,
@@ -137,7 +135,7 @@ EXERCISES = (
             Mistake("float32 weights", _recipe(8, precision="autocast-bf16", **_IN_BACKWARD), _IN_THE_WAY["float32 weights"]),
             Mistake("no checkpointing", _recipe(8, checkpointing=None, **_IN_BACKWARD), _IN_THE_WAY["no checkpointing"]),
             Mistake("in backward, accumulated", _recipe(in_backward=True, optimizer="adafactor"),
-                    "in_backward and accumulation exclude each other, and Recipe refuses: a gradient cannot be freed and added to; with in_backward all 8 rows go at once."),
+                    "Recipe refuses in_backward together with accumulation: a gradient that is freed cannot be added to; with in_backward all 8 rows go at once."),
         ),
     ),
 )  # fmt: skip

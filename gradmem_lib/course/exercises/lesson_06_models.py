@@ -202,7 +202,7 @@ def _observe(candidate, setting, card):
     try:
         candidate(model, optimizer, *batch)
     except RuntimeError as error:
-        raise RuntimeError(f"the first update is done, and a second call fails: {error}") from error
+        raise RuntimeError(f"the first update works, but a second call fails: {error}") from error
     return Seen(found, rows=rows, kept=kept, setting=setting)
 
 
@@ -222,9 +222,9 @@ def _explain(got, expected):
     if difference(mine["gradient"], right["gradient"], 1e-3):
         return _why(mine["gradient"], model, batch, rows)
     if not isinstance(plain(mine["loss"]), (int, float)) or difference(mine["loss"], right["loss"], 1e-3):
-        return "the gradient is right; the mean loss over the whole batch, a float, is to be returned."
+        return "the gradient is right; return the mean loss over the whole batch, a float."
     if not got["the card"].over:
-        return "the update is right, and its gradients are still there: zero_grad() is missing."
+        return "the update is right, but its gradients are still there: zero_grad() is missing."
     return _too_many(rows, kept, everything)
 
 
@@ -232,13 +232,13 @@ def _too_many(rows: list[int], kept: list[str], everything: int) -> str:
     most = max(rows)
     if (kept and not any(name.startswith(("encoder", "decoder")) for name in kept)) or len(kept) == 2:
         if most == everything:
-            return f"all {everything} rows go through at once, and every layer keeps its activations: nothing is cut yet."
+            return f"all {everything} rows go through at once, and every layer keeps its activations: nothing is made smaller yet."
         return f"{most} rows at a time are still too many where every layer keeps its activations."
     if kept:
         return f"the layers in {kept[0]} keep their activations: an encoder and a decoder are two lists, and each needs its checkpoints."
     if most == everything:
-        return "the checkpoints are there, and all rows go through at once: that is too much still; smaller segments, or fewer rows at a time."
-    return f"{most} rows at a time, with checkpoints, and still too much: fewer rows, or something is kept from one micro-batch to the next."
+        return "the checkpoints are there, but all rows go through at once: that is still too much; use smaller segments, or fewer rows at a time."
+    return f"{most} rows at a time are still too much, even with checkpoints: use fewer rows, or look for what is kept from one micro-batch to the next."
 
 
 def _why(gradient, model, batch, rows) -> str | None:
@@ -273,7 +273,7 @@ def _cut(batch, start: int):
 
 _MEANS = {"share": lambda micro, batch, k: 1 / k}
 _ADDED = {"share": lambda micro, batch, k: 1.0}
-_SHIFTED = "position 0 of each row is left out of the counts: a T5's labels are not shifted, its decoder's inputs are; count all labels but -100."
+_SHIFTED = "position 0 of each row is left out of the counts: a T5 shifts its decoder's inputs, not its labels; count all labels except -100."
 SAME_WEIGHT = "every micro-batch has the same weight in the gradient (loss / K, a mean of means)"
 
 
@@ -288,9 +288,9 @@ EXERCISES = (
         changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
             Mistake("as it was", partial(_loop, size=30),
-                    "all 30 rows go through at once, and every layer keeps its activations: nothing is cut yet."),
+                    "all 30 rows go through at once, and every layer keeps its activations: nothing is made smaller yet."),
             Mistake("halves", partial(_loop, size=15),
-                    "two halves are not half the memory: weights, gradients and states stay, and the first half's gradients wait; cut further."),
+                    "two halves are not half the memory: weights, gradients and states stay, and the first half's gradients stay in memory; cut further."),
             Mistake("by K", partial(_loop, size=8, **_MEANS),
                     f"{SAME_WEIGHT}: the last one has 6 images, and the others have 8; weight each by its images."),
             Mistake("added up", partial(_loop, size=8, **_ADDED),
@@ -311,9 +311,9 @@ EXERCISES = (
         changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
             Mistake("as it was", partial(_loop, size=16),
-                    "all 16 rows go through at once, and every layer keeps its activations: nothing is cut yet."),
+                    "all 16 rows go through at once, and every layer keeps its activations: nothing is made smaller yet."),
             Mistake("checkpoints alone", partial(_loop, size=16, every=1),
-                    "the checkpoints are there, and all rows go through at once: what a layer needs while it runs, and the logits, grow with the rows; cut the batch as well."),
+                    "the checkpoints are there, but all rows go through at once: what a layer needs while it runs, and the logits, grow with the rows; cut the batch as well."),
             Mistake("pieces alone", partial(_loop, size=4),
                     "4 rows at a time are still too many where every layer keeps its activations."),
             Mistake("by K", partial(_loop, size=4, every=1, **_MEANS),

@@ -39,7 +39,7 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
 def _explain_error(got, expected):
     if got == {case: _reads(*literal_eval(case), wrong="free too") for case in expected}:
         return (
-            "the others' memory has the card's free bytes in it: nobody holds these, so take them away too."
+            "the others' memory includes the card's free bytes: no process holds these, so subtract them too."
         )
     return None
 
@@ -111,7 +111,7 @@ def _explain_rows(got, expected):
         ),
         (
             partial(_scales, grow=("activations", "temporaries")),
-            "`other` is not scaled: it holds the token ids, and those are the batch's too.",
+            "`other` is not scaled: it holds the token ids, and they belong to the batch too.",
         ),
     ):
         if difference(got, _observe_rows(wrong)) is None:
@@ -154,9 +154,9 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
 
 def _explain_next(got, expected):
     if len(said := {str(value) for value in got.values()}) == 1:
-        return f"the answer is {said.pop()!r} whatever the breakdown: phase, parts, rows and card decide."
+        return f"the answer is {said.pop()!r} for every breakdown: it must depend on phase, parts, rows and card."
     if got == {case: _chosen(*literal_eval(case), wrong="the step's") for case in expected}:
-        return "temporaries of the optimizer's step are left whole here: 8-bit states, LoRA and QLoRA take them too, as the chart marks."
+        return "the temporaries of the optimizer's step are not made smaller here: 8-bit states, LoRA and QLoRA make them smaller too, as the chart marks."
     return None
 
 
@@ -174,17 +174,17 @@ EXERCISES = (
         ),
         mistakes=(
             Mistake("idle forgotten", partial(_reads, wrong="idle forgotten"),
-                    "the context comes out too large by the idle blocks: PyTorch has reserved these from the driver too."),
+                    "the context is too large by the idle blocks: PyTorch has reserved these from the driver too."),
             Mistake("others in the context", partial(_reads, wrong="others in the context"),
-                    "the context has the memory of other processes in it: begin with what this process has in use."),
+                    "the context includes the memory of other processes: begin with what this process has in use."),
             Mistake("this process too", partial(_reads, wrong="this process too"),
-                    "the others' memory has this process in it: take away what it has in use."),
+                    "the others' memory includes this process: subtract what this process has in use."),
             Mistake("but the tensors", partial(_reads, wrong="but the tensors"),
-                    "the others' memory has this process's context and idle blocks in it: more than what is allocated is this process's."),
+                    "the others' memory includes this process's context and idle blocks: this process holds more than its allocated bytes."),
             Mistake("idle alone", partial(_reads, wrong="idle alone"),
-                    "in_pieces looks at the idle blocks alone: what is free on the card can be joined to them."),
+                    "in_pieces uses only the idle blocks: the free bytes of the card can be added to them."),
             Mistake("too little free", partial(_reads, wrong="too little free"),
-                    "in_pieces asks whether too little is free, which is so in every such error: compare what was asked with free and idle bytes together."),
+                    "in_pieces asks whether too little is free, which is true in every such error: compare the requested bytes with free and idle bytes together."),
         ),
     ),
     Exercise(
@@ -197,9 +197,9 @@ EXERCISES = (
             Mistake("all of it", partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
                     "everything is scaled, weights and states too: they do not depend on the batch."),
             Mistake("activations alone", partial(_scales, grow=("activations",)),
-                    "activations alone are scaled: in forward and backward temporaries are the batch's too, the logits' gradients above all."),
+                    "only activations are scaled: in forward and backward, temporaries depend on the batch too, above all the logits' gradients."),
             Mistake("gradients too", partial(_scales, grow=(*GROW, "gradients")),
-                    "gradients are scaled: there is one number for each weight, however many rows made it."),
+                    "gradients are scaled: they have one number for each weight, however many rows there are."),
             Mistake("the step's too", partial(_scales, step=("temporaries",)),
                     "the optimizer's step is scaled: its temporaries are as large as the weights it works on."),
             Mistake("one moment", _at_the_peak,
@@ -231,17 +231,17 @@ EXERCISES = (
         explain=_explain_next,
         mistakes=(
             Mistake("the phase", partial(_chosen, wrong="the phase"),
-                    "the phase has no effect: in the optimizer's step the temporaries are its own, and neither smaller micro-batches nor checkpoints change them."),
+                    "the phase has no effect: in the optimizer's step the temporaries belong to the step, and neither smaller micro-batches nor checkpoints change them."),
             Mistake("one row", partial(_chosen, wrong="one row"),
-                    "micro-batches of one row are cut again: with one row nothing is left to cut."),
+                    "micro-batches of one row are cut again: one row cannot be cut."),
             Mistake("logits", partial(_chosen, wrong="logits"),
-                    "checkpointing takes temporaries here: those are the logits' gradients, and no layer that runs again has them."),
+                    "checkpointing removes temporaries here: those are the logits' gradients, and running layers again does not make them smaller."),
             Mistake("the base", partial(_chosen, wrong="the base"),
-                    "LoRA takes the weights here: they are frozen and stay; only QLoRA makes them smaller."),
+                    "LoRA removes the weights here: they are frozen but stay in memory; only QLoRA makes them smaller."),
             Mistake("8-bit gradients", partial(_chosen, wrong="8-bit gradients"),
-                    "8-bit states take the gradients here: they are kept as they were."),
+                    "8-bit states remove the gradients here: the gradients do not change."),
             Mistake("the most", partial(_chosen, wrong="the most"),
-                    "this takes what saves most: the first one that can be enough was asked for, since they stand in the order of their price."),
+                    "this takes what saves most: take the first one that can be enough, since they are in the order of their price."),
         ),
     ),
 )  # fmt: skip

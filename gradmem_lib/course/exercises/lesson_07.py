@@ -127,7 +127,7 @@ def _explain_sums(got, expected):
         first["gradients left in .grad"]
         and difference(first["sums"], expected["two backwards"]["sums"]) is None
     ):
-        return "the sums are right, and p.grad is kept beside them: set it to None, in a hook that runs after it was filled."
+        return "the sums are right, but p.grad is kept too: set it to None, in a hook that runs after p.grad is filled."
     return None
 
 
@@ -174,10 +174,10 @@ def _observe_rounding(candidate):
 def _explain_rounding(got, expected):
     first = next(iter(got))
     if got[first]["dtype"] != expected[first]["dtype"]:
-        return f"the result is to be bf16, and its dtype is {got[first]['dtype'].removeprefix('torch.')}."
+        return f"the result must be bf16, but its dtype is {got[first]['dtype'].removeprefix('torch.')}."
     shares = [case.get("share that goes to the one further from 0") for case in got.values()][: len(_PLACES)]
     if all(abs(share - (1 - place[1])) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)):
-        return "it is the other way round: the nearer neighbour must get the greater chance."
+        return "the chances are swapped: the nearer neighbour must get the greater chance."
     if (
         all(share in (0, 1) for share in shares)
         and got["one number, with 40 seeds"]["different results"] == 2
@@ -185,11 +185,13 @@ def _explain_rounding(got, expected):
         return "one random number decides for the whole tensor: draw one for each element."
     right = [abs(share - place[1]) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)]
     if right == [True, True, False, True]:
-        return "near a power of 2 it is right: up to the next one the gap stays the same, and noise in proportion to x grows."
+        return "this is right near a power of 2: up to the next power the gap stays the same, but noise in proportion to x grows."
     if right[0] and right[1] and not all(right):
-        return "near 1 it is right: a gap grows with the number's size, and the noise must grow with it."
+        return (
+            "this is right near 1: the gap grows with the number's size, so the noise must grow with the gap."
+        )
     if not got[first]["goes to no other than its two neighbours (1 is yes)"]:
-        return "some results are no neighbour of the number: a gap grows with the number's size, and noise must too."
+        return "some results are not neighbours of the number: the gap grows with the number's size, so the noise must grow too."
     return None
 
 
@@ -255,9 +257,7 @@ def _explain_master(got, expected):
         return "float32 copies of several gradients exist at once: take one tensor at a time."
     before, after = got["after step 1"]["masters"], got["after step 2"]["masters"]
     if difference(before, expected["after step 1"]["masters"]) is None and torch.equal(before[1:], after[1:]):
-        return (
-            "the weights that come after one without a gradient are left out too: pass over that one alone."
-        )
+        return "the weights after a weight without a gradient are left out too: skip only that weight."
     return None
 
 
@@ -270,16 +270,16 @@ EXERCISES = (
         explain=_explain_lost,
         mistakes=(
             Mistake("of all", _lost(among=lambda g: torch.ones_like(g, dtype=torch.bool)),
-                    "numbers that are zero already are counted: the share is of those that are not zero, above and below."),
+                    "numbers that are already zero are counted: take the share of the numbers that are not zero, in numerator and denominator."),
             Mistake("no overflow", _lost(gone=lambda x: x == 0),
                     "what becomes inf is lost too (overflow): ~stored.isfinite()."),
             Mistake("overflow alone", _lost(gone=lambda x: ~x.isfinite()),
                     "small numbers that become 0 are lost too (underflow): stored == 0."),
             Mistake("scaled late", _lost(early=False),
-                    "the scale comes after the dtype: what has become 0 stays 0; scale before you store."),
+                    "the scale comes after the cast: a number that became 0 stays 0; scale before you store."),
             Mistake("no scale", _lost(scaled=False), "the scale has no effect: multiply by it, then store."),
             Mistake("kept", lambda gradients, dtype, scale: 1 - lost(gradients, dtype, scale),
-                    "these are the numbers that survive: the share that is lost is asked for."),
+                    "this is the share that is kept: return the share that is lost."),
         ),
     ),
     Exercise(
@@ -291,9 +291,9 @@ EXERCISES = (
         changes=("parameters",),
         mistakes=(
             Mistake("bf16", _sums(dtype=torch.bfloat16),
-                    "the sums are bf16 themselves, and stop where half a gap is as large as what is added: torch.zeros(p.shape) is float32."),
+                    "the sums are bf16, and stop growing when the number that is added is half a gap: torch.zeros(p.shape) is float32."),
             Mistake("kept", _sums(free=False),
-                    "p.grad is left where it is: the next backward adds to it, so that it counts twice, and its bytes stay; set p.grad = None in the hook."),
+                    "p.grad is not removed: the next backward adds to it, so it counts twice, and its bytes stay; set p.grad = None in the hook."),
             Mistake("overwritten", _sums(how=lambda total, g: total.copy_(g)),
                     "only the last backward counts: add to the sum, do not overwrite it."),
             Mistake("late", _sums(late=True),
@@ -312,13 +312,13 @@ EXERCISES = (
             Mistake("nearest", lambda x, generator: x.bfloat16(),
                     "this rounds to the nearest, every time: an update below half a gap is lost every time too."),
             Mistake("coin", lambda x, generator: _between(x, generator, lambda share: 0.5 * (share > 0)),
-                    "each neighbour gets half of the chance wherever x lies: the nearer one must get more of it."),
+                    "each neighbour gets the same chance, wherever x is: the nearer one must get a greater chance."),
             Mistake("cut", lambda x, generator: (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16(),
-                    "the lower bits are cut off, which always goes toward 0: add a random number to them first."),
+                    "the lower bits are cut off, which always rounds toward 0: add a random number to them first."),
             Mistake("rounded again", lambda x, generator: (x.view(torch.int32) + torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)).view(torch.float32).bfloat16(),
                     "after the random number was added, .bfloat16() rounds once more, to the nearest: cut the lower 16 bits off first."),
             Mistake("no generator", lambda x, generator: stochastic_round(x),
-                    "the generator has no effect: hand it to torch.randint (or rand), so that a run can be repeated."),
+                    "the generator has no effect: pass it to torch.randint (or rand), so that a run can be repeated."),
             Mistake("one for all", lambda x, generator: _between(x, generator, lambda share: share, lambda g: torch.rand(1, generator=g)),
                     "one random number decides for the whole tensor: draw one for each element."),
         ),
@@ -335,15 +335,15 @@ EXERCISES = (
             Mistake("in the weights", _in_the_weights,
                     "the update goes into the weights themselves, where bf16 loses it: subtract it from the master, then copy."),
             Mistake("from the weights", _master(before=lambda weight, master: master.copy_(weight)),
-                    "the master is made from the weight in each step, so that what was rounded away is forgotten: it has to live from step to step."),
+                    "the master is made from the weight in each step, so what was rounded away is lost: keep the master from step to step."),
             Mistake("masters alone", _master(write=False),
-                    "the masters move, and the model never sees it: the weights are never written."),
+                    "the masters change, but the model does not: the weights are never written."),
             Mistake("product in bf16", _master(update=lambda w, m, lr: m.sub_(lr * w.grad)),
-                    "lr * grad is computed in bf16 and rounded, before float32 begins: turn the gradient into float32 first."),
+                    "lr * grad is computed in bf16, and so rounded: convert the gradient to float32 first."),
             Mistake("at once", _all_at_once,
                     "float32 copies of all gradients exist at once: take one tensor at a time."),
             Mistake("uphill", _master(update=lambda w, m, lr: m.add_(lr * w.grad.float())),
-                    "the update has the wrong sign: this walks uphill."),
+                    "the update has the wrong sign: this increases the loss."),
         ),
     ),
 )  # fmt: skip

@@ -139,24 +139,26 @@ def _observe_policy(candidate):
 def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
-        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts comes later."
+        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts is called later."
     if mine["kept"] == "no answer for some":
         return "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs again."
     if mine["kept"] == "none":
-        return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, which is not aten.mm."
+        return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, and it is not equal to aten.mm."
     if mine["kept"] in ("2, 7", "1, 6", "3", "4"):
-        return "one kind of product is counted alone: there are mm, addmm and bmm."
+        return "only one kind of product is counted: there are mm, addmm and bmm."
     right, following = (seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got))
     if mine == expected["a layer of 7 products"] and following != right:
-        return "the next layer's policy goes on with this one's count: every_second_product() begins a new count each time."
+        return "the next layer's policy continues this layer's count: every_second_product() must begin a new count each time."
     if (
         mine["kept"]
         == expected["a layer of 7 products"]["kept"]
         != mine["kept when asked again in the second run"]
     ):
-        return "the second run gets other answers than the first: they must be the same, product by product."
+        return (
+            "the second run gets other answers than the first: the answers must be the same for each product."
+        )
     if mine == expected["a layer of 7 products"] and got["a layer with fused attention"]["kept"] != "1, 3":
-        return "fused attention is counted as a product: it is none of PRODUCTS, and runs again."
+        return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
     return None
 
 
@@ -233,15 +235,15 @@ def _observe_repeated(candidate):
 
 # What a formula forgets, or counts twice: its share of what is right, from rows, heads, queries, size and keys.
 _SHARES = (
-    (lambda b, h, s, d, t: 1 / 4, "gives a quarter: there are two products, and in each a multiplication and an addition are two."),
+    (lambda b, h, s, d, t: 1 / 4, "gives a quarter: there are two products, and a multiplication and an addition count as two operations."),
     (lambda b, h, s, d, t: 1 / b, "leaves out the rows."),
-    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes so many multiplications."),
+    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes that many multiplications."),
     (lambda b, h, s, d, t: 1 / t, "leaves out the keys: each query has a score with each of them."),
     (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
     (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),
-    (lambda b, h, s, d, t: d / t, "takes the size of a head for the number of keys: a shape is (rows, heads, tokens, size), so key[2] has it."),
-    (lambda b, h, s, d, t: -1, "is handed to plain()'s counter alone: checkpointed()'s needs it as well."),
-    (lambda b, h, s, d, t: 2, "counts twice what it should, or one of the two counters goes without it: both need it."),
+    (lambda b, h, s, d, t: d / t, "uses the size of a head as the number of keys: a shape is (rows, heads, tokens, size), so key[2] has it."),
+    (lambda b, h, s, d, t: -1, "is given only to plain()'s counter: checkpointed()'s counter needs it too."),
+    (lambda b, h, s, d, t: 2, "counts twice what it should, or one of the two counters does not have it: both need it."),
 )  # fmt: skip
 
 
@@ -251,15 +253,15 @@ def _explain_repeated(got, expected):
     if numbers and not got[mlp]:
         return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
     if numbers and got[mlp] == -expected[mlp]:
-        return "the plain step is the smaller one: take it from the checkpointed step, and not the other way round."
+        return "the plain step has fewer operations: subtract it from the checkpointed step, not the other way round."
     if numbers and got[mlp] != expected[mlp] and 0 < got[mlp] < 2:
-        return "this is a ratio of the two steps: the difference is asked for, a number of operations."
+        return "this is a ratio of the two steps: return their difference, a number of operations."
     if got[mlp] != expected[mlp]:
         if got == _observe_repeated(_repeated(result=lambda more, less: less)):
             return "this is the step without its checkpoint: count both steps, and take the difference."
         both = _observe_repeated(_repeated(result=lambda more, less: more + less))
         return (
-            "the sum of both steps is counted: each has a counter of its own, and the difference is asked for."
+            "the sum of both steps is counted: each step has its own counter; return the difference."
             if got == both
             else None
         )
@@ -271,8 +273,8 @@ def _explain_repeated(got, expected):
     name = next(name for name in _FUSED if formulas[name] != right[name])
     rows, heads, queries, size, keys = _FUSED[name]
     return (
-        f"the formula is wrong: of queries {(rows, heads, queries, size)} and keys {(rows, heads, keys, size)} it has to make "
-        f"{right[name]:,}, and makes {formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * size."
+        f"the formula is wrong: for queries {(rows, heads, queries, size)} and keys {(rows, heads, keys, size)} it must return "
+        f"{right[name]:,}, but returns {formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * size."
     )
 
 
@@ -285,16 +287,16 @@ EXERCISES = (
         explain=_explain_policy,
         mistakes=(
             Mistake("every operation", _policies(products=()),
-                    "every second operation is kept, of whatever kind: count matrix products alone, and repeat the rest."),
+                    "every second operation of any kind is kept: count only matrix products, and repeat the rest."),
             Mistake("the others", _policies(keeps=lambda count: count % 2 == 0),
-                    "the second product is kept, the fourth and so on: the first, the third and so on are asked for."),
-            Mistake("all", _policies(keeps=lambda count: True), "every product is kept: leave every second one to the second run."),
+                    "the second product is kept, the fourth and so on: keep the first, the third and so on."),
+            Mistake("all", _policies(keeps=lambda count: True), "every product is kept: let the second run compute every second one."),
             Mistake("one count", _policies(run=lambda ctx, op: 0),
-                    "the second run goes on counting where forward stopped, so that it decides otherwise: count it for itself, by ctx.is_recompute."),
+                    "the second run continues the count of forward, so it decides differently: count the second run separately, by ctx.is_recompute."),
             Mistake("by kind", _policies(run=lambda ctx, op: (ctx.is_recompute, op)),
-                    "each kind of product is counted for itself: one count for mm, addmm and bmm together."),
+                    "each kind of product has its own count: use one count for mm, addmm and bmm together."),
             Mistake("the rest too", _policies(rest=KEEP),
-                    "operations that are no product are kept as well, which costs bytes and saves little work: return PREFER_RECOMPUTE for them."),
+                    "other operations than products are kept too, which costs bytes and saves little work: return PREFER_RECOMPUTE for them."),
         ),
     ),
     Exercise(
@@ -304,23 +306,23 @@ EXERCISES = (
         observe=_observe_repeated,
         explain=_explain_repeated,
         raises=(
-            (r"unexpected keyword argument 'out_", "the counter hands the formula more than it needs: let its arguments end with *args, out_val=None, **kwargs."),
-            (r"'torch.Size' object has no attribute", "query, key and value are shapes already, and no tensors: rows, heads, queries, size = query."),
+            (r"unexpected keyword argument 'out_", "the counter passes more arguments than the formula needs: let its arguments end with *args, out_val=None, **kwargs."),
+            (r"'torch.Size' object has no attribute", "query, key and value are shapes, not tensors: rows, heads, queries, size = query."),
             (r"\+=: 'int' and 'NoneType'", "the formula returns nothing: is a `return` missing?"),
             (r"'method'", "get_total_flops is a method: call it, with ()."),
-            (r"'int' object is not callable", "custom_mapping has the function itself as its value: formula, without calling it."),
+            (r"'int' object is not callable", "the value in custom_mapping is the function itself: formula, without calling it."),
         ),
         mistakes=(
             Mistake("blind", _repeated(False),
-                    "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; hand it one in custom_mapping, under the name without .default."),
+                    "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; give it one in custom_mapping, under the name without .default."),
             Mistake("one product", _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
-                    "attention is two products, queries times keys and weights times values, and one is counted."),
+                    "attention is two products, queries times keys and weights times values, but only one is counted."),
             Mistake("square", _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * s * d)),
                     "the queries are squared: there may be more keys than queries; key[2] has their number."),
             Mistake("heads", _repeated(_formula(lambda b, h, s, d, t: 4 * b * s * t * d)),
-                    "one head is counted: each head has its own two products."),
+                    "only one head is counted: each head has its own two products."),
             Mistake("the whole step", _repeated(result=lambda more, less: more),
-                    "this is the whole step with its checkpoint: the difference to the plain one is what runs again."),
+                    "this is the whole step with its checkpoint: what runs again is the difference from the plain step."),
             Mistake("halves", _repeated(result=lambda more, less: (more - less) // 2),
                     "a multiplication and an addition are counted as one operation: they are two."),
         ),

@@ -179,15 +179,15 @@ WRITTEN = 3_200_000  # bytes: all that is saved, with room for what torch.save a
 def _explain_disk(got, expected):
     notes = got.notes
     if not notes["tensors"]:
-        return "unpack does not return a tensor: it reads the file that pack has named."
+        return "unpack does not return a tensor: it must read the file that pack has named."
     if "a step" not in got:
         if 0 < notes["files"] < notes["packed"]:
-            return "files are overwritten: two tensors got the same name (id(tensor) and data_ptr() come again once a tensor is gone); count up."
-        return "what comes back is not what was handed over: numbers, dtype and shape have to be the same."
+            return "files are overwritten: two tensors got the same name (id(tensor) and data_ptr() are used again after a tensor is freed); number the files."
+        return "unpack does not return what pack was given: numbers, dtype and shape must be the same."
     if not notes["files"]:
         return "nothing is moved: no file appears in the folder."
     if any(got["an activation of a weight's shape"].values()):
-        return "an activation that has a weight's shape stays in memory: weights are told by their storage, tensor.untyped_storage().data_ptr()."
+        return "an activation that has a weight's shape stays in memory: recognise weights by their storage, tensor.untyped_storage().data_ptr()."
     return None
 
 
@@ -286,22 +286,22 @@ def _observe_tiled(candidate):
 def _explain_tiled(got, expected):
     mine, right = got["22 tokens in 4 tiles"], expected["22 tokens in 4 tiles"]
     if mine["output"].shape[1] < 22:
-        return "tokens are left out: where tiles does not divide their number, some tiles have one more."
+        return "tokens are left out: where `tiles` does not divide the number of tokens, some tiles have one more."
     if difference(mine["output"], right["output"]):
-        return "the output is not mlp(x): the tiles are put together in their order, along the tokens."
+        return "the output is not mlp(x): join the tiles in their order, along the tokens."
     if not mine["gradients of the weights"].any():
         return "the weights get no gradient: the output is detached, or made under no_grad."
     if not mine["gradient of x"].any():
-        return "x gets no gradient: it is detached on its way into the tiles."
+        return "x gets no gradient: it is detached before or in the tiles."
     other = "an x that needs no gradient"
     if not got[other]["gradients of the weights"].any():
-        return "that is the reentrant checkpoint, which needs an input that requires a gradient: use_reentrant=False."
+        return "this is a reentrant checkpoint, which needs an input that requires a gradient: use_reentrant=False."
     if mine["tiles beyond those asked for"]:
         return "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and x.tensor_split(n) their number."
     if mine["runs again beyond one a tile"]:
         return "each tile runs again more than once: there is a checkpoint around the checkpoints."
     if any(got["dropout"].values()):
-        return "dropout takes other numbers in the second run: leave preserve_rng_state as it is, True."
+        return "dropout draws other random numbers in the second run: leave preserve_rng_state at its default, True."
     return None
 
 
@@ -312,17 +312,17 @@ EXERCISES = (
         reference=Disk,
         observe=_observe_disk,
         explain=_explain_disk,
-        raises=((r"BFloat16", "numpy has no bfloat16, and a model may be in it: torch.save writes tensors of every dtype."),),
+        raises=((r"BFloat16", "numpy has no bfloat16, but a model may have that dtype: torch.save writes tensors of every dtype."),),
         tolerance=0.0,
         mistakes=(
-            Mistake("keeps", _Keeps, "a list or a dict keeps each tensor alive beside its file, so that nothing is freed: keep the file's name alone."),
+            Mistake("keeps", _Keeps, "a list or a dict keeps each tensor alive beside its file, so nothing is freed: keep only the file's name."),
             Mistake("whole storage", _WholeStorage,
-                    "torch.save writes the whole storage of a view, and it is read back whole: clone the tensor first."),
+                    "torch.save writes the whole storage of a view, and unpack reads all of it: clone the tensor first."),
             Mistake("weights too", _WeightsToo,
-                    "the weights are written as well: they stay in memory anyway, and come back as copies; return such a tensor as it is."),
-            Mistake("one name", _OneName, "files are overwritten: each tensor needs a name of its own; count up."),
-            Mistake("caches", _Caches, "what unpack has read is kept, and piles up in backward: return it, and keep nothing."),
-            Mistake("rounds", _Rounds, "the numbers are rounded on their way, to half precision: write the tensor as it is."),
+                    "the weights are written too: they stay in memory anyway, and unpack makes copies of them; let pack return a weight as it is."),
+            Mistake("one name", _OneName, "files are overwritten: each tensor needs its own name; number the files."),
+            Mistake("caches", _Caches, "every tensor that unpack has read is kept, so backward needs more and more memory: return it, and keep nothing."),
+            Mistake("rounds", _Rounds, "the numbers are rounded to half precision: write the tensor as it is."),
         ),
     ),
     Exercise(
@@ -331,18 +331,18 @@ EXERCISES = (
         reference=tiled_mlp,
         observe=_observe_tiled,
         explain=_explain_tiled,
-        raises=((r"'(list|tuple)' object has no attribute", "the tiles come back as a list: join them, along the tokens."),
-                (r"Sizes of tensors must match|stack expects", "the tiles are joined along another dimension than they were cut: torch.cat(parts, dim=1)."),
-                (r"shapes cannot be multiplied", "the MLP gets a part of the width: tokens are dimension 1.")),
+        raises=((r"'(list|tuple)' object has no attribute", "this returns the tiles as a list: join them, along the tokens."),
+                (r"Sizes of tensors must match|stack expects", "the tiles are not joined along the dimension in which they were cut: torch.cat(parts, dim=1)."),
+                (r"shapes cannot be multiplied", "the width is cut, so the MLP gets only a part of it: tokens are dimension 1.")),
         mistakes=(
             Mistake("no checkpoint", _tiled(run=lambda mlp, part: mlp(part)),
-                    "the tiles are cut, and autograd keeps what each of them computes: run each in a checkpoint."),
-            Mistake("whole", _whole, "the whole sequence runs at once, again in backward: cut it into tiles first."),
+                    "the tiles are cut, but autograd keeps what each of them computes: run each in a checkpoint."),
+            Mistake("whole", _whole, "the whole sequence runs at once, also when it runs again in backward: cut it into tiles first."),
             Mistake("one checkpoint", _in_one_checkpoint,
                     "one checkpoint holds all tiles, and in backward all of them run again at once: each tile needs its own."),
-            Mistake("rows", _tiled(dim=0), "the rows are cut, and the sequence stays as long as it was: tokens are dimension 1."),
+            Mistake("rows", _tiled(dim=0), "the rows are cut, but the sequence keeps its length: tokens are dimension 1."),
             Mistake("drops the rest", _tiled(cut=lambda x, tiles: x[:, : x.shape[1] // tiles * tiles].chunk(tiles, 1)),
-                    "tokens are left out: where tiles does not divide their number, some tiles have one more."),
+                    "tokens are left out: where `tiles` does not divide the number of tokens, some tiles have one more."),
             Mistake("detached", _tiled(run=lambda mlp, part: checkpoint(mlp, part, use_reentrant=False).detach()),
                     "the output is detached: no weight learns."),
         ),

@@ -23,7 +23,7 @@ def break_even(nbytes, operations, bandwidth, speed):
 
 def _explain_break_even(got, expected):
     if all(isinstance(value, bool) for value in got.values()):
-        return "a number is asked for, not yes or no: how many times as long moving takes."
+        return "return a number, not yes or no: how many times as long moving takes."
     return None
 
 
@@ -106,7 +106,9 @@ def _observe_layers(candidate):
         def peak(k, saves=saves, start=start, called=called):
             called.append(k)
             if len(called) > 1000:
-                raise RuntimeError("peak was asked 1,000 times: the range does not get smaller any more")
+                raise RuntimeError(
+                    "peak was called 1,000 times: the range of your search does not get smaller"
+                )
             return start - sum(saves[:k])
 
         answer = plain(candidate(peak, len(saves), budget))
@@ -130,18 +132,18 @@ def _explain_layers(got, expected):
     )
     counts = [*(len(s[0]) for s in _SAVES.values()), LAYERS]
     if any(k > layers for k, layers in zip(ks, counts, strict=True)):
-        return "this is more than there are layers: the number of layers is asked for, not peak's bytes."
+        return "this is more than the number of layers: return a number of layers, not peak's bytes."
     if all(k == 0 for k in ks):
-        return "no layer runs again, whatever the budget: where peak(0) is over it, some must."
+        return "no layer runs again, for any budget: where peak(0) is over the budget, some must."
     gaps = [k - right for k, right in zip(ks, wanted, strict=True)]
     if any(gaps) and all(k + right == n for k, right, n in zip(ks, wanted, counts, strict=True)):
-        return "these are the layers that do not run again: those that do are asked for."
+        return "this is the number of layers that do not run again: return the number that do."
     if min(gaps) >= 0 and max(gaps) == 1:
-        return "one more layer than needed runs again: the fewest are asked for."
+        return "one layer too many runs again: return the smallest number that fits."
     if max(gaps) <= 0 and min(gaps) == -1:
-        return "one layer is missing: the step still does not fit, and the next k is the first that does."
+        return "one layer is missing: the step still does not fit, but it fits with the next k."
     if not any(gaps):
-        return f"the number is right, with more than {MOST_CALLS} calls of peak: halve the range each time, and ask once for a middle."
+        return f"the number is right, but it took more than {MOST_CALLS} calls of peak: halve the range each time, and call peak once for each middle."
     return "the search ends in the wrong place: where the middle fits, the answer is there or below it; where not, it is above it."
 
 
@@ -191,23 +193,23 @@ def _observe_cache(candidate):
 def _explain_cache(got, expected):
     ratios = [mine / right for mine, right in zip(got.values(), expected.values(), strict=True)]
     if ratios == [1, 1, 0.5, 2]:
-        return "two bytes a number are taken for granted: bytes_per_number says how many."
+        return "this assumes two bytes a number: use bytes_per_number."
     if ratios == [1 / 2, 1 / 2, 1 / 4, 1]:
-        return "these are numbers, and bytes are asked for: times bytes_per_number."
+        return "these are numbers, not bytes: multiply by bytes_per_number."
     if ratios == [1.5] * 4:
-        return "three tensors are counted: the queries of earlier tokens are never needed again, so keys and values alone are cached."
+        return "three tensors are counted: the queries of earlier tokens are never needed again, so only keys and values are cached."
     if ratios == [2048, 2048, 500, 77]:
         return "the tokens are squared: the cache has one key and one value for each token, and no scores."
     if ratios == [1 / 2048, 1 / 2048, 1 / 500, 1 / 77]:
-        return "one token is counted: every token so far has its own keys and values."
+        return "only one token is counted: every token so far has its own keys and values."
     if ratios == [1.5, 5, 2, 5]:
         return "queries are counted as well: those of earlier tokens are never needed again."
     if ratios == [1 / 128] * 4:
         return "the width of a head is missing: each key and each value has head_dim numbers."
     if len(set(ratios)) == 1 and ratios[0] in (2**-10, 2**-20, 2**-30):
-        return "bytes are asked for, and these are KiB, MiB or GiB."
+        return "these are KiB, MiB or GiB: return bytes."
     if len(set(ratios)) == 1 and ratios[0] == 8:
-        return "these are bits: bytes are asked for."
+        return "these are bits: return bytes."
     if all(
         0 < (1 - ratio) * tokens < 1.5 for ratio, tokens in zip(ratios, (2048, 2048, 500, 77), strict=True)
     ):
@@ -229,13 +231,13 @@ EXERCISES = (
             Mistake("one way", lambda n, o, b, s: n / b / (o / s),
                     "the bytes cross the bus twice: away in forward, and back in backward."),
             Mistake("inverse", lambda n, o, b, s: o / s / (2 * n / b),
-                    "this is the other way round: divide the seconds of moving by those of computing."),
+                    "this ratio is upside down: divide the seconds of moving by those of computing."),
             Mistake("difference", lambda n, o, b, s: 2 * n / b - o / s,
-                    "this is a difference in seconds: how many times as long is asked for."),
+                    "this is a difference in seconds: return how many times as long moving takes."),
             Mistake("swapped", lambda n, o, b, s: 2 * n / s / (o / b),
-                    "bandwidth and speed are the wrong way round: bytes cross at bandwidth, operations run at speed."),
+                    "bandwidth and speed are swapped: divide bytes by bandwidth, and operations by speed."),
             Mistake("share", lambda n, o, b, s: 2 * n / b / (2 * n / b + o / s),
-                    "this is moving's share of the sum of both: divide by the seconds of computing alone."),
+                    "this is moving's share of the sum of both: divide only by the seconds of computing."),
             Mistake("both passes", lambda n, o, b, s: 4 * n / b / (o / s),
                     "the bytes are counted too often: they cross the bus twice, away and back."),
         ),
@@ -248,13 +250,13 @@ EXERCISES = (
         explain=_explain_layers,
         mistakes=(
             Mistake("one after another", _scan,
-                    "the number is right, and k is tried one after another, with too many calls of peak: halve the range each time."),
+                    "the number is right, but every k is tried in turn, which takes too many calls of peak: halve the range each time."),
             Mistake("below", _search(fits=lambda found, budget: found < budget),
-                    "a peak of exactly the budget fits: at most, not below."),
+                    "a peak equal to the budget fits: test for at most the budget, not for less."),
             Mistake("all", lambda peak, layers, budget: layers,
-                    "all layers run again, whatever the budget: the fewest are asked for."),
+                    "all layers run again, for any budget: return the smallest number that fits."),
             Mistake("straight line", _straight,
-                    "a straight line from peak(0) to peak(layers) takes all layers for the same size: ask peak in between."),
+                    "a straight line from peak(0) to peak(layers) assumes that all layers have the same size: call peak for values in between."),
             Mistake("at least one", _search(low=1), "where the step fits as it is, the answer is 0: no layer has to run again."),
             Mistake("never all", _search(below=1), "the answer may be all layers, the last one too: begin with high = layers."),
         ),
@@ -266,15 +268,15 @@ EXERCISES = (
         observe=_observe_cache,
         explain=_explain_cache,
         mistakes=(
-            Mistake("keys alone", _cache(both=1), "keys or values alone are counted: both are kept."),
+            Mistake("keys alone", _cache(both=1), "only keys or only values are counted: both are kept."),
             Mistake("every head", _cache(heads="num_attention_heads"),
-                    "every query head gets keys and values of its own: with grouped heads several share them, num_key_value_heads in all."),
-            Mistake("one layer", _cache(layers=False), "this is one layer's cache: every layer has its own."),
+                    "every query head is counted with its own keys and values: grouped heads share them, so there are only num_key_value_heads."),
+            Mistake("one layer", _cache(layers=False), "this is the cache of one layer: every layer has its own cache."),
             Mistake("hidden / heads", _cache(size=lambda c: c.hidden_size // c.num_attention_heads),
                     "a head is not always hidden_size / num_attention_heads wide: the config's head_dim says."),
             Mistake("hidden / shared", _cache(size=lambda c: c.hidden_size // c.num_key_value_heads),
-                    "all key-value heads together are taken to be hidden_size wide: sharing makes heads fewer, not wider; head_dim is the width of one."),
-            Mistake("one row", _cache(rows=False), "one row is counted: each of the rows has its own keys and values."),
+                    "this assumes that all key-value heads together are hidden_size wide: sharing makes fewer heads, not wider ones; head_dim is the width of one."),
+            Mistake("one row", _cache(rows=False), "only one row is counted: each row has its own keys and values."),
         ),
     ),
 )  # fmt: skip

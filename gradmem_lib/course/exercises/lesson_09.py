@@ -74,43 +74,41 @@ def _observe_quantize(candidate):
 
 
 _ZEROS = (
-    "in a block of zeros, 0 / 0 is not a number, and its index is no position of 0 in `code`: divide such a block by "
-    "anything else, as absmax.clamp(min=1e-30) does."
+    "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: divide such a block by "
+    "another number, as absmax.clamp(min=1e-30) does."
 )
 
 
 def _explain_quantize(got, expected):
     if got["returned"] != 3:
-        return (
-            "three things are asked for: the indices, absmax, and the numbers that are read back from them."
-        )
+        return "return three things: the indices, absmax, and the numbers that are read back from them."
     wrong = [case for case in expected if difference(got[case], expected[case])]
     zeros = "indices in blocks of zeros"
     if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
         return _ZEROS
     if any(got[case]["back"].isnan().any() for case in wrong):
-        return "back is not a number where a block is all zeros, since 0 / 0 is none: divide such a block by anything else, as absmax.clamp(min=1e-30) does."
+        return "back is not a number where a block is all zeros, because of 0 / 0: divide such a block by another number, as absmax.clamp(min=1e-30) does."
     if wrong and set(wrong) <= set(list(expected)[3:5]):
-        return "small numbers are lost: absmax is clamped, or added to, by more than they are; 1e-30 is small enough."
+        return "small numbers are lost: absmax is clamped to, or increased by, a larger number than they are; 1e-30 is small enough."
     mine, right = got[wrong[0]], expected[wrong[0]]
     if len(mine["back"].flatten()) > len(right["back"]):
         return "the padding is still there: cut indices and back to the length of x."
     if len(mine["absmax, one a block"]) < len(right["absmax, one a block"]):
         return "the last block is missing: it may be shorter than the others."
     if len(mine["absmax, one a block"]) == len(right["back"]):
-        return "indices, absmax and back are asked for, in this order."
+        return "return indices, absmax and back, in this order."
     if difference(mine["absmax, one a block"], right["absmax, one a block"]):
-        return "these are not the blocks' absmax values: a block is `block` numbers in a row, and its absmax the largest of their magnitudes, so take abs() first."
+        return "these are not the blocks' absmax values: a block is `block` numbers in a row, and its absmax is their largest magnitude, so take abs() first."
     wanted = [case for case in expected if case != "returned"]
     if all(not difference(got[case]["back"], expected[case]["back"]) for case in wanted):
         return (
-            "back is right, and the indices are not what made it: uint8 goes from 0 to 255."
+            "back is right, but it was not made from these indices: uint8 goes from 0 to 255."
             if mine["bytes an index"] == 1
             else None
         )
     if not difference(mine["indices"], right["indices"]):
-        return "the indices are right, and back is not: each is code[index] times its block's absmax."
-    return "an index is not that of the nearest value of `code`: divide by the block's absmax first, and let the middle between two values be the border."
+        return "the indices are right, but back is not: each number is code[index] times its block's absmax."
+    return "an index is not that of the nearest value of `code`: divide by the block's absmax first, and use the middle between two values as the border."
 
 
 def adafactor_second_moment(grad, row, column, beta2, eps) -> Tensor:
@@ -145,7 +143,7 @@ def _observe_factored(candidate):
             grad = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
             v = candidate(grad, row, column, beta2, eps)
             if not hasattr(v, "shape"):
-                raise TypeError("v alone is asked for, a tensor: row and column change in place")
+                raise TypeError("return only v, a tensor: row and column change in place")
             found[f"({rows}, {columns}), beta2={beta2}, eps={eps}, step {number}"] = {
                 "row": row.clone(), "column": column.clone(), "v": torch.as_tensor(v).clone(),
             }  # fmt: skip
@@ -155,15 +153,15 @@ def _observe_factored(candidate):
 def _explain_factored(got, expected):
     first = got[next(iter(got))]
     if not first["row"].any() and not first["column"].any():
-        return "row and column are where they were: change them in place, as row.copy_(…) or row.lerp_(…) do."
+        return "row and column have not changed: change them in place, as row.copy_(…) or row.lerp_(…) do."
     for name in ("row", "column"):
         if not first[name].any():
-            return f"{name} is where it was: change it in place, as {name}.copy_(…) or {name}.lerp_(…) do."
+            return f"{name} has not changed: change it in place, as {name}.copy_(…) or {name}.lerp_(…) do."
     start = expected[next(iter(expected))]
     if difference(first["row"], 9 * start["row"]) is None:
-        return "beta2 and 1 - beta2 are swapped: the new sums come in by 1 - beta2."
+        return "beta2 and 1 - beta2 are swapped: the new sums get the weight 1 - beta2."
     if difference(start["v"].shape[1] * first["row"], start["row"]) is None:
-        return "row and column hold means: sums are asked for, torch.sum along one dimension."
+        return "row and column hold means: use sums, torch.sum along one dimension."
     if difference(got, _observe_factored(_factored(add=False))) is None:
         return "eps has no effect: add it to every square, before the sums."
     if any(
@@ -174,11 +172,11 @@ def _explain_factored(got, expected):
         return None
     mine, right = first["v"], expected[next(iter(expected))]["v"]
     if difference(mine, right.sqrt()) is None:
-        return "this is the root of v: v itself is asked for."
+        return "this is the root of v: return v itself."
     if mine.shape == right.T.shape:
         return "v has the columns' sums along its rows: torch.outer(row, column)."
     if mine.isnan().any():
-        return "v comes from row and column as they were, which are 0 at first: average first, then multiply."
+        return "v is made from the old row and column, which are 0 at first: average first, then multiply."
     if difference(10 * mine, right) is None:
         return "the product is divided by the sum of this step's squares: divide it by the total of the averages, row.sum()."
     if difference(mine, len(right) * right) is None or difference(mine, right.shape[1] * right) is None:
@@ -195,17 +193,17 @@ EXERCISES = (
         explain=_explain_quantize,
         mistakes=(
             Mistake("one for all", _quantize(whole=True),
-                    "one magnitude is kept for all: each block of `block` numbers has its own, so that one large number spoils one block alone."),
+                    "only one magnitude is kept for all blocks: each block of `block` numbers has its own, so a large number makes only its own block less exact."),
             Mistake("no magnitude", _quantize(size=lambda rows: rows.amax(1)),
-                    "the largest number is not the largest magnitude where numbers are negative: take abs() first."),
+                    "the largest number is not the largest magnitude if numbers are negative: take abs() first."),
             Mistake("next above", _quantize(pick=_next_above),
                     "this takes the next value above, not the nearest: the border between two values is their middle."),
             Mistake("long", _quantize(dtype=torch.int64),
                     "an index has 8 bytes here, twice a float32 number: .to(torch.uint8)."),
             Mistake("not scaled back", _quantize(read=lambda values, absmax: values),
-                    "back is in units of the block's largest magnitude still: multiply the code's values by absmax."),
+                    "back is still in units of the block's largest magnitude: multiply the code's values by absmax."),
             Mistake("even steps", _quantize(even=True),
-                    "the code's own values have no effect: find the nearest value of `code`, whose steps are not even."),
+                    "the code's own values have no effect: find the nearest value of `code`, whose values are not evenly spaced."),
         ),
     ),
     Exercise(
@@ -215,15 +213,15 @@ EXERCISES = (
         observe=_observe_factored,
         explain=_explain_factored,
         changes=("row", "column"),
-        raises=((r"must match|size of tensor|shape|broadcast", "row has one number for each row: its sum goes along the last dimension, squares.sum(1); column's along the first."),),
+        raises=((r"must match|size of tensor|shape|broadcast", "row has one number for each row: sum along the last dimension, squares.sum(1); for column, sum along the first."),),
         mistakes=(
             Mistake("no total", _factored(total=lambda row: 1.0),
-                    "the product of a row sum and a column sum has the matrix's whole sum in it once too often: divide by the total, row.sum()."),
-            Mistake("not squared", _factored(square=torch.abs), "the sums are of the gradient's size, not of its square."),
-            Mistake("not kept", _factored(keep=False), "row and column are where they were: change them in place, as row.copy_(…) or row.lerp_(…) do."),
-            Mistake("sums up", _factored(lerp=False), "the new sums come in whole: an average takes 1 - beta2 of them."),
-            Mistake("eps outside", _factored(inside=False), "eps is added to v at the end: it goes on every square, before the sums."),
-            Mistake("means", _factored(reduce=torch.mean), "row and column hold means: sums are asked for, torch.sum along one dimension."),
+                    "the product of a row sum and a column sum includes the matrix's whole sum once too often: divide by the total, row.sum()."),
+            Mistake("not squared", _factored(square=torch.abs), "these are sums of the gradient's magnitude, not of its square."),
+            Mistake("not kept", _factored(keep=False), "row and column have not changed: change them in place, as row.copy_(…) or row.lerp_(…) do."),
+            Mistake("sums up", _factored(lerp=False), "the new sums are added whole: an average takes 1 - beta2 of them."),
+            Mistake("eps outside", _factored(inside=False), "eps is added to v at the end: add it to every square, before the sums."),
+            Mistake("means", _factored(reduce=torch.mean), "row and column hold means: use sums, torch.sum along one dimension."),
         ),
     ),
 )  # fmt: skip

@@ -117,7 +117,7 @@ def _observe_lora(candidate):
 
 
 _FROM_THE_BASE = "the model has changed before its first update: B must start at zero, so that training starts from the base."
-_WRITTEN = "B @ A is written out as a matrix as large as the base, and its gradient too: multiply x by A first, then by B."
+_WRITTEN = "B @ A makes a matrix as large as the base, and its gradient is as large: multiply x by A first, then by B."
 
 
 def _explain_lora(got, expected):
@@ -128,7 +128,7 @@ def _explain_lora(got, expected):
     if mine["of the base"]:
         return "the base is trained as well: base.requires_grad_(False)."
     if mine["numbers trained"] < right["numbers trained"]:
-        return "of the two matrices one alone is trained: A is a parameter, and so is B."
+        return "only one of the two matrices is trained: both A and B must be parameters."
     if (got["the card"].over and not expected["the card"].over) and difference(mine, right, 1e-4) is None:
         return _WRITTEN
     changed = difference(
@@ -137,11 +137,11 @@ def _explain_lora(got, expected):
     if changed and mine["matrices with a gradient, step 1"] == 2:
         return _FROM_THE_BASE
     if changed:
-        return "before the first update the output has to be base(x) itself: with its bias, and not scaled."
+        return "before the first update the output must be base(x) itself: with its bias, and not scaled."
     if mine["at the start"] != right["at the start"]:
         return f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that its rows differ, and B is zero."
     if not mine["x gets a gradient (1 is yes)"]:
-        return "x gets no gradient from the base, so that layers below learn nothing: the base is frozen, and not under no_grad."
+        return "x gets no gradient from the base, so the layers before it learn nothing: the base must be frozen, but not under no_grad."
     factors = []
     for case in got:
         added, wanted = (
@@ -190,7 +190,7 @@ def _explain_nf4(got, expected):
     if over == [-3] * len(over):
         return "the mean is a float32, of 4 bytes."
     if min(over) >= -8 and max(over) <= 0:
-        return "bytes are lost in rounding: an odd number, a last block and a last group that are not full count as well, each rounded up."
+        return "bytes are lost in rounding: an odd number, a last block and a last group that are not full count too, so round up each."
     return None
 
 
@@ -206,11 +206,11 @@ EXERCISES = (
             Mistake("B random", _but(lambda layer, rank, alpha: nn.init.normal_(layer.B)), _FROM_THE_BASE),
             Mistake("both zero", _but(lambda layer, rank, alpha: nn.init.zeros_(layer.A)),
                     "A and B are both zero, so that neither ever gets a gradient: A starts random."),
-            Mistake("alpha alone", _but(_alpha_alone), "the addition is multiplied by alpha: it has to be alpha / rank, so that another rank is no other learning rate."),
-            Mistake("no scale", _but(lambda layer, rank, alpha: setattr(layer, "scale", 1.0)), "alpha has no effect: multiply the addition by alpha / rank."),
+            Mistake("alpha alone", _but(_alpha_alone), "what A and B add is multiplied by alpha: multiply by alpha / rank, so that another rank does not change the learning rate."),
+            Mistake("no scale", _but(lambda layer, rank, alpha: setattr(layer, "scale", 1.0)), "alpha has no effect: multiply what A and B add by alpha / rank."),
             Mistake("written out", _but(forward=_written_out), _WRITTEN),
             Mistake("alone", _but(forward=lambda self, x: self.scale * F.linear(F.linear(x, self.A), self.B)),
-                    "the base has no effect on the output: A and B come on top of base(x)."),
+                    "the base has no effect on the output: add A and B's part to base(x)."),
         ),
     ),
     Exercise(
@@ -221,11 +221,11 @@ EXERCISES = (
         explain=_explain_nf4,
         mistakes=(
             Mistake("once", lambda numbers, block, group: -(-numbers // 2) + 4 * -(-numbers // block),
-                    "a block's magnitude has 4 bytes here: double quantization makes it a byte, and keeps a float32 for each group of these."),
+                    "a block's magnitude has 4 bytes here: double quantization makes it one byte, and keeps one float32 for each group of magnitudes."),
             Mistake("no mean", _nf4(mean=0), "the mean of the magnitudes, one float32 of 4 bytes, is missing."),
-            Mistake("rounded down", _nf4(up=lambda n, by: n // by), "a last block or group that is not full counts as well: round up."),
-            Mistake("a byte each", _nf4(first=1), "a number takes a byte here: two numbers of 4 bits share one."),
-            Mistake("groups of weights", _nf4(of_weights=True), "a group is one of magnitudes, not of weights: there is a float32 for each `group` blocks."),
+            Mistake("rounded down", _nf4(up=lambda n, by: n // by), "a last block or group that is not full counts too: round up."),
+            Mistake("a byte each", _nf4(first=1), "a number takes one byte here: two numbers of 4 bits share one byte."),
+            Mistake("groups of weights", _nf4(of_weights=True), "a group is made of magnitudes, not of weights: there is one float32 for each `group` blocks."),
             Mistake("half", _nf4(scale=2), "a group's scale has 2 bytes here: it is a float32, of 4."),
         ),
     ),

@@ -129,34 +129,34 @@ def _observe(candidate):
     return found
 
 
-_WAITS = "every gradient waits until the norm is known: measure in one backward that frees each at once, and step in a second."
+_WAITS = "every gradient waits until the norm is known: measure the norm in one backward that frees each gradient at once, and step in a second backward."
 
 
 def _explain(got, expected):
     above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
     if above["norm"] is None:
-        return "the norm is to be returned: that of the whole gradient, before it was clipped."
+        return "return the norm of the whole gradient, before it was clipped."
     norm, whole = above["norm"], right["norm"]
     moves, wanted = (seen["change of the weights, in learning rates"] for seen in (above, right))
     if difference(above["norm"], right["norm"] ** 2, 1e-3) is None:
         return "this is the sum of the squares, and not the norm: the root is missing."
     if abs(norm / whole - math.sqrt(2)) < 1e-3:
-        return "the squares of both passes are in the norm: measure in the first alone."
+        return "the squares of both passes are in the norm: measure only in the first pass."
     if abs(norm / whole - 0.1) < 1e-3:
-        return "this is the norm after clipping: the norm before it is asked for."
+        return "this is the norm after clipping: return the norm before it."
     if difference(norm, whole, 1e-3):
         return "the norm is that of all gradients as one vector: add up the squares of all numbers, then take the root."
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
-        return "the weights go uphill: the step has the wrong sign."
+        return "the step has the wrong sign: it increases the loss."
     if abs(along - 10) < 1e-2:
-        return "max_norm has no effect: the gradient is stepped by as it came."
+        return "max_norm has no effect: the step uses the unclipped gradient."
     if got["the card"].over and difference(moves, wanted) is None:
         return _WAITS
     if abs(along - 100) < 0.1:
-        return "lr has no effect: each parameter goes by lr * factor * gradient."
+        return "lr has no effect: each parameter moves by lr * factor * gradient."
     if difference(moves, wanted, 1e-3) and not got["the card"].over:
-        return "the weights go elsewhere: the first pass measures and moves nothing, and the second goes by lr * factor * gradient."
+        return "the weights are wrong: the first pass only measures, and the second moves each weight by lr * factor * gradient."
     return None
 
 
@@ -172,16 +172,16 @@ EXERCISES = (
         raises=(
             ("modified by an inplace", "the second pass needs a forward of its own: call loss_of(model) again, since a graph cannot run twice once its weights have moved."),
             ("not NoneType|'NoneType'", "p.grad is None here: a hook of the first pass is still there and frees it, or the parameter is frozen."),
-            ("cannot register a hook|does not require grad", "a frozen parameter is among them, which gets no gradient: take those with requires_grad alone."),
+            ("cannot register a hook|does not require grad", "a hook was put on a frozen parameter, which gets no gradient: use only parameters with requires_grad."),
         ),
         mistakes=(
             Mistake("waits", _waiting, _WAITS),
             Mistake("each its own", _one_pass(False),
-                    "each gradient is clipped by its own norm: all of them have to shrink by the same factor, that of the whole norm."),
+                    "each gradient is clipped by its own norm: all gradients must shrink by the same factor, that of the whole norm."),
             Mistake("so far", _one_pass(True),
-                    "each gradient is clipped by the norm of those so far: the whole norm is known when backward has ended, so it takes a first pass of its own."),
+                    "each gradient is clipped by the norm of the gradients so far: the whole norm is known when backward has ended, so it needs a separate first pass."),
             Mistake("hooks stay", _two_passes(unhook=False),
-                    "the hooks are still on the parameters, so that every later backward steps as well: remove each handle."),
+                    "the hooks are still on the parameters, so every later backward steps too: remove each handle."),
             Mistake("not freed", _two_passes(free=False),
                     "the first pass leaves its gradients in p.grad, where they wait, and the second adds to them: set p.grad = None in both hooks."),
             Mistake("always", _two_passes(always=True),

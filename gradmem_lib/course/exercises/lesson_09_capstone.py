@@ -42,15 +42,15 @@ def under_300() -> tuple[tuple[int, Recipe], tuple[int, Recipe]]:
 
 
 _SAYS = {
-    "not every weight": "the first recipe has adapters, and every weight is to be trained: leave lora_rank out.",
+    "not every weight": "the first recipe has adapters, but it must train every weight: leave lora_rank out.",
     "no adapters": "the second recipe trains every weight: give it adapters of rank 16, lora_rank=16.",
     "few layers": f"the model is too small: {FULL_LAYERS} layers fit with every weight, and {ADAPTER_LAYERS} with adapters.",
-    "rank": "the adapters are asked for with rank 16, lora_rank=16.",
-    "targets": "the adapters are on some linear layers alone: every linear layer gets one, so leave lora_targets out.",
-    "float32": "weights and the embedding's gradient alone are more than 300 MiB in float32: precision='bf16'.",
-    "states": "the weights with the optimizer's states are more than 300 MiB: choose an optimizer that keeps less.",
-    "gradients": "the gradients wait for the end of backward, or of the last micro-batch, beside the weights: in_backward=True frees each one as it comes.",
-    "16 bits": "the frozen weights alone are more than 300 MiB: keep the base in 4 bits, quantized_base=True.",
+    "rank": "the adapters must have rank 16, lora_rank=16.",
+    "targets": "the adapters are only on some linear layers: every linear layer must have one, so leave lora_targets out.",
+    "float32": "weights and the embedding's gradient alone take more than 300 MiB in float32: precision='bf16'.",
+    "states": "weights and optimizer states take more than 300 MiB: choose an optimizer that keeps less.",
+    "gradients": "the gradients wait for the end of backward, or of the last micro-batch, beside the weights: in_backward=True frees each one after its step.",
+    "16 bits": "the frozen weights alone take more than 300 MiB: keep the base in 4 bits, quantized_base=True.",
     "logits": "8 rows have logits of 96 MiB in bf16, and the loss makes larger copies: chunked_loss=True.",
     "activations": "the activations of all layers are kept: checkpointing='per-layer'.",
 }  # fmt: skip
@@ -79,7 +79,7 @@ def what_is_in_the_way(layers: int, recipe: Recipe) -> str:
         return "gradients"
     if recipe.checkpointing is None and recipe.every_n_layers is None:
         return "activations"
-    return f"{layers} layers: the peak is {peak.total:,} bytes, and 300 MiB are {CARD_300:,}; it is in {peak.phase}, and most of it are {max(peak.by_category, key=peak.by_category.get)}"
+    return f"{layers} layers: the peak is {peak.total:,} bytes, and 300 MiB are {CARD_300:,}; it is in {peak.phase}, and the largest part is {max(peak.by_category, key=peak.by_category.get)}"
 
 
 def _wrong_with(layers: int, recipe: Recipe, adapters: bool) -> str:

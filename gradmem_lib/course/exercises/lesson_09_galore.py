@@ -135,16 +135,16 @@ def _observe(candidate):
 
 
 _SIDE = "P is on the wrong side of the gradient: P has a row for each number of the shorter side, as (rows, rank) for a wide matrix."
-_FULL = "the moments are as large as the whole matrix: adam_update takes the small gradient, and its update is mapped back."
+_FULL = "the moments are as large as the whole matrix: pass the small gradient to adam_update, and map its update back."
 # What fits no known mistake, and what is said of it.
 _OTHERS = (
     (_galore(update=_full_moments), _FULL),
-    (_galore(forget=True), "the moments begin again with each new P: only P is replaced, and the moments go on."),
+    (_galore(forget=True), "the moments begin again with each new P: replace only P, and keep the moments."),
     (_galore(pick=lambda U, rank: U[:, -rank:].clone()), "these are the smallest singular directions: the largest come first."),
-    (_galore(new=lambda call, every: call > 0 and (call + 1) % every == 0), "P is renewed one step too early: in the first call, and then in every `every`-th after it."),
-    (_galore(new=lambda call, every: call > 1 and call % every == 1), "P is renewed one step too late: in the first call, and then in every `every`-th after it."),
-    (_galore(update=lambda g, P, state: P @ (P.T @ g)), "the projected gradient itself is the step: it goes through adam_update."),
-    (_galore(by=lambda lr, scale: -lr * scale), "the weights go uphill: the step has the wrong sign."),
+    (_galore(new=lambda call, every: call > 0 and (call + 1) % every == 0), "P is renewed one step too early: renew it in the first call, and then in every `every`-th after it."),
+    (_galore(new=lambda call, every: call > 1 and call % every == 1), "P is renewed one step too late: renew it in the first call, and then in every `every`-th after it."),
+    (_galore(update=lambda g, P, state: P @ (P.T @ g)), "the projected gradient itself is the step: pass it to adam_update first."),
+    (_galore(by=lambda lr, scale: -lr * scale), "the step has the wrong sign: it increases the loss."),
     (_galore(by=lambda lr, scale: scale), "lr has no effect: p moves by lr * scale * update."),
     (_galore(by=lambda lr, scale: 1.0), "lr and scale have no effect: p moves by lr * scale * update."),
     (_galore(by=lambda lr, scale: lr / scale), "the update is divided by scale: p moves by lr * scale * update."),
@@ -156,7 +156,7 @@ def _explain(got, expected):
         return "the step changes p.grad: read it, and leave it to the caller."
     names = list(CASES)
     if not any(got[name]["bytes kept in state"] for name in names):
-        return "state has no tensor: P and both moments live in `state`, which is the same dict in each call of a matrix."
+        return "`state` has no tensor: keep P and both moments in `state`, which is the same dict in each call for one matrix."
     first = "step 1, in lr * scale"
     if not any(got[name][first].any() for name in names):
         return "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
@@ -173,16 +173,16 @@ def _explain(got, expected):
     if kept != wanted and list(got.notes["own"].values()) == wanted:
         return "P is a view, and a view keeps all of the storage that it was cut from: .clone() it."
     if everywhere and any(mine > right for mine, right in zip(kept, wanted, strict=True)):
-        return "the weights are right, and more is kept than P and two moments of the small gradient: the rest can go after the step."
+        return "the weights are right, but more is kept than P and two moments of the small gradient: free the rest after the step."
     if everywhere:
-        return "the weights are right, and P or a moment is not in `state`: keep them there, as the same dict comes back in the next call."
+        return "the weights are right, but P or a moment is not in `state`: keep them there, because the next call gets the same dict."
     if all(first in alike[name] for name in names):
-        return "the first step is right, and a later one is not: P, its renewal or the moments go wrong from call to call."
+        return "the first step is right, but a later one is not: look at how P, its renewal and the moments change from call to call."
     if first in alike[names[0]] and not alike[names[1]]:
-        return "the wide matrix is right, and the tall one is not: there the small gradient is G @ P, and P comes from Vh, which has the directions in its rows."
+        return "the wide matrix is right, but the tall one is not: there the small gradient is G @ P, and P comes from Vh, which has the directions in its rows."
     if first in alike[names[1]] and not alike[names[0]]:
-        return "the tall matrix is right, and the wide one is not: there the small gradient is P.T @ G, and P has a row for each row."
-    return "the first step goes elsewhere: project, then adam_update, then back, then lr * scale."
+        return "the tall matrix is right, but the wide one is not: there the small gradient is P.T @ G, and P has a row for each row."
+    return "the first step is wrong: project, then adam_update, then back, then lr * scale."
 
 
 EXERCISES = (
@@ -194,16 +194,16 @@ EXERCISES = (
         explain=_explain,
         changes=("p", "state"),
         raises=(
-            (r"KeyError", "`state` is empty in the first call: P has to be made there before it is read."),
-            (r"must match|cannot be multiplied|size mismatch|broadcast", "the shapes do not meet: a wide matrix is projected as P.T @ G and mapped back as P @ update, a tall one as G @ P and update @ P.T; Vh has the directions in its rows."),
+            (r"KeyError", "`state` is empty in the first call: make P there before you read it."),
+            (r"must match|cannot be multiplied|size mismatch|broadcast", "the shapes do not fit together: a wide matrix is projected as P.T @ G and mapped back as P @ update, a tall one as G @ P and update @ P.T; Vh has the directions in its rows."),
         ),
         mistakes=(
             Mistake("the long side", _galore(left=lambda rows, columns: rows > columns), _SIDE),
             Mistake("always left", _galore(left=lambda rows, columns: True),
-                    "a tall matrix is projected from the left as well, where its side is the longer one: there P comes from Vh, and the small gradient is G @ P."),
+                    "a tall matrix is projected from the left too, along its longer side: for a tall matrix P comes from Vh, and the small gradient is G @ P."),
             Mistake("no scale", _galore(by=lambda lr, scale: lr), "scale has no effect: p moves by lr * scale * update."),
             Mistake("each step", _galore(new=lambda call, every: True),
-                    "P is renewed in each step, which costs an SVD each time, and moments that belong to other directions: renew it in every `every`-th call."),
+                    "P is renewed in each step: each time this costs an SVD, and the moments belong to the old directions; renew it in every `every`-th call."),
             Mistake("once", _galore(new=lambda call, every: False),
                     "P is never renewed: the gradient's directions change, so take new ones in every `every`-th call."),
             Mistake("full moments", _galore(update=_of_what_is_kept), _FULL),

@@ -101,7 +101,7 @@ def _observe(candidate):
     return found
 
 
-_WHOLE = "too many logits exist at once: take fewer rows of hidden at a time, and let go of their logits before the next."
+_WHOLE = "too many logits exist at once: take fewer rows of hidden at a time, and free their logits before the next rows."
 _MEANS = "every chunk has the same weight (a mean of means): divide each sum by the number of labels in all chunks, not in its own."
 
 
@@ -125,11 +125,9 @@ def _explain(got, expected):
         ]
         every = F.cross_entropy(logits, labels.clamp(min=0), reduction="sum") / (labels != IGNORED).sum()
     if any(difference(mine["loss"], other) is None for other in bent):
-        return "these are other logits: cap * tanh(z / cap), with the cap that is given."
+        return "the logits are wrong: use cap * tanh(z / cap), with the given cap."
     if difference(mine["loss"], every) is None:
-        return (
-            "labels of -100 count here as label 0: they are to be ignored, in the loss and in both gradients."
-        )
+        return "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
     if got["the card"].over and difference(got[name], expected[name]) is None:
         return _WHOLE
     if mine["matrix products in backward"]:
@@ -139,7 +137,7 @@ def _explain(got, expected):
     if right["hidden.grad"][-1].any() and not mine["hidden.grad"][-1].any():
         return "the last rows are left out: the last chunk may be shorter than the others."
     if difference(mine["hidden.grad"], 2 * right["hidden.grad"]) is None:
-        return "the gradients come twice, from backward and from the chunks: detach() hidden and weight in forward."
+        return "the gradients are added twice, by backward and by the chunks: detach() hidden and weight in forward."
     if all(difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")) and difference(
         mine["weight.grad"], right["weight.grad"]
     ):
@@ -165,11 +163,11 @@ EXERCISES = (
         mistakes=(
             Mistake("whole", _but(chunk=1000), _WHOLE),
             Mistake("cap not derived", _but(slope=False),
-                    "the loss is right, and its gradient leaves the cap out: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2."),
+                    "the loss is right, but its gradient leaves out the cap: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2."),
             Mistake("no cap", _but(capped=False), "the cap has no effect: the logits are cap * tanh(hidden @ weight.T / cap)."),
             Mistake("upstream", _but(lambda ctx, d_loss: (*ctx.saved_tensors, None, None)),
-                    "backward leaves out the gradient that it is given: multiply by it, or a loss that is scaled afterwards is not."),
-            Mistake("all rows", _but(everyone=True), "this divides by all rows: labels of -100 are ignored, and do not count."),
+                    "backward leaves out the gradient that it is given: multiply by it, or scaling the loss afterwards has no effect on the gradients."),
+            Mistake("all rows", _but(everyone=True), "this divides by all rows: labels of -100 are ignored, so do not count them."),
             Mistake("mean of means", _but(of_means=True), _MEANS),
         ),
     ),

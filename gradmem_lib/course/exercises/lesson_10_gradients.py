@@ -105,20 +105,18 @@ def _explain_average(got, expected):
     mine, right = got[name], expected[name]
     own = [flat(p.new_zeros(p.shape) if p.grad is None else p.grad for p in m.parameters()) for m in _trained(3, torch.float64, (0, 1, 2))]  # fmt: skip
     if mine["weights"].any():
-        return (
-            "the weights have changed: average the gradients alone, and leave the weights to the optimizer."
-        )
+        return "the weights have changed: average only the gradients, and leave the weights to the optimizer."
     first, last = mine["gradients on rank 0"], mine["gradients on the last rank"]
     if torch.equal(first, own[0]) and torch.equal(last, own[2]):
-        return "the gradients are what they were: write the mean back, into p.grad of every rank."
+        return "the gradients have not changed: write the mean back, into p.grad of every rank."
     if torch.allclose(first, right["gradients on rank 0"]) and torch.equal(last, own[2]):
-        return "rank 0 alone has the mean: every rank makes the same update, so every rank needs it."
+        return "only rank 0 has the mean: every rank makes the same update, so every rank needs it."
     if torch.allclose(3 * first, own[0]) and torch.allclose(3 * last, own[2]):
-        return "each rank's own gradient is divided, and nothing is added up: all_reduce first."
+        return "each rank divides its own gradient, but nothing is added up: all_reduce first."
     if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
-        return "the sum is divided twice by the number of ranks: once makes the mean."
+        return "the sum is divided twice by the number of ranks: divide once."
     if mine["frozen weights with a gradient"]:
-        return "frozen weights get a gradient, which costs their bytes and the link's time: leave out what does not require one."
+        return "frozen weights get a gradient, which costs memory and time on the link: leave out weights that require no gradient."
     return None
 
 
@@ -175,7 +173,7 @@ def _explain_scale(got, expected):
     cases = list(_batches().items())
     mine = {name: list(got[name].values()) for name, _ in cases}
     if not all(isinstance(scale, (int, float)) for each in mine.values() for scale in each):
-        return "one number is asked for, by which each summed loss is multiplied."
+        return "return one number, by which each summed loss is multiplied."
 
     def everywhere(formula) -> bool:
         """Whether ``formula(labels that count on this rank, on all, ranks, micro-batches)`` is what every rank returns."""
@@ -187,16 +185,16 @@ def _explain_scale(got, expected):
         return True
 
     for formula, says in (
-        (lambda own, all, ranks, k: all / ranks, "this is what to divide by: the factor is asked for, ranks / labels."),
+        (lambda own, all, ranks, k: all / ranks, "this is the number to divide by: return the factor, ranks / labels."),
         (lambda own, all, ranks, k: ranks / own, "each rank divides by its own labels: all_reduce their number first, so that a label counts the same everywhere."),
         (lambda own, all, ranks, k: 1 / (own * ranks), "each rank divides by its own labels: all_reduce their number first, so that a label counts the same everywhere."),
         (lambda own, all, ranks, k: 1 / (all * k), "the loss is divided by the number of micro-batches too: the labels of all of them are counted already."),
         (lambda own, all, ranks, k: ranks / (all * k), "the loss is divided by the number of micro-batches too: the labels of all of them are counted already."),
-        (lambda own, all, ranks, k: 1 / ranks, "no label is counted: the summed loss is to become a mean over the labels of all ranks."),
-        (lambda own, all, ranks, k: 1 / k, "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
-        (lambda own, all, ranks, k: ranks / k, "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
-        (lambda own, all, ranks, k: 1 / (k * ranks), "micro-batches are counted: the loss is a sum over labels, of which each has another number."),
-        (lambda own, all, ranks, k: own / all, "this is the rank's share of the labels: a summed loss grows with them by itself."),
+        (lambda own, all, ranks, k: 1 / ranks, "no label is counted: the summed loss must become a mean over the labels of all ranks."),
+        (lambda own, all, ranks, k: 1 / k, "micro-batches are counted: the loss is a sum over labels, and micro-batches have different numbers of labels."),
+        (lambda own, all, ranks, k: ranks / k, "micro-batches are counted: the loss is a sum over labels, and micro-batches have different numbers of labels."),
+        (lambda own, all, ranks, k: 1 / (k * ranks), "micro-batches are counted: the loss is a sum over labels, and micro-batches have different numbers of labels."),
+        (lambda own, all, ranks, k: own / all, "this is the rank's share of the labels: a summed loss already grows with the number of labels."),
         (lambda own, all, ranks, k: all, "this is the number of labels: the factor is ranks / labels."),
     ):  # fmt: skip
         if everywhere(formula):
@@ -213,15 +211,15 @@ EXERCISES = (
         reference=average_gradients,
         observe=_observe_average,
         explain=_explain_average,
-        raises=((rf"{APART}|equal size|must match", "the ranks do not make the same calls: one has left out a weight for which it has no gradient. There its gradient counts as zeros."),),
+        raises=((rf"{APART}|equal size|must match", "the ranks do not make the same calls: one leaves out a weight for which it has no gradient. On that rank its gradient counts as zeros."),),
         mistakes=(
             Mistake("sum", _averaged(over=lambda: 1), "this is the sum over the ranks: divide it by their number, or the learning rate grows with them."),
-            Mistake("two", _averaged(over=lambda: 2), "the sum is divided by 2, however many ranks there are: dist.get_world_size() says."),
-            Mistake("weights", _weights, "the weights are averaged, not the gradients, so that each rank still steps by its own."),
-            Mistake("rank 0's", _averaged(send=_broadcast, over=lambda: 1), "every rank gets rank 0's gradient: what the others have found is lost. all_reduce adds them up."),
-            Mistake("a copy", _averaged(tensor=lambda p: p.grad.clone()), "the gradients are what they were: all_reduce p.grad itself, or write the mean of a copy back into it."),
+            Mistake("two", _averaged(over=lambda: 2), "the sum is divided by 2, however many ranks there are: use dist.get_world_size()."),
+            Mistake("weights", _weights, "the weights are averaged, not the gradients, so each rank still steps with its own gradient."),
+            Mistake("rank 0's", _averaged(send=_broadcast, over=lambda: 1), "every rank gets rank 0's gradient: the other gradients are lost. all_reduce adds them up."),
+            Mistake("a copy", _averaged(tensor=lambda p: p.grad.clone()), "the gradients have not changed: all_reduce p.grad itself, or write the mean of a copy back into it."),
             Mistake("skips", _averaged(of=_each),
-                    "the ranks do not make the same calls: one has left out a weight for which it has no gradient. There its gradient counts as zeros."),
+                    "the ranks do not make the same calls: one leaves out a weight for which it has no gradient. On that rank its gradient counts as zeros."),
         ),
     ),
     Exercise(
@@ -233,17 +231,17 @@ EXERCISES = (
         raises=((r"ZeroDivision|division by zero", "a rank may have no label at all: divide by the labels of all ranks."), *_APART),
         mistakes=(
             Mistake("own", _scaled(total=lambda own: own, scale=lambda own, total, mine: 1 / max(own, 1)),
-                    "each rank divides by its own labels (a mean of means): a label on a rank that has few counts more. all_reduce the number first."),
+                    "each rank divides by its own labels (a mean of means): a label on a rank with few labels counts more. all_reduce the number of labels first."),
             Mistake("not averaged", _scaled(scale=lambda own, total, mine: 1 / total),
-                    "the ranks' gradients are averaged afterwards, which divides by their number once more: multiply by it."),
+                    "averaging the ranks' gradients afterwards divides by the number of ranks too: multiply by it."),
             Mistake("divided", _scaled(scale=lambda own, total, mine: 1 / (total * dist.get_world_size())),
-                    "this divides by the number of ranks, and averaging does so too: multiply by it."),
+                    "this divides by the number of ranks, but averaging does so too: multiply by it."),
             Mistake("all labels", _scaled(count=lambda mine: sum(labels.numel() for labels in mine)),
                     "labels of -100 are counted: they have no loss."),
             Mistake("rows", _scaled(count=lambda mine: sum(len(labels) for labels in mine)),
                     "rows are counted: the loss is a sum over labels, and rows have different numbers of them."),
             Mistake("last", _scaled(count=lambda mine: _count(mine[-1:])),
-                    "one micro-batch is counted: the update is of all of them."),
+                    "only one micro-batch is counted: the update uses all of them."),
         ),
     ),
 )  # fmt: skip

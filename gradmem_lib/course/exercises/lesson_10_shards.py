@@ -177,17 +177,17 @@ def _observe_layer(candidate):
 def _explain_layer(got, expected):
     mine, right = got["2 ranks"], expected["2 ranks"]
     if mine["numbers held on rank 0"] > right["numbers held on rank 0"]:
-        return "the layer holds more than this rank's rows: keep weight.chunk(ranks)[rank].clone() alone."
+        return "the layer holds more than this rank's rows: keep only weight.chunk(ranks)[rank].clone()."
     for part in mine:
         if mine[part] is None:
             return f"{part} is None: backward returns a gradient for x and one for the shard."
     name = next((part for part in right if difference(mine[part], right[part])), "")
     if "output" in name:
         if "second" in name:
-            return "the first output is right, and the one after an update is not: the weight is gathered anew each time."
-        return "the output is not that of the whole layer: gather the shards in the order of the ranks, and multiply by the transpose."
+            return "the first output is right, but the output after an update is not: gather the weight again each time."
+        return "the output differs from that of the whole layer: gather the shards in the order of the ranks, and multiply by the transpose."
     if "x.grad" in name:
-        return "x.grad is wrong: it takes the whole weight, d_out @ weight, and no mean over ranks, since x is this rank's own."
+        return "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean over ranks, since x belongs to this rank."
     if "gradient" in name:
         if not len(mine[name]) or not mine[name].any():
             return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
@@ -271,9 +271,9 @@ def _explain_wrap(got, expected):
     if got["weights that stay whole"]:
         return "some weights stay whole on every rank, and nobody averages their gradients: fully_shard(model) takes what the layers leave."
     if difference(got["two ranks"], expected["two ranks"]):
-        return "the gradients are not those of one process: fully_shard each layer, then the model, in float32, and run the model as it is."
+        return "the gradients differ from those of one process: fully_shard each layer, then the model, in float32, and do not change how the model runs."
     if not got["gathered again in backward (1 is yes)"]:
-        return "weights stay gathered from forward to backward, or all at once: each layer is a unit, and frees them after forward."
+        return "weights stay gathered from forward to backward, or all are gathered at once: each layer is a unit, and frees its weights after forward."
     if got["all-gathers beyond 20"]:
         return "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
     return None
@@ -289,16 +289,16 @@ EXERCISES = (
         raises=((rf"{APART}", "the ranks do not make the same calls: each gathers once in forward, and gathers and reduces once in backward."),
                 (r"shapes cannot be multiplied|size mismatch|must match the size", "x may have more than two dimensions, and the weight is (outputs, inputs): x @ weight.T, and d_out.flatten(0, -2).T @ x.flatten(0, -2).")),
         mistakes=(
-            Mistake("keeps it", _layer(again=False), "the whole weight is kept from forward to backward, of every layer: save the shard, and gather again."),
+            Mistake("keeps it", _layer(again=False), "the whole weight of every layer is kept from forward to backward: save the shard, and gather again."),
             Mistake("not reduced", _layer(reduce=lambda whole: whole.chunk(dist.get_world_size())[dist.get_rank()].clone()),
-                    "each rank keeps its rows of its own gradient: those of the other ranks, for their rows of the batch, are missing. reduce_scatter adds them up."),
-            Mistake("sum", _layer(reduce=lambda whole: own_mean(whole) * dist.get_world_size()), "the gradient is the sum over the ranks: the mean is asked for."),
+                    "each rank keeps its rows of its own gradient: the gradients from the other ranks' batches are missing. reduce_scatter adds them up."),
+            Mistake("sum", _layer(reduce=lambda whole: own_mean(whole) * dist.get_world_size()), "the gradient is the sum over the ranks: return the mean."),
             Mistake("all-reduce", _layer(reduce=_all_reduced),
-                    "the numbers are right, and every rank receives the whole gradient: reduce_scatter sends it its own rows alone, half as many bytes."),
+                    "the numbers are right, but every rank receives the whole gradient: reduce_scatter sends each rank only its own rows, half as many bytes."),
             Mistake("plain autograd", _layer(run=_plain_gather),
-                    "autograd does not see through an all_gather, so that the shard gets no gradient: write forward and backward of a torch.autograd.Function."),
+                    "autograd does not follow an all_gather, so the shard gets no gradient: write forward and backward of a torch.autograd.Function."),
             Mistake("x averaged", _layer(back=lambda d_out, weight: d_out @ weight / dist.get_world_size()),
-                    "x.grad is divided by the number of ranks: x is this rank's own, and so is its gradient."),
+                    "x.grad is divided by the number of ranks: x belongs to this rank, and so does its gradient."),
         ),
     ),
     Exercise(
@@ -312,16 +312,16 @@ EXERCISES = (
         raises=((r"Invariant encountered|already", "fully_shard(model) takes all that is not sharded yet: the layers come first, the model last."),
                 (r"comm\.cpp", "DistributedDataParallel leaves a whole copy of the model on every rank: fully_shard cuts it.")),
         mistakes=(
-            Mistake("no checkpoints", _sharded(), "every layer's activations are kept: switch checkpoints on, before the layers are sharded."),
+            Mistake("no checkpoints", _sharded(), "every layer's activations are kept: switch on checkpointing before you shard the layers."),
             Mistake("root only", _checkpointed(_sharded(layers=False)),
-                    "the whole model is one unit, gathered at once: each layer by itself, so that one or two are whole at a time."),
+                    "the whole model is one unit, gathered at once: shard each layer separately, so that only one or two are whole at a time."),
             Mistake("layers only", _checkpointed(_sharded(root=False)),
                     "embeddings, the last norm and the head stay whole on every rank, and nobody averages their gradients: fully_shard(model) takes what the layers leave."),
             Mistake("kept gathered", _checkpointed(_sharded(reshard_after_forward=False)),
                     "every layer stays whole from forward to backward (ZeRO-2): leave reshard_after_forward as it is."),
             Mistake("bf16", _checkpointed(_sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
-                    "the layers compute in bf16: no mixed precision is asked for."),
-            Mistake("checkpoints alone", _checkpointed(lambda model, mesh: model), "nothing is sharded: every rank has the whole model, and learns from its own rows alone."),
+                    "the layers compute in bf16: use no mixed precision here."),
+            Mistake("checkpoints alone", _checkpointed(lambda model, mesh: model), "nothing is sharded: every rank has the whole model, and learns only from its own rows."),
         ),
     ),
 )  # fmt: skip

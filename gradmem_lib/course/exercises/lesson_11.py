@@ -2,10 +2,10 @@
 
 from .fitting import AGAIN, BF16, BROKEN, LORA, QLORA, WHY, puzzle_exercise
 
-FLOAT32_FROZEN = "the weights alone are more than there is: autocast leaves them in float32, frozen or not."
-_BITS = "quantized_base needs lora_rank, and precision 'bf16' or 'float32': autocast would write out the 4 bits in another dtype, and Recipe refuses."
-_STEPS = "in_backward and accumulation exclude each other, and Recipe refuses: a gradient cannot be freed and added to."
-_LOGITS = "it is the head: the logits of a micro-batch, a number for each token and each word, make the peak."
+FLOAT32_FROZEN = "the weights alone do not fit: autocast leaves them in float32, frozen or not."
+_BITS = "quantized_base needs lora_rank, and precision 'bf16' or 'float32', or Recipe refuses: autocast would convert the 4 bits to another dtype."
+_STEPS = "Recipe refuses in_backward together with accumulation: a gradient that is freed cannot be added to."
+_LOGITS = "the head makes the peak: the logits of a micro-batch have one number for each token and each word."
 IN_BACKWARD = BF16 | {"in_backward": True}
 
 EXERCISES = (
@@ -52,7 +52,7 @@ EXERCISES = (
         ("kept", QLORA | {"accumulation": 8}, WHY["kept"]),
         ("all rows at once", QLORA | {"offload": "activations"}, WHY["head"]),
         ("inputs of checkpoints", QLORA | {"offload": "boundaries", "accumulation": 8},
-         "offload='boundaries' moves the inputs of checkpointed layers, and this recipe has none, so Recipe refuses."),
+         "offload='boundaries' moves the inputs of checkpointed layers, but this recipe has no checkpoints, so Recipe refuses."),
     ),
     puzzle_exercise(
         "11.6", 2, 3, "the smallest card, where every part counts",

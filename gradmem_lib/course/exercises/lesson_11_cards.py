@@ -8,7 +8,7 @@ from ..exercise import Exercise, Mistake
 from ..puzzles import puzzle, search
 from .fitting import AGAIN, BF16, BROKEN, LORA, QLORA, WHY, puzzle_exercise
 
-_LOGITS = "it is the head: the logits of a micro-batch, a number for each token and each word, make the peak."
+_LOGITS = "the head makes the peak: the logits of a micro-batch have one number for each token and each word."
 _CUT = BF16 | AGAIN | {"sharding": "fsdp"}
 _TWO = QLORA | AGAIN | {"sharding": "fsdp"}
 FORBIDS = puzzle("11.12")
@@ -32,15 +32,15 @@ def _name(answer):
 
 _INSTEAD = {
     "parameters": "the parameters alone fit: in 16 bits they take little more than half of the card.",
-    "optimizer": "the optimizer's states can be made next to nothing: Adafactor keeps a sum for each row and column.",
-    "activations": "activations can be made small: one row at a time, and checkpoints in every layer.",
-    "temporaries": "what is temporary can be made small: one row at a time, the loss in chunks, an optimizer that works in place.",
-    "other": "'other' is CUDA's context and the allocator's idle blocks: without them it would not fit either.",
+    "optimizer": "the optimizer's states can be made very small: Adafactor keeps a sum for each row and column.",
+    "activations": "activations can be made small: use one row at a time, and checkpoints in every layer.",
+    "temporaries": "temporaries can be made small: use one row at a time, the loss in chunks, an optimizer that works in place.",
+    "other": "'other' is CUDA's context and the allocator's idle blocks: without them the recipe would not fit either.",
 }
 
 
 def _explain(got, expected) -> str:
-    return f"the answer is the name of one category: {', '.join(CATEGORIES)}. Given was {got}."
+    return f"the answer is the name of one category: {', '.join(CATEGORIES)}. You gave {got}."
 
 
 EXERCISES = (
@@ -66,7 +66,7 @@ EXERCISES = (
         "11.9", 3, 3, "weights that a token hardly uses, and that are there all the same",
         ("every weight", BF16 | AGAIN | {"optimizer": "adafactor-torch", "accumulation": 8}, WHY["gradients"]),
         ("nothing runs again", LORA | {"accumulation": 8}, WHY["kept"]),
-        ("4 bits", QLORA | {"accumulation": 8}, "4 bits are for linear layers, and a mixture's experts are none: nearly all of the weights stay in 16 bits."),
+        ("4 bits", QLORA | {"accumulation": 8}, "4 bits are for linear layers, and a mixture's experts are not linear layers: nearly all of the weights stay in 16 bits."),
         ("mixed precision", LORA | AGAIN | {"precision": "autocast-bf16", "accumulation": 8}, WHY["weights"]),
         ("all rows at once", LORA | AGAIN, WHY["head"]),
         ("in backward", BF16 | AGAIN | {"optimizer": "adafactor-torch", "in_backward": True, "chunked_loss": True}, WHY["beside"]),
@@ -77,7 +77,7 @@ EXERCISES = (
         ("states cut", _CUT | {"sharding": "zero1"}, WHY["weights"]),
         ("gathered", _CUT | {"sharding": "zero2"}, WHY["weights"]),
         ("float32", _CUT | {"precision": "float32-master"}, WHY["states"]),
-        ("one card", BF16 | AGAIN, "8 cards train together, and the recipe does not say how they share: give sharding."),
+        ("one card", BF16 | AGAIN, "8 cards train together, but the recipe does not say how they share: set sharding."),
         ("adapters", LORA | AGAIN | {"sharding": "fsdp"}, BROKEN["full"]),
     ),
     puzzle_exercise(
@@ -87,7 +87,7 @@ EXERCISES = (
         ("copies", _TWO | {"sharding": "ddp"}, WHY["weights"]),
         ("nothing runs again", QLORA | {"sharding": "fsdp", "accumulation": 2}, WHY["kept"]),
         ("one row at a time", _TWO | {"accumulation": 2}, WHY["beside"]),
-        ("the loss in chunks", _TWO | {"chunked_loss": True}, "chunked_loss goes around the model's own call, in which cards gather their weights, and Recipe refuses: a smaller micro-batch has fewer logits too."),
+        ("the loss in chunks", _TWO | {"chunked_loss": True}, "Recipe refuses chunked_loss here: it does not use the model's own call, in which cards gather their weights; a smaller micro-batch has fewer logits too."),
     ),
     Exercise(
         id="11.12", title=FORBIDS.title, difficulty=3, minutes=2, trains="naming what no recipe makes small enough",

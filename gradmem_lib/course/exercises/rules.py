@@ -13,7 +13,7 @@ from ..recognising import fact, most_alike
 
 BESIDE = "a second parameter"
 START = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
-LOST = "p is where it was: `p = p - …` makes a new tensor and lets the parameter go; change it in place, as p.sub_(…) does."
+LOST = "p has not changed: `p = p - …` makes a new tensor and does not touch the parameter; change p in place, as p.sub_(…) does."
 
 
 class Watched:
@@ -67,7 +67,7 @@ def read_off(
             for seen in (got, expected)
         )
         if any(not torch.equal(seen["grad"], seen["grad before"]) for seen in got.values()):
-            return "the gradient is not the same any more: it is not yours to change; compute beside it, or in the state."
+            return "the gradient has changed: you must not change it; use another tensor, or the state."
         if all(torch.equal(seen["p"], START) for seen in got.values()):
             return LOST
         wrong = [case for case in got if difference(got[case], expected[case])]
@@ -100,7 +100,7 @@ def _one_size(first: dict, right: dict) -> str:
     steps = [(START - seen["p"]) / seen["grad before"] for seen in (first, right)]
     same, wanted = (torch.allclose(step, step[0].expand(4), rtol=1e-6) for step in steps)
     return (
-        "every number of p is divided by the same: v has one number for each of them, not one for all."
+        "every number of p is divided by the same number: v has one number for each of them, not one for all."
         if same and not wanted
         else ""
     )
@@ -118,16 +118,16 @@ def _where(case: str, cases: list[str], first: dict) -> str:
     """What the first case that goes wrong tells, of all that were tried."""
     settings = case.partition(" with ")[2]
     if case.startswith(BESIDE):
-        return "one parameter alone goes right, two in turn do not: remember in `state`, which each of them has for itself."
+        return "this is right for one parameter, but wrong for two in turn: keep everything in `state`, because each parameter has its own."
     if settings != cases[0].partition(" with ")[2]:
         if "eps" in settings and settings == cases[-1].partition(" with ")[2]:
-            return "right while eps is tiny, and wrong where it is 0.1: look at what eps is added to, and that it is the one that was given."
-        return "right with the first settings and wrong with others: a number is fixed that should come from the arguments."
+            return "this is right for a tiny eps, and wrong for 0.1: look at what eps is added to, and use the given eps."
+        return "this is right with the first settings and wrong with others: a number is fixed that should come from the arguments."
     if case != cases[0]:
-        return "the first step is right and later ones are not: look at what `state` remembers, and how the average goes on."
+        return "the first step is right, but later ones are not: look at what `state` keeps, and how the average continues."
     if torch.equal(first["p"], START):
-        return "the first step leaves p where it was: the step that makes the state moves p like any other."
-    return "the very first step is wrong already: look at the formula, before what `state` remembers."
+        return "the first step does not change p: the step that makes the state must move p too."
+    return "already the first step is wrong: look at the formula first, then at what `state` keeps."
 
 
 def _one_of(table: dict, wrong: set, right):
@@ -153,18 +153,18 @@ def momentum(p, grad, state, lr, beta, *, wrong):
 
 
 AGAIN = "the average starts from zero in every step: make it once, keep it in `state`, and write the new value back there."
-EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by far too much."
+EPS_INSIDE = "eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by a much too large number."
 
 MOMENTUM = {
     "sum": "this adds the whole gradient to m, as torch.optim.SGD does: here m is an average, which takes 1 - beta of it.",
     "swapped": "the weights are swapped: m keeps beta of itself and takes 1 - beta of the gradient.",
     "re-created": AGAIN,
-    "begins": "m starts as the whole first gradient: start from zeros, and take 1 - beta of the first one as of any other.",
-    "by the gradient": "m is kept and not used: the step goes along m, not along the gradient.",
-    "uphill": "this walks uphill: subtract lr * m.",
-    "corrected": "this corrects m for its start at zero, as Adam will: here m is used as it is.",
-    "ahead": "this looks one step ahead (Nesterov): here the step goes along m itself.",
-    "old m": "this steps along the m of the step before: take the new gradient in first.",
+    "begins": "m starts as the whole first gradient: start from zeros, and take 1 - beta of the first one, like any other.",
+    "by the gradient": "m is kept but not used: the step must use m, not the gradient.",
+    "uphill": "this increases the loss: subtract lr * m.",
+    "corrected": "this corrects m for its start at zero, as Adam does: here use m as it is.",
+    "ahead": "this looks one step ahead (Nesterov): here the step uses m itself.",
+    "old m": "this uses the m of the step before: add the new gradient to m first.",
     "no lr": "the learning rate is missing: the step is lr * m.",
 }
 
@@ -195,22 +195,22 @@ def second_moment(p, grad, state, lr, beta, eps, *, wrong):
 
 SECOND_MOMENT = {
     "not squared": "v averages the gradient itself: it must average its square, or signs cancel and the root of a negative is nan.",
-    "no root": "the root is missing: v has the size of a squared gradient, and sqrt(v) that of a gradient.",
+    "no root": "the root is missing: v is as large as a squared gradient, and sqrt(v) as large as a gradient.",
     "eps inside": EPS_INSIDE,
-    "old v": "this divides by the v of the step before: take the new gradient in first.",
+    "old v": "this divides by the v of the step before: add the new gradient to v first.",
     "sum": "this adds the whole square: v is an average, which takes 1 - beta of it.",
     "re-created": AGAIN,
-    "begins": "v starts as the whole first square: start from zeros, and take 1 - beta of the first one as of any other.",
-    "corrected": "this corrects v for its start at zero, as Adam will: here v is used as it is.",
+    "begins": "v starts as the whole first square: start from zeros, and take 1 - beta of the first one, like any other.",
+    "corrected": "this corrects v for its start at zero, as Adam does: here use v as it is.",
     "swapped": "the weights are swapped: v keeps beta of itself and takes 1 - beta of the square.",
     "no eps": "eps is left out, or is not the one that was given: add it to the root of v.",
-    "v unused": "this divides by the size of this very gradient, not by the average: then every step is as long as lr.",
+    "v unused": "this divides by the magnitude of the current gradient, not by the average: then every step has the length lr.",
     "all": "v adds up all squares and forgets none (Adagrad): an average keeps beta of itself and takes 1 - beta of the square.",
-    "absolute": "v averages the gradient's size: it averages its square, and the root comes afterwards.",
+    "absolute": "v averages the gradient's magnitude: it must average its square, and the root comes afterwards.",
     "multiplied": "the gradient is multiplied by the root of v: divide by it.",
-    "no division": "v is kept and not used: divide the gradient by its root.",
+    "no division": "v is kept but not used: divide the gradient by its root.",
     "no lr": "the learning rate is missing.",
-    "uphill": "this walks uphill: subtract.",
+    "uphill": "this increases the loss: subtract.",
 }
 
 
@@ -297,43 +297,43 @@ def factor_of(lr: float, weight_decay: float) -> Callable:
 
 ADAM = {
     "t from 2": "t begins at 2: the first step has t = 1, so count once a step.",
-    "along the gradient": "m is kept and not used: the step goes along m_hat, not along the gradient.",
+    "along the gradient": "m is kept but not used: the step must use m_hat, not the gradient.",
     "betas": "the betas are swapped: beta1 is for m, beta2 for v.",
-    "stored": "the corrected m and v are stored: they are new tensors for this step alone; m and v stay as they are in `state`.",
-    "m not corrected": "v is corrected and m is not.",
-    "no correction": "this is Adam without bias correction: m and v start at zero, and are too small until they have filled up.",
-    "v not corrected": "m is corrected and v is not: v fills up a hundred times more slowly, so it needs it more.",
-    "begins": "m and v start as the first gradient and its square: they start at zero, and the correction is for that.",
+    "stored": "the corrected m and v are stored: they are new tensors, only for this step; m and v stay as they are in `state`.",
+    "m not corrected": "v is corrected but m is not.",
+    "no correction": "this is Adam without bias correction: m and v start at zero, and are too small at first.",
+    "v not corrected": "m is corrected but v is not: v grows a hundred times more slowly, so it needs the correction more.",
+    "begins": "m and v start as the first gradient and its square: they must start at zero, which the correction makes up for.",
     "eps inside": EPS_INSIDE,
     "re-created": "m and v start from zero in every step: make them once, when `state` is empty.",
     "t stays 1": "t is 1 in every step: keep it in `state` and count on.",
-    "no root": "the root is missing: v_hat has the size of a squared gradient.",
+    "no root": "the root is missing: v_hat is as large as a squared gradient.",
     "not squared": "v averages the gradient itself: it must average its square.",
     "sums": "the whole gradient and its square are added: an average takes 1 - beta of them.",
     "no eps": "eps is left out, or is not the one that was given: it is added to the root of v_hat.",
     "eps corrected": "eps is added before the correction, which then divides it too: correct v first, then the root, then eps.",
     "v corrected late": "the root is taken before the correction: divide v by 1 - beta2**t first, then take the root.",
-    "a decay of 0.01": "this decays p by 0.01 as well: there is no weight decay in this exercise, or another one.",
-    "both by beta1": "both moments are corrected with beta1: v has filled up by 1 - beta2**t.",
-    "both by beta2": "both moments are corrected with beta2: m has filled up by 1 - beta1**t.",
-    "crossed": "the corrections are crossed: m is divided by 1 - beta1**t, and v by 1 - beta2**t.",
-    "root of c1": "m is divided by the root of its correction: the root is for v alone, and comes after its own.",
+    "a decay of 0.01": "this also decays p by 0.01: this exercise has no weight decay, or another one.",
+    "both by beta1": "both moments are corrected with beta1: divide v by 1 - beta2**t.",
+    "both by beta2": "both moments are corrected with beta2: divide m by 1 - beta1**t.",
+    "crossed": "the corrections are swapped: m is divided by 1 - beta1**t, and v by 1 - beta2**t.",
+    "root of c1": "m is divided by the root of its correction: only v gets a root, after its correction.",
     "gradient corrected": "the gradient is corrected here, and m is not used: m_hat is m / (1 - beta1**t).",
     "multiplied": "the corrections are multiplied in: m and v are too small, so divide by 1 - beta**t.",
     "without 1 -": "this divides by beta**t: the correction is 1 - beta**t.",
-    "v unused": "v is kept and not used: divide m_hat by the root of v_hat.",
+    "v unused": "v is kept but not used: divide m_hat by the root of v_hat.",
     "no lr": "the learning rate is missing.",
-    "uphill": "this walks uphill: subtract.",
+    "uphill": "this increases the loss: subtract.",
 }
 ADAMW = ADAM | {
     "no correction": "this is AdamW without bias correction.",
     "decay constant": "a constant is subtracted, not a share of p: shrink p by the factor 1 - lr * weight_decay.",
     "decay twice": "p is decayed twice, before the step and after it.",
-    "decay in the step": "the decay is inside the step, and is divided by the root of v there: AdamW shrinks p itself.",
-    "decay in the gradient": "the decay goes into the gradient, and is divided by the root of v there: that is Adam with weight decay; AdamW shrinks p itself.",
-    "decay without lr": "the decay lacks the learning rate: shrink p by the factor 1 - lr * weight_decay.",
+    "decay in the step": "the decay is part of the step, and so is divided by the root of v: AdamW shrinks p itself.",
+    "decay in the gradient": "the decay is added to the gradient, and so is divided by the root of v: that is Adam with weight decay; AdamW shrinks p itself.",
+    "decay without lr": "the decay has no learning rate: shrink p by the factor 1 - lr * weight_decay.",
     "decay grows": "the sign is wrong: this makes p larger.",
-    "decay afterwards": "almost: the decay comes after the step, so it shrinks the step too. First the decay, then Adam.",
+    "decay afterwards": "almost: the decay comes after the step, so it shrinks the step too. Decay first, then Adam's step.",
     "no decay": "the decay has no effect on p: shrink it in place, p.mul_(1 - lr * weight_decay).",
     "lr squared": "the decay has the learning rate twice: the factor is 1 - lr * weight_decay.",
 }

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..recognising import times
 
 NO_STEP = "optimizer.step() is missing: the weights never move."
-ANOTHER_STEP = "the weights move, and not by the optimizer that was given: call step() on that one."
-NOTHING = "no gradient is left in .grad: backward is not called, or everything is zeroed after it."
+ANOTHER_STEP = "the weights move, but not by the given optimizer: call step() on that one."
+NOTHING = "no gradient is left in .grad: backward is not called, or the gradients are zeroed after it."
 
 
 def weights_of(
@@ -60,7 +60,7 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
         if math.isclose(by_count[0], k, rel_tol=1e-3):
             return f"this adds up the means of the micro-batches: with {k} of them the {what} is about {k} times too large."
         if math.isclose(by_count[0], k / total, rel_tol=1e-3):
-            return "means are divided by the total here, as if they were sums: a mean is divided by its own count already, so multiply it by that count first."
+            return "means are divided by the total here, as if they were sums: a mean is already divided by its own count, so multiply it by that count first."
         return (
             f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a token of a short one then "
             "counts more than one of a long one; divide sums by the total."
@@ -69,18 +69,18 @@ def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient")
     if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
         return "this divides by the items seen so far, a running total: the total of the whole window must be known before the first backward."
     if _same([ratio / count for ratio, count in used]):
-        return "each sum is multiplied by its count: a sum has that weight already, so only divide it by the total."
+        return "each sum is multiplied by its count: a sum already has that weight, so only divide it by the total."
     if _same([ratio * count**2 for ratio, count in used]):
-        return "the weights are upside down: each is divided by its count, where it must be multiplied."
+        return "the weights are upside down: each mean is divided by its count, but must be multiplied by it."
     return None
 
 
 def _missing(gone: list[int], k: int, what: str) -> str:
     if gone == list(range(1, k)):
         lost = " (a zero_grad inside the window?)" if what == "gradient" else ""
-        return f"the last micro-batch alone counts in the {what}: those before it are lost{lost}."
+        return f"only the last micro-batch counts in the {what}: those before it are lost{lost}."
     if gone == list(range(2, k + 1)):
-        return f"the first micro-batch alone counts in the {what}."
+        return f"only the first micro-batch counts in the {what}."
     which = "the last one" if gone == [k] else f"number {' and '.join(map(str, gone))} of {k}"
     return f"a micro-batch is missing from the {what}: {which}."
 
@@ -91,7 +91,7 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
     known = [
         (1.0, None),
         (total, f"no division: this is the {what} of the sum, as many times too large as there are tokens."),
-        (k, f"the {what} is K = {k} times too large: this divides by the mean count, or adds up; divide by the total."),
+        (k, f"the {what} is K = {k} times too large: this divides by the mean count, or adds up means; divide by the total."),
         (total / k, f"sums are divided by K = {k}: divide them by the number of items, {total} here."),
         (1 / k, f"this divides twice, by the total and by K: the {what} is {k} times too small."),
         (total / counts[0], f"this divides by the count of the first micro-batch: the {what} needs the total of all."),
@@ -100,14 +100,14 @@ def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
     ]  # fmt: skip
     if what == "gradient":
         known += [
-            (-1.0, "the gradient has the wrong sign: this walks uphill."),
-            (total + 1, "backward runs in both passes: once on the sums, and once more on what was divided; count without backward."),
-            (2.0, "the gradient is twice too large: everything goes backward twice."),
+            (-1.0, "the gradient has the wrong sign: this increases the loss."),
+            (total + 1, "backward runs in both passes, on the sums and again on the divided losses: count without backward."),
+            (2.0, "the gradient is twice too large: backward runs twice for everything."),
         ]  # fmt: skip
     for wanted, says in known:
         if math.isclose(ratio, wanted, rel_tol=1e-3):
             return says
-    return f"the {what} comes out {times(ratio)}, whatever the micro-batch: look at what it is divided by."
+    return f"the {what} is {times(ratio)} for every micro-batch: look at what it is divided by."
 
 
 def _same(numbers: Sequence[float]) -> bool:
@@ -122,10 +122,10 @@ def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str |
         (sum(means) / len(means), "an unweighted average of the micro-batches' means"),
         (sum(means) / k, "an unweighted average of the micro-batches' means"),
         (sum(means), "the sum of the micro-batches' means"),
-        (means[-1], "the last micro-batch's mean alone"),
+        (means[-1], "only the last micro-batch's mean"),
         (means[-1] / k, "the last micro-batch's mean, divided by K"),
-        (means[0], "the first micro-batch's mean alone"),
-        (sums[-1] / sum(counts), "the last micro-batch's part alone"),
+        (means[0], "only the first micro-batch's mean"),
+        (sums[-1] / sum(counts), "only the last micro-batch's part"),
         (sum(sums), "the sum over all items, not divided by their number"),
         (sum(sums) / k, "the sum over all items, divided by K and not by the number of items"),
         (mean / k, "the mean, divided by K once more"),
