@@ -20,6 +20,7 @@ from gradmem_lib.techniques.lora import LoRALinear, linear_layers
 from gradmem_lib.techniques.losses import chunked_cross_entropy
 from gradmem_lib.techniques.optimizers import AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
+from gradmem_lib.techniques.quantized import Linear4bit
 from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
@@ -340,6 +341,12 @@ def test_a_linear_layer_that_returns_a_pair_is_left_alone():
 
     model = nn.ModuleDict({"router": Router(4, 2), "loud": Loud(4, 2), "plain": nn.Linear(4, 2)})
     assert set(linear_layers(model)) == {"loud", "plain"}
+
+
+@pytest.mark.parametrize("base", [nn.Embedding(9, 9), Linear4bit(nn.Linear(64, 64)), None, nn.Linear(9, 9)])
+def test_lora_is_for_linear_layers_and_a_rank(base):
+    with pytest.raises(ValueError, match=r"give an nn\.Linear or Conv1D, and a rank of at least 1, not"):
+        LoRALinear(base, 0 if type(base) is nn.Linear else 4)
 
 
 def test_lora_starts_at_the_base_and_merges():

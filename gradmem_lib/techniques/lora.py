@@ -10,16 +10,17 @@ from torch import Tensor, nn
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
 
-    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have
-    ``dtype``, by default float32 on a base in 16 bits, as in PEFT; ``x`` is cast to it. ``base`` is an ``nn.Linear`` or
-    transformers' ``Conv1D`` (GPT-2), whose weight is transposed.
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have ``dtype``, by
+    default float32 on a base in 16 bits, as in PEFT; ``x`` is cast to it. transformers' ``Conv1D`` (GPT-2) has a transposed weight.
     """
 
     def __init__(
         self, base: nn.Module, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None
     ):
         super().__init__()
-        inside, outside = linear_sizes(base)
+        if (sizes := linear_sizes(base)) is None or rank < 1:
+            raise ValueError(f"give an nn.Linear or Conv1D, and a rank of at least 1, not {base}, {rank}")
+        inside, outside = sizes
         self.base = base.requires_grad_(False)
         dtype = dtype or torch.promote_types(base.weight.dtype, torch.float32)
         self.A = nn.Parameter(base.weight.new_empty(rank, inside, dtype=dtype))
@@ -58,8 +59,7 @@ class LoRALinear(nn.Module):
 
 @torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, ``None`` for any other module. A subclass of Linear may be a router, whose forward returns
-    a pair: if it has its own forward, that is tried on one row."""
+    """(in, out) of a linear layer; ``None`` for other modules, and for a router, whose own forward, tried on one row, returns a pair."""
     if isinstance(module, nn.Linear):
         own = type(module).forward is not nn.Linear.forward
         if own and not isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor):
