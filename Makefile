@@ -22,7 +22,7 @@ help:
 	@echo "make start       what a first visit does: the doctor's findings, and lesson 00 from top to bottom"
 	@echo "make check       a minute and a half, before every commit: style, types, the quick tests"
 	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
-	@echo "make nightly     all cases of every table, and the lessons at full size: hours"
+	@echo "make nightly     all cases of every table, and the lessons at full size: an hour or more"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
 	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
