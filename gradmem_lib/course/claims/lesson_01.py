@@ -331,7 +331,7 @@ def one_point_three_billion() -> Finding:
     return Finding(
         own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
         where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
-        only_if="every number takes 2 bytes, also in Adam's states; the document's own loop uses autocast, which keeps twice as much.",
+        only_if="every number takes 2 bytes, including Adam's states; the document's own loop uses autocast, which keeps twice as much.",
         fails="No recipe keeps that much.",
         why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A recipe with a float32 master copy "
         "needs the same total.",

@@ -93,7 +93,7 @@ def attention_over_mlp() -> Finding:
         beyond=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
         holds="for eager attention, which its example counts; with fused attention the feed-forward half is larger.",
         fails="The scores are not 8 times the feed-forward part.",
-        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, the feed-forward part takes {ffn / GiB:.0f} GiB. "
+        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and the feed-forward part takes {ffn / GiB:.0f} GiB. "
         "This counts one copy of each; a real layer keeps several copies of both.",
         figures={"one head": head, "all heads": scores, "feed-forward by the document's product": ffn}
         | {f"{name}: attention half / MLP half": f"{a:,} / {m:,}" for name, (a, m) in halves.items()}

@@ -167,7 +167,7 @@ def global_batch() -> Finding:
         beyond=(Figure("of the peak, not activations", "none", others, high=0, unit="%"),),
         holds="for the activations, which are those of 8 samples; weights, gradients and states are in memory for any batch.",
         fails="The activations of the whole window take more than those of one mini-batch.",
-        why="Every GPU and every window must be full. Otherwise, divide by the counted items; then the last window is right, too.",
+        why="Every GPU and every window must be full. Where they are not, divide by the counted items; then the last window is right, too.",
         figures={
             "activations of 8 sequences alone": _most(alone, "activations"),
             "activations of 4 x 8 sequences": _most(window, "activations"),

@@ -182,7 +182,7 @@ def more_checkpoints() -> Finding:
         only_if="layers keep little besides their input and segments are shorter than sqrt(n); in Transformers, more checkpoints need less memory.",
         holds="in Transformers, too.",
         fails="The opposite is true even for layers that keep little.",
-        why="A recomputed segment is in memory as a whole, so few checkpoints need more memory for any kind of layer. Every layer "
+        why="A recomputed segment is in memory as a whole: with few checkpoints, memory grows for any kind of layer. Every layer "
         "runs once more for any number of checkpoints; many checkpoints need fewer operations, since PyTorch stops each recomputation early.",
         figures={
             f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / forward calls": f"{peak:,} / {count}"

@@ -171,7 +171,7 @@ def twice_the_sequence() -> Finding:
         holds="as a lower bound: a 7B in bf16 with AdamW gains at least that on every card with room for it.",
         fails="On one of these cards the sequence is less than twice as long.",
         why=f"On 141 GB the factor is {times[141]:.1f}, by the closed forms of lesson 01. One checkpoint per layer gives "
-        f"{longest[80, 'per-layer'] / longest[80, None]:.1f} times on 80 GB: the sequence grows by the factor by which the activations shrink.",
+        f"{longest[80, 'per-layer'] / longest[80, None]:.1f} times on 80 GB, the factor by which the activations shrink.",
         figures={
             f"longest sequence on {card} GB, {f'checkpointing {every}' if every else 'no checkpoint'}": n
             for (card, every), n in longest.items()

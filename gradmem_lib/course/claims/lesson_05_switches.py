@@ -119,7 +119,7 @@ def one_row_32_times() -> Finding:
     return Finding(
         own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
         beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
-        fails="All three reduce only activations; weights, gradients and Adam's states alone are far too large.",
+        fails="All three reduce only activations; weights, gradients and Adam's states alone do not fit a consumer card.",
         holds="It fits the largest consumer card.",
         why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 copy of the weights "
         f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that the course knows, "
@@ -133,7 +133,7 @@ def one_row_32_times() -> Finding:
             "dtype that from_pretrained gives a checkpoint in float16": _loaded_dtype(),
             "cards with room, by name": ", ".join(cards) or "none",
         },
-        needs="a card of that size to be seen running; the bytes are predicted",
+        needs="a card of that size to see it run; the bytes are predicted",
     )
 
 
@@ -223,7 +223,7 @@ def checkpointing_kwargs() -> Finding:
         beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
         fails="No key names modules: you can choose every n-th layer, but not the attention alone.",
         holds="Only the named modules are checkpointed.",
-        why="It takes every_n_layers, offload, and the keys of torch's checkpoint. An unknown key alone is an error. Together with "
+        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An unknown key alone is an error. Together with "
         "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is checkpointed as before. A key of torch's "
         "checkpoint without use_reentrant brings the reentrant kind back.",
         figures={
@@ -247,7 +247,7 @@ def max_seq_length() -> Finding:
         own=(yes("TrainingArguments takes max_seq_length", not error),),
         fails="TrainingArguments raises a TypeError; the tokenizer decides the length of the rows.",
         holds="TrainingArguments takes it.",
-        why="It was an argument of the SFT trainer in another library, TRL. TRL's SFTConfig now calls it max_length (TRL's issue 3910 and "
+        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's SFTConfig now calls it max_length (TRL's issue 3910 and "
         "pull request 2895).",
         figures={
             "TrainingArguments(max_seq_length=4096)": error,

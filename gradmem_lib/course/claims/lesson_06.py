@@ -147,7 +147,7 @@ def thirteen_billion() -> Finding:
         fails="Neither all weights nor adapters on an 8-bit base need that much.",
         holds="All weights can be trained in that memory.",
         why=f"Checkpointing does not shrink weights, gradients and states. With a 4-bit base, 1 x 2,048 tokens need {gb(plain)} without "
-        f"checkpoints and {gb(checkpointed)} with them; the figures for 8 bits add the larger base.",
+        f"checkpoints and {gb(checkpointed)} with them; the figures for 8 bits add the extra bytes of the larger base.",
         figures={
             "weights in bf16": 2 * shape.parameters,
             "weights, gradients and Adam states in bf16": resident,
@@ -156,7 +156,7 @@ def thirteen_billion() -> Finding:
             "the same, each layer checkpointed": checkpointed,
             "the base in 8 bits instead of 4: more bytes": wider,
         },
-        needs="a card to be seen running; the bytes are predicted",
+        needs="a card to see it run; the bytes are predicted",
     )
 
 
@@ -191,7 +191,7 @@ def seven_billion_on_24() -> Finding:
             "bf16, checkpointing, accumulation of rows of 2048, LoRA of rank 16: peak": lora.peak.total,
             "1 x 2048, Adafactor in backward, checkpointing: peak": backward.peak.total,
         },
-        needs="a 24 GB card to be seen running; the bytes are predicted",
+        needs="a 24 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -212,7 +212,7 @@ def seven_billion_on_80() -> Finding:
             "float32 weights, gradients and states": mixed,
             "an A100 80GB has (as the driver says)": card,
         },
-        needs="an 80 GB card to be seen running; the bytes are predicted",
+        needs="an 80 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -254,7 +254,7 @@ def which_first() -> Finding:
         holds="Checkpoints cost less time than micro-batches at 2,048 tokens a row.",
         fails="Micro-batches cost less time even where rows are short.",
         why=f"By estimate, one row of 2,048 tokens at a time costs {long['accumulated'] - 1:.0%} more time, and checkpointing costs "
-        f"{long['checkpointed'] - 1:.0%}. At 64 tokens a row, they cost {short['accumulated'] - 1:.0%} and "
+        f"{long['checkpointed'] - 1:.0%}. At 64 tokens a row, these cost {short['accumulated'] - 1:.0%} and "
         f"{short['checkpointed'] - 1:.0%}. Where one row does not fit, no micro-batch is small enough.",
         figures=figures,
     )
@@ -335,7 +335,7 @@ def bert_large_accumulated() -> Finding:
         holds="for the software of January 2022, if everything that the process held on its V100 is counted; today's step needs less.",
         fails="A replay with the software of January 2022 gives other figures.",
         why=f"The published MB are MiB. A replay without a card gives {whole.total:,.0f} and {cut.total:,.0f} MiB, with the driver's context and "
-        f"the allocator's idle blocks. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first are gradients that were zeroed "
+        f"the allocator's idle blocks. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first figure are gradients that were zeroed "
         f"rather than freed, and inputs that softmax no longer keeps. Today's step needs {whole.parts['today']:,.0f} and "
         f"{cut.parts['today']:,.0f} MiB for tensors. Accumulation took {cut.run.seconds / whole.run.seconds - 1:.0%} longer.",
         figures=figures,
@@ -386,9 +386,9 @@ def bert_large_16_rows() -> Finding:
         fails="The first figure is right in mixed precision with eager attention; the other two settings need at least a quarter more.",
         holds="All three are about right in mixed precision.",
         why=f"With fused attention, 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but then 16 rows keep no scores either. Weights, "
-        f"gradients and Adam's states alone are {gb(floor)}, so AdamW cannot reach 5 GB. C13's 14,949 MB for 4 rows in float32 do not agree "
+        f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. C13's 14,949 MB for 4 rows in float32 do not agree "
         "with 24 GB for 16 rows.",
         figures={f"{way}, fp16, {attention} attention: peak": n for (attention, way), n in needs.items()}
         | {"weights, gradients and Adam states in float32": floor},
-        needs="a card to be seen running; the bytes are predicted",
+        needs="a card to see it run; the bytes are predicted",
     )

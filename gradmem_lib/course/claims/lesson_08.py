@@ -170,7 +170,7 @@ def moved_activations() -> Finding:
             for tokens in (2048, 8192) for what in ("activations", "peak") for name, how in ways.items()
         }
         | {"bytes over the bus, away and back": crossing, "operations that checkpoints repeat": again},
-        needs="a card to be timed; the bytes are predicted",
+        needs="a card to measure the time; the bytes are predicted",
     )  # fmt: skip
 
 

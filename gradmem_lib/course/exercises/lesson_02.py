@@ -168,7 +168,9 @@ def _explain_frugal(got, expected):
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
-_EMPTY = (("KeyError", "`state` is an empty dict before the first step: store a value in it before you read it."),)
+_EMPTY = (
+    ("KeyError", "`state` is an empty dict before the first step: store a value in it before you read it."),
+)
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
 _COPIES = "`/`, `*` and `+` allocate a new tensor, and a variable keeps it alive; div_, mul_ and add_ work in place."
 
