@@ -162,7 +162,7 @@ def adam_over_gradients() -> Finding:
             about("one dtype for both", 4, alike, "times"),
             about("with an FP32 master copy", 4, times["float32-master"], "times"),
         ),
-        holds="for its own example, FP32 states and 2-byte gradients; if both have the same dtype, the states take twice as much as the gradients.",
+        holds="for its own example, FP32 states and 2-byte gradients; in the same dtype, states take twice as much.",
         fails="FP32 states are not 4 times as large as 2-byte gradients.",
         figures=figures,
     )
@@ -331,7 +331,7 @@ def one_point_three_billion() -> Finding:
     return Finding(
         own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
         where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
-        only_if="every number takes 2 bytes, including Adam's states; the document's own loop uses autocast, which keeps twice as much.",
+        only_if="all numbers take 2 bytes, even Adam's states; the document's own loop uses autocast, which keeps twice as much.",
         fails="No recipe keeps that much.",
         why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A recipe with a float32 master copy "
         "needs the same total.",

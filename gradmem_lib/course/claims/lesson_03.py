@@ -140,7 +140,7 @@ def dividing_by_k() -> Finding:
     return Finding(
         own=(_exact("gradient's error, equal micro-batches", equal),),
         beyond=(_exact("8, 16, 64 and 128 tokens", unequal), _exact("the same, divided by tokens", by_items)),
-        holds="where all micro-batches have the same number of tokens, as in the documents' own loops; otherwise the gradient has a large error.",
+        holds="where all micro-batches have the same number of tokens, as in the documents' own loops; otherwise the gradient is far off.",
         fails="Even with equal micro-batches the gradient differs.",
         why="The error is the length of the difference, divided by the gradient's length. The right way for any micro-batches is to "
         "divide each summed loss by the predicted tokens of the whole window. No example's result may depend on the others (see C30).",
@@ -325,7 +325,7 @@ def log_and_clear() -> Finding:
             less("between updates, None / zeros", peaks[True, 4][1] / peaks[False, 4][1]),
         ),
         beyond=(about("logged after dividing by 4", 1, after, "times"),),
-        holds="for its own equal micro-batches; for unequal ones, log the window's summed loss divided by its number of tokens.",
+        holds="for its own equal micro-batches; for unequal ones, log the window's summed loss divided by its tokens.",
         fails="The mean of the logged losses is not the update's loss, or cleared gradients take as many bytes as zeros.",
         why="set_to_none=True is PyTorch's default. It frees the gradients between updates. This lowers the peak of one batch, but not "
         "the peak of a window, where gradients are kept during forward anyway. Adam then does not change a parameter without a gradient.",

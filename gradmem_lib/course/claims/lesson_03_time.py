@@ -119,7 +119,7 @@ def no_overhead() -> Finding:
     return Finding(
         own=(about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),),
         beyond=(about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"), *_recorded(4, _as_long)),
-        holds="for the computation, which is the same for its own batch of 32 and for 4 x 8; micro-batches that are too small take more time.",
+        holds="for the computation, which is the same for 32 and for 4 x 8; micro-batches that are too small lose time.",
         fails="The matrix products of the micro-batches need another number of operations.",
         why=f"Besides the products, there are K - 1 additions to each gradient, {cut[2] / cut[1]:.1%} of the operations here. For K = 4, "
         f"{cut[0] / one[0]:.1f} times as many operations have to be started, and small operations leave a device partly idle.",
@@ -184,7 +184,7 @@ def linear_scaling() -> Finding:
         own=(about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),),
         where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
         only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's own loop uses Adam, whose "
-        "learning rate grows with the square root of the batch.",
+        "rate grows with the square root.",
         holds="for Adam, which the document's own loop uses.",
         fails="Neither SGD nor Adam follows this rule.",
         why="Adam already divides by the gradient's size. You do not have to follow any rule: an unchanged learning rate is safe, only slower.",

@@ -130,7 +130,7 @@ def root_of_depth() -> Finding:
             about("the same, no checkpoint", 1, power["no checkpoint"]),
         ),
         beyond=(about("the same, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
-        holds="for its own schedule, a checkpoint every sqrt(n) layers; with one checkpoint per layer, the libraries' default, memory still grows with n.",
+        holds="for its own schedule, a checkpoint every sqrt(n) layers; with the libraries' default, one per layer, memory still grows with n.",
         fails="Activations grow differently.",
         why="One checkpoint per layer keeps the n inputs of the layers, and each input is small. Only the layers' activations shrink: "
         "parameters, gradients and logits stay the same.",
@@ -208,7 +208,7 @@ def every_root_of_n() -> Finding:
         beyond=(
             about("GPT-2 1.5B, root of n / best", 1, left(GPT2_XL, root) / left(GPT2_XL, best), "times"),
         ),
-        only_if="a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times its input, and one checkpoint per layer is best.",
+        only_if="a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times its input, so one per layer is best.",
         holds="for a Transformer, too.",
         fails="Other segments are best, even for layers that keep little.",
         why="The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and its input has x bytes. Segments of "
@@ -247,7 +247,7 @@ def shallow_networks() -> Finding:
             Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
         ),
         beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
-        holds="Fewer layers save less, but there is no threshold at 10 layers.",
+        holds="Fewer layers save less, but there is no threshold at 10.",
         fails="Shallow networks save as much.",
         why="One segment is always in memory as a whole, and if there are few segments, this is a large share. Transformer blocks "
         "keep more besides their input, so they save more at the same depth.",

@@ -260,7 +260,7 @@ def root_of_depth_as_length() -> Finding:
             about("root of 96", 10, math.sqrt(GPT3.layers)),
         ),
         beyond=(about("left by the best segments of 32", 0.2, share_left(SEVEN, best_length(SEVEN)), "%"),),
-        holds="Segments of 6 of 32 layers leave about 20% of the memory, but one checkpoint per layer leaves less.",
+        holds="Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer leaves less.",
         fails="The roots, or the share that is left, differ.",
         why="The root of the depth is best where layers keep little besides their input (see C27). A Transformer block keeps more than "
         "20 times its input.",

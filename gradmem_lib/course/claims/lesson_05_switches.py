@@ -119,7 +119,7 @@ def one_row_32_times() -> Finding:
     return Finding(
         own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
         beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
-        fails="All three reduce only activations; weights, gradients and Adam's states alone do not fit a consumer card.",
+        fails="All three reduce only activations; weights, gradients and Adam's states alone do not fit.",
         holds="It fits the largest consumer card.",
         why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 copy of the weights "
         f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that the course knows, "
@@ -245,7 +245,7 @@ def max_seq_length() -> Finding:
     ]
     return Finding(
         own=(yes("TrainingArguments takes max_seq_length", not error),),
-        fails="TrainingArguments raises a TypeError; the tokenizer decides the length of the rows.",
+        fails="TrainingArguments raises a TypeError; the tokenizer decides the rows' length.",
         holds="TrainingArguments takes it.",
         why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's SFTConfig now calls it max_length (TRL's issue 3910 and "
         "pull request 2895).",

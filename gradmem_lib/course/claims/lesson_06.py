@@ -180,7 +180,7 @@ def seven_billion_on_24() -> Finding:
             fits("the trio around LoRA", "to fit 24 GB", card, lora.peak.total),
             fits("Adafactor in backward, no accumulation", "to fit 24 GB", card, backward.peak.total),
         ),
-        fails="Weights and gradients alone exceed the card; the same three techniques with LoRA fit.",
+        fails="Weights and gradients alone exceed the card; with LoRA, the same three fit.",
         holds="Weights and gradients leave room on the card.",
         why=f"Accumulation keeps the gradients, so no micro-batch is small enough. With AdamW's states, the sum is {gb(resident)}. All "
         "weights can be trained if Adafactor steps in backward and frees each gradient at once.",
@@ -204,7 +204,7 @@ def seven_billion_on_80() -> Finding:
     return Finding(
         own=(fits("7B loaded in bf16", "to fit 80 GB", card, bf16.peak.total),),
         beyond=(fits("loaded in float32, before activations", "to fit 80 GB", card, mixed),),
-        holds="for its own code, which loads the weights in bf16, so that Adam's states are in bf16 too.",
+        holds="for its own code, which loads the weights in bf16, so Adam's states are in bf16, too.",
         fails="Even if the model is loaded in bf16, it exceeds the card.",
         why="bf16=True alone is not enough: for weights in float32 it means autocast, and weights, gradients and states stay in float32.",
         figures={
@@ -250,7 +250,7 @@ def which_first() -> Finding:
     return Finding(
         own=(more("time, micro-batches / checkpoints, 2k tokens", ratio[2048]),),
         where=(more("the same, 64 tokens a row", ratio[64]),),
-        only_if="rows are so short that a micro-batch leaves the card partly idle, or one row alone does not fit; otherwise micro-batches cost less time.",
+        only_if="rows are so short that a micro-batch leaves the card idle, or one row does not fit; otherwise micro-batches cost less time.",
         holds="Checkpoints cost less time than micro-batches at 2,048 tokens a row.",
         fails="Micro-batches cost less time even where rows are short.",
         why=f"By estimate, one row of 2,048 tokens at a time costs {long['accumulated'] - 1:.0%} more time, and checkpointing costs "
@@ -291,7 +291,7 @@ def fit_table() -> Finding:
             less("checkpointed GPT-2, mixed / float32", peak["autocast-bf16"] / peak["float32"]),
         ),
         where=(less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),),
-        only_if="mixed precision means 16-bit weights and states: its own GPT-2, checkpointed and in micro-batches, gains nothing from "
+        only_if="mixed precision means 16-bit weights and states: its own GPT-2, checkpointed in micro-batches, gains nothing from "
         "autocast.",
         holds="Each of the three does what it is meant for.",
         fails="One of the three does not do what it is meant for.",
@@ -332,7 +332,7 @@ def bert_large_accumulated() -> Finding:
             _explained("1 x 4, replayed", cut),
         ),
         beyond=(_today("tensors of today's step, batch 4", whole),),
-        holds="for the software of January 2022, if everything that the process held on its V100 is counted; today's step needs less.",
+        holds="for the software of January 2022, with all that the process held on its V100; today's step needs less.",
         fails="A replay with the software of January 2022 gives other figures.",
         why=f"The published MB are MiB. A replay without a card gives {whole.total:,.0f} and {cut.total:,.0f} MiB, with the driver's context and "
         f"the allocator's idle blocks. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first figure are gradients that were zeroed "
@@ -383,7 +383,7 @@ def bert_large_16_rows() -> Finding:
             about("BERT-large, 4 x 4", 8 * GB, cut, "GB", within=0.2),
             about("the same, checkpointed", 5 * GB, checkpointed, "GB", within=0.2),
         ),
-        fails="The first figure is right in mixed precision with eager attention; the other two settings need at least a quarter more.",
+        fails="The first figure is right in mixed precision with eager attention; the other two need at least a quarter more.",
         holds="All three are about right in mixed precision.",
         why=f"With fused attention, 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but then 16 rows keep no scores either. Weights, "
         f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. C13's 14,949 MB for 4 rows in float32 do not agree "

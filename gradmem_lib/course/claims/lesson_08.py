@@ -90,7 +90,7 @@ def attention_alone() -> Finding:
             between("extra operations", 0.1, 0.15, work["attention", "eager"], "%"),
         ),
         beyond=(between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),),
-        holds="for eager attention, which stores scores; fused attention stores none, and the MLP is then the part to recompute.",
+        holds="for eager attention, which stores scores; with fused attention, recompute the MLP instead.",
         fails="Attention alone keeps a different share of the saving, or costs a different amount of work.",
         why="The advice is for stored scores, and with them the share grows with length: "
         f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, checkpointing the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
@@ -186,7 +186,7 @@ def key_value_cache() -> Finding:
             about("32 x 4,096 tokens", 40 * GB, accounting.kv_cache_bytes(shape, rows, 2 * tokens), "GB"),
             more("cache / weights, no shared heads", unshared / weights),
         ),
-        only_if="the prompt has 2k tokens, too; the cache is larger than the weights only in models without shared heads.",
+        only_if="the prompt has 2k tokens, too; the cache exceeds the weights only in models without shared heads.",
         fails="Neither 2k tokens nor 4k tokens take that much.",
         holds="2k tokens take that much.",
         why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads share 8 heads of keys and values. Its weights take "

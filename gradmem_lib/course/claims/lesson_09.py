@@ -64,7 +64,7 @@ def input_require_grads() -> Finding:
         own=(Figure("adapters that learn without it, its own use_reentrant=False", "none", found[False, False][0], high=0),),
         where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
-        only_if="the checkpoints are reentrant and not switched on by transformers, whose switch makes the call itself.",
+        only_if="the checkpoints are reentrant and not made by transformers' switch, which makes the call itself.",
         holds="Without it no adapter gets a gradient.",
         fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
         why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as after a frozen embedding, its output requires "

@@ -96,7 +96,7 @@ def gathers() -> Finding:
             about("all-gathers, checkpointed / not", 1.0, one / plain, "times", within=0),
             about("with use_reentrant=True", 1.0, other / plain, "times", within=0),
         ),
-        holds="Neither kind of checkpoint gathers anything more.",
+        holds="Neither mode gathers more.",
         fails="A layer is gathered more often under checkpoints.",
         why="Backward gathers a layer and frees it after its gradients. The second forward runs in between, when the weights are there. A "
         "checkpoint over two layers gathers no more, either.",

@@ -49,7 +49,7 @@ C17 | B | FSDP with QLoRA fine-tunes a 70B model on two cards of 24 GB.
 C18 | C | Global batch = mini-batch x accumulation steps x GPUs, and only the mini-batch is in memory.
 C19 | C | Checkpointing brings activation memory from O(n) to O(sqrt n) in the number of layers.
 C20 | C | Checkpointing saves 50 to 80% of activation memory for 20 to 30% more computation.
-C21 | C | Wrapping each layer in checkpoint and wrapping the whole model at once save the same memory.
+C21 | C | Wrapping each layer in checkpoint or the whole model at once saves the same memory.
 C22 | C | Going from batch 32 to 4 accumulation steps of 8 cuts the batch's memory by 75%.
 C23 | C | GPT-2 1.5B at batch 32 x 1024 needs 60 GB in all; with checkpointing 32 GB; with accumulation, too, 22 GB.
 C24 | C | BERT-large at 16 x 512 needs about 24 GB, at 4 x 4 accumulation steps 8 GB, with checkpointing 5 GB.
