@@ -408,7 +408,7 @@ def test_in_a_notebook_a_claim_is_one_line_that_unfolds(monkeypatch, capsys):
     first = folded.partition("</details>")[0]
     heading, _, body = first.partition("</summary>")
     assert heading.startswith("<details><summary><b>C05 does not hold</b>: A Sequential")
-    assert "Only 2 are kept" in body and "Autograd is handed 7 tensors" in body
+    assert "Only 2 are kept" in body and "Autograd saves 7 tensors" in body
     claims.show("C05", figures=True)
     assert "<td>distinct storages, count</td><td>5</td>" in drawn[1]["text/html"]
 

@@ -32,7 +32,7 @@ def markdown(findings: dict[str, Finding | None]) -> str:
     lines = [
         "# Claims ledger",
         "",
-        f"What five documents about training memory say ({len(findings)} claims, in our words), and what the course finds.",
+        f"Here is what five documents about training memory say ({len(findings)} claims, in our words), and what the course finds.",
         f"{len(done)} are answered: {totals}. Each is judged in its document's own setting; *holds only if* names a",
         "condition not met there. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.",
         "`python -m gradmem_lib.course.claims --write` writes this page, and a test computes every entry again.",

@@ -85,11 +85,11 @@ def seven_billion() -> Finding:
             between("all four, accumulating 1 x 2048", 104 * GB, 124 * GB, together, "GB"),
         ),
         where=(about("without float32 weights", 84 * GB, without, "GB"),),
-        only_if="Adam's states are in FP32 and the weights are not; mixed precision as PyTorch runs it keeps the weights in FP32, too.",
+        only_if="Adam's states are in FP32 and the weights are not; PyTorch's mixed precision keeps the weights in FP32, too.",
         why="Autocast keeps the weights in float32, and other recipes keep a float32 master copy beside 16-bit weights. Both need "
-        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. Without accumulation the peak is "
-        "no sum of all four, since gradients arrive while activations leave. With accumulation it is: from the second micro-batch "
-        "on, all gradients are there in forward.",
+        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. Without accumulation, the peak "
+        "is less than the sum of all four, since backward frees activations while it adds gradients. With accumulation, the peak is "
+        "the sum: from the second micro-batch on, forward keeps all gradients.",
         figures=figures,
     )
 
@@ -127,11 +127,11 @@ def adam_state_dtype() -> Finding:
             Figure("the same, FP32 states", "none", _destroyed(torch.float32), high=0, unit="%"),
         ),
         beyond=(Figure("bytes a state in PyTorch, FP16 model", "4", max(widths), low=4),),
-        holds="for a model in FP16, but PyTorch does not ensure it: its AdamW makes the states in the dtype of the weights.",
-        fails="A step with states in FP16 leaves the weights as they should be.",
-        why=f"In float16, v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step divides by almost nothing. In bf16 the "
-        "same step survives; lesson 02 shows what is lost there. Plain, foreach and fused AdamW are alike in this. States are in "
-        "float32 where the weights are (as under autocast), or where a recipe adds a float32 master copy.",
+        holds="for a model in FP16, but PyTorch does not ensure it: its AdamW keeps the states in the dtype of the weights.",
+        fails="A step with states in FP16 gives the right weights.",
+        why=f"In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step divides by almost 0. In bf16, the "
+        "same step stays finite; lesson 02 shows what is lost there. Plain, foreach and fused AdamW choose the same dtype. The states "
+        "are in float32 where the weights are (as under autocast), or where a recipe adds a float32 master copy.",
         figures=figures,
     )
 
@@ -162,8 +162,8 @@ def adam_over_gradients() -> Finding:
             about("one dtype for both", 4, alike, "times"),
             about("with an FP32 master copy", 4, times["float32-master"], "times"),
         ),
-        holds="for its own example, states in FP32 beside gradients of 2 bytes; with one dtype for both they take twice as much.",
-        fails="States in FP32 beside gradients of 2 bytes are not 4 times as large.",
+        holds="for its own example, FP32 states and 2-byte gradients; in the same dtype, states take twice as much.",
+        fails="FP32 states are not 4 times as large as 2-byte gradients.",
         figures=figures,
     )
 
@@ -220,9 +220,9 @@ def five_modules() -> Finding:
         own=(about("intermediate tensors kept", 5, len(intermediate), within=0),),
         fails=f"Only {len(intermediate)} are kept, the outputs of the two ReLUs.",
         holds="Each module's output is kept.",
-        why=f"Autograd is handed {len(saved)} tensors in {len(storages)} storages: the input, {len(storages & parameters)} weight "
-        f"matrices, and {len(intermediate)} intermediate results. Each of those serves twice, for its ReLU and for the next Linear. "
-        "What a Linear puts out is not kept, and neither is the network's output.",
+        why=f"Autograd saves {len(saved)} tensors in {len(storages)} storages: the input, {len(storages & parameters)} weight "
+        f"matrices, and {len(intermediate)} intermediate results. Each of these results is used twice, by its ReLU and by the next "
+        "Linear. The outputs of the Linears, and so the network's output, are not kept.",
         figures={
             "tensors handed to autograd, count": len(saved),
             "distinct storages, count": len(storages),
@@ -245,9 +245,9 @@ def no_fit() -> Finding:
         message = f"AttributeError: {error}"
     return Finding(
         own=(yes("a PyTorch module has fit", message == "nothing"),),
-        fails="A PyTorch module has no fit; calling it, net(x), runs the forward pass.",
+        fails="A PyTorch module has no fit(); the call net(x) runs the forward pass.",
         holds="This version of PyTorch has nn.Module.fit.",
-        why="Where a library has a method of that name, it is the whole training loop and not a forward pass.",
+        why="In libraries that have a fit(), it runs the whole training loop, not one forward pass.",
         figures={"what net.fit() raises": message, "shape of net(x)": str(tuple(net(x).shape))},
     )
 
@@ -283,10 +283,10 @@ def gradients_and_batch() -> Finding:
             more("activations, 4 times the batch", activations["fused", 4, 64] / activations["fused", 1, 64]),
             more("activations, 4 times the sequence", fused),
         ),
-        holds="Gradients have the shapes of the parameters, whatever the batch.",
-        fails="Gradients or activations do otherwise here.",
+        holds="Gradients have the shapes of the parameters for any batch.",
+        fails="Gradients or activations behave differently here.",
         why=f"With four times the sequence, activations grow {fused:.1f} times under fused attention but {eager:.1f} times under "
-        "eager attention, whose scores grow with the square.",
+        "eager attention, whose scores grow with the square of the sequence.",
         figures=figures,
     )
 
@@ -313,9 +313,9 @@ def states_over_parameters() -> Finding:
             between("the same, FP32 master copy", 2, 8, max(adam), "times"),
         ),
         beyond=(between("SGD with momentum", 2, 8, times["sgd, momentum 0.9", "bf16"], "times"),),
-        holds="for Adam, its own example; SGD, Adafactor and AdamW in 8 bits keep less.",
+        holds="for Adam, its own example; SGD, Adafactor and 8-bit AdamW keep less.",
         fails="Adam's states are outside that range.",
-        why="None of the recipes here reaches 8 times. One that also keeps a float32 copy of the gradients does.",
+        why="No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the gradients does.",
         figures=figures,
     )
 
@@ -331,10 +331,10 @@ def one_point_three_billion() -> Finding:
     return Finding(
         own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
         where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
-        only_if="everything is in 2 bytes, Adam's states too; the document's own loop uses autocast, which keeps twice as much.",
+        only_if="all numbers take 2 bytes, even Adam's states; the document's own loop uses autocast, which keeps twice as much.",
         fails="No recipe keeps that much.",
-        why="Autocast multiplies in bf16, and keeps weights, gradients and states in float32. A float32 master copy comes to the "
-        "same sum.",
+        why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A recipe with a float32 master copy "
+        "needs the same total.",
         figures={f"1.3e9 parameters, {name}": total for name, total in totals.items()}
         | {"parameters of a GPT of 24 x 2048, count": GPT_1_3B.parameters}
         | {f"that GPT, {name}": total for name, total in real.items()},
@@ -382,7 +382,7 @@ def activations_rule() -> Finding:
         beyond=(more("the same, every layer checkpointed", less_),),
         holds="for its own 1.3B model at 4 x 2048 tokens under autocast, as long as nothing is checkpointed.",
         fails="At 4 x 2048 tokens activations stay below parameters and optimizer states.",
-        why=f"In pure bf16, where parameters and states take half, it is {times['bf16', 'fused', None]:.1f} times with fused attention and "
-        f"{times['bf16', 'eager', None]:.1f} times with eager attention.",
+        why=f"In pure bf16, parameters and states take half, and the ratio is {times['bf16', 'fused', None]:.1f} with fused attention and "
+        f"{times['bf16', 'eager', None]:.1f} with eager attention.",
         figures=figures,
     )

@@ -77,9 +77,9 @@ def gradients_stay_as_they_are() -> Finding:
     figures["parameters"] = _most(_update(32, 1), "parameters")
     return Finding(
         own=(less("bytes of gradients, 32 micro-batches / one", most[32] / most[1]),),
-        fails="Gradients have the shapes of the parameters, with accumulation or without it.",
+        fails="Gradients have the shapes of the parameters, with or without accumulation.",
         holds="Gradients take fewer bytes with accumulation.",
-        why="They are added up in place, in the same bytes. What accumulation keeps small is the activations.",
+        why="Each new gradient is added in place, into the same bytes. Accumulation makes only the activations smaller.",
         figures=figures,
     )
 
@@ -93,9 +93,9 @@ def gradients_live_longer() -> Finding:
             less("bytes of gradients, 4 x 8 / 32", _most(cut, "gradients") / _most(one, "gradients")),
             Figure("forward that finds gradients, 4 x 8", "less", after, high=before - 0.01, unit="%"),
         ),
-        fails="Accumulation needs the same bytes of gradients, and for longer.",
-        holds="Gradients take fewer bytes with accumulation, and live no longer.",
-        why="With one batch the gradients are gone before the next forward begins; accumulated, they wait through every forward of the window but the first.",
+        fails="Accumulation needs the same bytes for gradients and keeps them longer.",
+        holds="Gradients take fewer bytes with accumulation and are kept no longer.",
+        why="With one batch, the gradients are freed before the next forward begins. With accumulation, they are kept through every forward of the window except the first.",
         figures={
             "one batch of 32: most bytes of gradients": _most(one, "gradients"),
             "4 x 8: most bytes of gradients": _most(cut, "gradients"),
@@ -140,10 +140,10 @@ def dividing_by_k() -> Finding:
     return Finding(
         own=(_exact("gradient's error, equal micro-batches", equal),),
         beyond=(_exact("8, 16, 64 and 128 tokens", unequal), _exact("the same, divided by tokens", by_items)),
-        holds="where all micro-batches have the same number of tokens, as in the documents' own loops; else the gradient is badly off.",
+        holds="where all micro-batches have the same number of tokens, as in the documents' own loops; otherwise the gradient is far off.",
         fails="Even with equal micro-batches the gradient differs.",
-        why="The error is the difference's length over the gradient's. What is right for any lengths is to divide each summed loss by "
-        "the predicted tokens of the whole window. Nothing in the model may look across the batch (see C30).",
+        why="The error is the length of the difference, divided by the gradient's length. The right way for any micro-batches is to "
+        "divide each summed loss by the predicted tokens of the whole window. No example's result may depend on the others (see C30).",
     )
 
 
@@ -165,9 +165,9 @@ def global_batch() -> Finding:
             ),
         ),
         beyond=(Figure("of the peak, not activations", "none", others, high=0, unit="%"),),
-        holds="for the samples, whose activations are those of 8; weights, gradients and states are there whatever the batch.",
-        fails="The samples of the whole window take more than those of one mini-batch.",
-        why="Every GPU and every window must be full. Where they are not, count items instead, and the last window is right too.",
+        holds="for the activations, which are those of 8 samples; weights, gradients and states are in memory for any batch.",
+        fails="The activations of the whole window take more than those of one mini-batch.",
+        why="Every GPU and every window must be full. Where they are not, divide by the counted items; then the last window is right, too.",
         figures={
             "activations of 8 sequences alone": _most(alone, "activations"),
             "activations of 4 x 8 sequences": _most(window, "activations"),
@@ -198,9 +198,9 @@ def three_quarters() -> Finding:
             about("of the peak, 32 tokens a row", 0.75, cuts["peak", 32], "%"),
             about("of the peak, 8 tokens a row", 0.75, cuts["peak", 8], "%"),
         ),
-        holds="for its own formula, batch x sequence x hidden, which is the activations; the whole peak falls by less.",
+        holds="for its own formula, batch x sequence x hidden, which counts activations; the whole peak falls by less.",
         fails="The activations of 8 sequences are not a quarter of those of 32.",
-        why="Parameters, gradients and optimizer states do not shrink. The fewer the tokens, the less there is to save.",
+        why="Parameters, gradients and optimizer states do not shrink. With fewer tokens, there is less to save.",
         figures=figures,
     )
 
@@ -237,12 +237,12 @@ def any_architecture() -> Finding:
             _exact("the same, layer norm", layer),
             yes("same gradient to the bit with checkpoints", same),
         ),
-        only_if="nothing looks across the batch: batch normalization, and losses that compare examples, see the micro-batch alone.",
-        holds="Batch normalization, too, is the same with both.",
-        fails="The gradient differs even where nothing looks across the batch.",
-        why=f"With accumulation, batch normalization's running statistics are updated {updates} times instead of once; with checkpoints "
-        f"{again} times. Dropout draws other masks under accumulation: equal in the mean over masks, not in one run. Under checkpoints "
-        "it draws the same masks again.",
+        only_if="no example's result depends on the others: batch normalization and losses that compare examples see only the micro-batch.",
+        holds="Both give the same result with batch normalization, too.",
+        fails="The gradient differs even where no example's result depends on the others.",
+        why=f"Accumulation updates the running statistics of batch normalization {updates} times instead of once; checkpoints update them "
+        f"{again} times. With accumulation, dropout draws other masks: the gradient is equal in the mean over masks, but not in one run. "
+        "With checkpoints, dropout draws the same masks again.",
         figures={
             "batch norm in eval mode: relative error below 1e-12": in_unit(frozen < 1e-12, "yes"),
             "dropout, other masks: relative error above 0.1": in_unit(dropout > 0.1, "yes"),
@@ -257,10 +257,10 @@ def tokens_per_update() -> Finding:
     steps, rest = divmod(524288, per_micro)
     return Finding(
         own=(about("accumulation steps", 64, steps, within=0), about("tokens left over", 0, rest)),
-        holds="64 micro-batches of 8,192 tokens have exactly that many.",
-        fails="That many micro-batches make another number of tokens.",
-        why="On several GPUs divide by their number as well. Where something is left over, round up, and count what the update really "
-        "got. Of every sequence's 2,048 tokens 2,047 are predicted.",
+        holds="64 micro-batches of 8,192 tokens have exactly that many tokens.",
+        fails="64 micro-batches of 8,192 tokens have another number of tokens.",
+        why="On several GPUs, also divide by their number. If tokens are left over, round the steps up, and count the tokens that the "
+        "update really got. The model predicts 2,047 of every sequence's 2,048 tokens.",
         figures={
             "steps on 8 GPUs": steps // 8,
             "steps for 500,000 tokens": math.ceil(500_000 / per_micro),
@@ -325,10 +325,10 @@ def log_and_clear() -> Finding:
             less("between updates, None / zeros", peaks[True, 4][1] / peaks[False, 4][1]),
         ),
         beyond=(about("logged after dividing by 4", 1, after, "times"),),
-        holds="for its own equal micro-batches; of unequal ones, log the window's summed loss over its count.",
-        fails="The mean of the logged losses is not the update's, or cleared gradients take as much as zeros.",
-        why="set_to_none=True is PyTorch's default. It frees the gradients between updates. That lowers the peak of one batch, and not "
-        "that of a window, where gradients live through forward anyway. Adam then leaves alone a parameter that got no gradient.",
+        holds="for its own equal micro-batches; for unequal ones, log the window's summed loss divided by its tokens.",
+        fails="The mean of the logged losses is not the update's loss, or cleared gradients take as many bytes as zeros.",
+        why="set_to_none=True is PyTorch's default. It frees the gradients between updates. This lowers the peak of one batch, but not "
+        "the peak of a window, where gradients are kept during forward anyway. Adam then does not change a parameter without a gradient.",
         figures={
             "one batch: peak with None / with zeros": f"{peaks[True, 1][0]:,} / {peaks[False, 1][0]:,}",
             "4 micro-batches: peak with None / with zeros": f"{peaks[True, 4][0]:,} / {peaks[False, 4][0]:,}",

@@ -100,10 +100,10 @@ def the_same_samples_take_longer() -> Finding:
     return Finding(
         own=(more("time in its table, 1 x 4 / 4", _published()),),
         beyond=_recorded(4, more) + _recorded(16, more),
-        holds="for its own table, in micro-batches of one row; micro-batches that keep the device busy cost little or nothing.",
+        holds="for its own table, with micro-batches of one row; micro-batches that keep the device busy cost little or no time.",
         fails="Its own table says otherwise.",
-        why=f"The same samples go through in more and smaller operations: {cut[0] / one[0]:.1f} times as many for 8 micro-batches. "
-        "Compared with an update after every micro-batch it is less work, since the optimizer steps once.",
+        why=f"The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times as many for 8 micro-batches. "
+        "Accumulation is less work than an update after every micro-batch, since the optimizer steps once.",
         figures={
             "operations, one batch of 32": one[0],
             "operations, 8 x 4 accumulated": cut[0],
@@ -119,10 +119,10 @@ def no_overhead() -> Finding:
     return Finding(
         own=(about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),),
         beyond=(about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"), *_recorded(4, _as_long)),
-        holds="for the computation, which is the same for its own 32 as 4 x 8; time is lost where micro-batches are too small.",
-        fails="The matrix products of the micro-batches have another sum.",
-        why=f"Beside the products, each gradient is added to K - 1 times, {cut[2] / cut[1]:.1%} of the operations here. And "
-        f"{cut[0] / one[0]:.1f} times as many operations have to be started for K = 4; small ones leave a device partly idle.",
+        holds="for the computation, which is the same for 32 and for 4 x 8; micro-batches that are too small lose time.",
+        fails="The matrix products of the micro-batches need another number of operations.",
+        why=f"Besides the products, there are K - 1 additions to each gradient, {cut[2] / cut[1]:.1%} of the operations here. For K = 4, "
+        f"{cut[0] / one[0]:.1f} times as many operations have to be started, and small operations leave a device partly idle.",
         figures={
             "FLOP in matrix products, one batch of 32": one[1],
             "FLOP in matrix products, 4 x 8": cut[1],
@@ -183,10 +183,10 @@ def linear_scaling() -> Finding:
     return Finding(
         own=(about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),),
         where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
-        only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's own loop uses Adam, where it is "
-        "the square root.",
-        holds="True for Adam, which the document's own loop uses.",
-        fails="Neither SGD nor Adam behaves so.",
-        why="Adam divides by the gradient's size already. And no rule is a duty: an unchanged learning rate is safe, only slower.",
+        only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's own loop uses Adam, whose "
+        "rate grows with the square root.",
+        holds="for Adam, which the document's own loop uses.",
+        fails="Neither SGD nor Adam follows this rule.",
+        why="Adam already divides by the gradient's size. You do not have to follow any rule: an unchanged learning rate is safe, only slower.",
         figures=figures,
     )

@@ -130,10 +130,10 @@ def root_of_depth() -> Finding:
             about("the same, no checkpoint", 1, power["no checkpoint"]),
         ),
         beyond=(about("the same, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
-        holds="for its own schedule, a checkpoint every sqrt(n) layers; with one a layer, the libraries' default, memory still grows with n.",
-        fails="Activations grow in another way.",
-        why="A checkpoint a layer keeps n inputs, small ones. And it is the layers' activations that shrink: parameters, gradients and "
-        "the logits stay as they are.",
+        holds="for its own schedule, a checkpoint every sqrt(n) layers; with the libraries' default, one per layer, memory still grows with n.",
+        fails="Activations grow differently.",
+        why="One checkpoint per layer keeps the n inputs of the layers, and each input is small. Only the layers' activations shrink: "
+        "parameters, gradients and logits stay the same.",
         figures=figures,
     )
 
@@ -159,7 +159,7 @@ def whole_model_in_one() -> Finding:
         beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
         fails="One checkpoint around the whole model saves nothing at the peak.",
         holds="Both save the same at the peak.",
-        why="Backward runs all of the model again at once. It only looks best when one measures after forward.",
+        why="Backward recomputes the whole model at once. One checkpoint looks best only if you measure right after forward.",
         figures={
             f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n
             for name, n in alive.items()
@@ -179,11 +179,11 @@ def more_checkpoints() -> Finding:
             less("work added to it, 16 / 4", work[1] / work[4]),
         ),
         where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
-        only_if="layers keep little beside their input and segments are shorter than sqrt(n); in Transformers memory goes the other way.",
+        only_if="layers keep little besides their input and segments are shorter than sqrt(n); in Transformers, more checkpoints need less memory.",
         holds="in Transformers, too.",
         fails="The opposite is true even for layers that keep little.",
-        why="A segment that runs again is there in full: with few checkpoints memory grows again, for any layers. Every layer runs once "
-        "more for any number of checkpoints; in operations many are cheaper, since PyTorch ends each second run early.",
+        why="A recomputed segment is in memory as a whole: with few checkpoints, memory grows for any kind of layer. Every layer "
+        "runs once more for any number of checkpoints; many checkpoints need fewer operations, since PyTorch stops each recomputation early.",
         figures={
             f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / forward calls": f"{peak:,} / {count}"
             for k, (peak, count) in found.items()
@@ -208,11 +208,11 @@ def every_root_of_n() -> Finding:
         beyond=(
             about("GPT-2 1.5B, root of n / best", 1, left(GPT2_XL, root) / left(GPT2_XL, best), "times"),
         ),
-        only_if="a layer keeps little beside its input; a Transformer's keeps 20 to 30 times that, and one a layer is best.",
+        only_if="a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times its input, so one per layer is best.",
         holds="for a Transformer, too.",
         fails="Other segments are best, even for layers that keep little.",
-        why="The best equal segments have sqrt(n x / a) layers, for a bytes that a layer keeps and x bytes of its input. Segments of "
-        "unequal length, long ones first, need still less, for a few more calls of a layer.",
+        why="The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and its input has x bytes. Segments of "
+        "unequal length, long ones first, need even less memory, but a few more calls of a layer.",
         figures={
             "64 layers, a = x: best equal segments": small[0],
             "64 layers, a = 5 x: best equal segments": large[0],
@@ -247,9 +247,9 @@ def shallow_networks() -> Finding:
             Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
         ),
         beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
-        holds="The fewer the layers, the less is saved; there is no border at 10.",
+        holds="Fewer layers save less, but there is no threshold at 10.",
         fails="Shallow networks save as much.",
-        why="One segment is always there in full, and the fewer there are, the more of the whole that is. A Transformer's blocks, which "
-        "keep more beside their input, gain more at the same depth.",
+        why="One segment is always in memory as a whole, and if there are few segments, this is a large share. Transformer blocks "
+        "keep more besides their input, so they save more at the same depth.",
         figures=figures,
     )

@@ -126,9 +126,9 @@ def which_kind() -> Finding:
             yes("made of saved-tensor hooks", issubclass(checkpoint_hook, saved_tensors_hooks)),
             yes("compiles into one graph", found["compiles into one graph", False]),
         ),
-        holds="It does all that the reentrant kind does, and more.",
+        holds="It does everything that the reentrant kind does, and more.",
         fails="It cannot do all of that here.",
         why="The reentrant kind gives no gradient where the input requires none (it warns), takes no keyword arguments and breaks "
-        "torch.autograd.grad. It does compile, too. The other kind stops its second run early.",
+        "torch.autograd.grad. It compiles, too. The other kind stops its recomputation early.",
         figures=figures,
     )

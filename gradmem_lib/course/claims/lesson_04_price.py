@@ -67,8 +67,8 @@ def _recorded_range(*variants: str) -> str:
     if not times:
         return ""
     return (
-        f" Our record on one device ({found['where']['device']}, {found['clock']}) has {min(times):.2f} to "
-        f"{max(times):.2f} times the time of no checkpoint."
+        f" In our record on one device ({found['where']['device']}, {found['clock']}), checkpoints take "
+        f"{min(times):.2f} to {max(times):.2f} times as long as no checkpoints."
     )
 
 
@@ -100,10 +100,10 @@ def twenty_per_cent_slower() -> Finding:
             ),
         ),
         beyond=(about("time added there", 0.2, after.seconds / before.seconds - 1, "%"),),
-        holds="roughly for its own table, in rows a second; in time it is more.",
+        holds="roughly for its own table, in rows per second; the added time is more.",
         fails="Its own table says otherwise.",
-        why="It depends on the layers, the device and what is trained: frozen weights have a shorter backward, so that the second "
-        "forward weighs more." + _recorded_range("per layer", "sqrt"),
+        why="The cost depends on the layers, the device and what is trained: with frozen weights, backward is shorter, so the second "
+        "forward is a larger share." + _recorded_range("per layer", "sqrt"),
         figures={
             f"operations in a chain, {'trained' if trained else 'frozen'} weights, segments of {k}": (
                 f"{work[trained, k]:,}, {_more(work[trained, k], work[trained, None])}"
@@ -136,9 +136,9 @@ def saves_half_to_four_fifths() -> Finding:
             between("more operations, 16 layers", 0.2, 0.3, work[4], "%", within=0.1),
         ),
         holds="roughly for its own models, with its own segments of sqrt(n) layers.",
-        fails="Its own models save a different share, or take a different amount of work.",
-        why=f"With a checkpoint a layer, BERT-large saves {saved['BERT-large', 1]:.0%} for {work[1]:.0%} more operations. The work is bounded "
-        "by one forward: a third of a step where all weights are trained, half where they are frozen.",
+        fails="Its own models save a different share, or need a different amount of work.",
+        why=f"With one checkpoint per layer, BERT-large saves {saved['BERT-large', 1]:.0%} for {work[1]:.0%} more operations. The extra work "
+        "is at most one forward: a third of a step where all weights are trained, half where they are frozen.",
         figures=figures | _recorded_times("per layer", "sqrt"),
     )
 
@@ -170,8 +170,8 @@ def twice_the_sequence() -> Finding:
         ),
         holds="as a lower bound: a 7B in bf16 with AdamW gains at least that on every card with room for it.",
         fails="On one of these cards the sequence is less than twice as long.",
-        why=f"On 141 GB it is {times[141]:.1f} times, by the closed forms of lesson 01. A checkpoint a layer gives "
-        f"{longest[80, 'per-layer'] / longest[80, None]:.1f} times on 80 GB: the factor is whatever the activations fall by.",
+        why=f"On 141 GB the factor is {times[141]:.1f}, by the closed forms of lesson 01. One checkpoint per layer gives "
+        f"{longest[80, 'per-layer'] / longest[80, None]:.1f} times on 80 GB, the factor by which the activations shrink.",
         figures={
             f"longest sequence on {card} GB, {f'checkpointing {every}' if every else 'no checkpoint'}": n
             for (card, every), n in longest.items()
@@ -199,9 +199,9 @@ def eight_segments_of_four() -> Finding:
             about("extra forward passes", 1, calls / 32 - 1, within=0),
         ),
         holds="where all weights are trained, as in its example.",
-        fails="Segments, passes or operations are other ones.",
-        why="In operations it is a little less than a third, since PyTorch leaves a second run as soon as the last missing tensor is "
-        f"there. With frozen weights, whose backward is half as long, it is {frozen:.0%} in a chain.",
+        fails="The number of segments, passes or operations differs.",
+        why="The extra operations are a little less than a third, since PyTorch stops a recomputation as soon as it has the last "
+        f"missing tensor. With frozen weights, backward is half as long, and the extra is {frozen:.0%} in a chain.",
         figures={
             "forward calls of a layer, in forward and backward": calls,
             "operations in a chain, frozen weights": _more(_flops(32, False, 4), _flops(32, False, None)),
@@ -225,11 +225,11 @@ def a_table_of_shares() -> Finding:
             about("the same, mixed precision", 0.1, still["autocast-bf16"], "%", within=0.25),
         ),
         beyond=(about("speed, slowest of our CPU records", 0.67, 1 / slowest, "%"),) if slowest else (),
-        fails=f"A checkpoint a layer leaves {still['float32']:.0%} of the activations, not 20%; the speeds are about right.",
-        holds="Its memory and its speeds are found.",
-        why=f"20% is what segments of 6 leave ({share_left(SEVEN, 6):.1%}), not one a layer. In pure bf16 {still['bf16']:.1%} is left. In operations a "
-        f"checkpoint a layer costs {work[1]:.0%} more ({1 / (1 + work[1]):.0%} of the speed), segments of 4 {work[4]:.0%} more "
-        f"({1 / (1 + work[4]):.0%}): one a layer is the faster of the two." + _recorded_range("per layer"),
+        fails=f"One checkpoint per layer leaves {still['float32']:.0%} of the activations, not 20%; the speeds are about right.",
+        holds="The memory and the speeds are as claimed.",
+        why=f"Segments of 6 leave about 20% ({share_left(SEVEN, 6):.1%}). In pure bf16, one checkpoint per layer leaves {still['bf16']:.1%}. It needs "
+        f"{work[1]:.0%} more operations ({1 / (1 + work[1]):.0%} of the speed), and segments of 4 need {work[4]:.0%} more "
+        f"({1 / (1 + work[4]):.0%}): one checkpoint per layer is faster." + _recorded_range("per layer"),
         figures={
             f"Llama-2-7B, 8 x 2048, a checkpoint a layer: left, {name}": f"{n:.1%}"
             for name, n in still.items()
@@ -260,9 +260,9 @@ def root_of_depth_as_length() -> Finding:
             about("root of 96", 10, math.sqrt(GPT3.layers)),
         ),
         beyond=(about("left by the best segments of 32", 0.2, share_left(SEVEN, best_length(SEVEN)), "%"),),
-        holds="Segments of 6 of 32 layers leave about 20% of the memory; but a checkpoint a layer leaves less.",
+        holds="Segments of 6 of 32 layers leave about 20%, but one checkpoint per layer leaves less.",
         fails="The roots, or the share that is left, differ.",
-        why="The root of the depth is best where layers keep little beside their input (see C27). A Transformer's block keeps more than "
+        why="The root of the depth is best where layers keep little besides their input (see C27). A Transformer block keeps more than "
         "20 times its input.",
         figures=figures,
     )

@@ -119,12 +119,12 @@ def one_row_32_times() -> Finding:
     return Finding(
         own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
         beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
-        fails="All three work on activations alone; weights, gradients and Adam's states are far too much already.",
+        fails="All three reduce only activations; weights, gradients and Adam's states alone do not fit.",
         holds="It fits the largest consumer card.",
-        why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens comes on top, and a float16 copy of the weights "
-        f"({gb(copies)}), which autocast keeps until forward ends. Of the cards that the course knows, {' and '.join(cards) or 'none'} "
-        "has room. And a checkpoint that is loaded in float16, as transformers 5 does by itself, stops at the loss scaler, which "
-        "refuses gradients in float16.",
+        why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 copy of the weights "
+        f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that the course knows, "
+        f"{' and '.join(cards) or 'none'} has room. If a model is saved in float16, transformers 5 also loads it in float16, and then "
+        "the loss scaler refuses the float16 gradients.",
         figures={
             "weights, gradients and Adam states": resident,
             "1 row of 2048 accumulated, each layer checkpointed, fp16: peak": found.peak.total,
@@ -133,7 +133,7 @@ def one_row_32_times() -> Finding:
             "dtype that from_pretrained gives a checkpoint in float16": _loaded_dtype(),
             "cards with room, by name": ", ".join(cards) or "none",
         },
-        needs="a card of that size to be seen running; the bytes are predicted",
+        needs="a card of that size to see it run; the bytes are predicted",
     )
 
 
@@ -176,11 +176,11 @@ def cache_off() -> Finding:
             Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
         ),
         where=(Figure("gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"),),
-        only_if="you write reentrant checkpoints by hand; transformers' own layers leave the cache out.",
-        holds="With the cache on, transformers' own checkpoints go wrong or take more.",
+        only_if="you write reentrant checkpoints by hand; transformers' own layers skip the cache.",
+        holds="With the cache on, transformers' own checkpoints give wrong gradients or need more memory.",
         fails="The cache does no harm in any of these ways.",
         why="transformers warns once, and its Trainer sets use_cache to False in any case. With torch's reentrant checkpoint around each "
-        "layer, the second run finds the first one's keys in the cache, which no gradient flows through, and nothing warns.",
+        "layer, the second run finds the keys of the first run in the cache. No gradient flows through these keys, and no warning appears.",
         figures={
             "checkpointing as transformers does it: peak, use_cache=False": off,
             "checkpointing as transformers does it: peak, use_cache=True": on,
@@ -221,11 +221,11 @@ def checkpointing_kwargs() -> Finding:
             yes("it chooses, beside use_reentrant=False", _named_alone(swallowed)),
         ),
         beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
-        fails="No key names modules: one layer in so many can be chosen, but not the attention alone.",
-        holds="Named modules alone are checkpointed.",
-        why="It takes every_n_layers, offload, and what torch's checkpoint takes. An unknown key is an error or, beside "
-        "use_reentrant=False, passed on to the layers, which ignore it: every layer is checkpointed as before. And any key of torch's "
-        "without use_reentrant brings the reentrant checkpoint back.",
+        fails="No key names modules: you can choose every n-th layer, but not the attention alone.",
+        holds="Only the named modules are checkpointed.",
+        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An unknown key alone is an error. Together with "
+        "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is checkpointed as before. A key of torch's "
+        "checkpoint without use_reentrant brings the reentrant kind back.",
         figures={
             "every_n_layers=2 switches on": second,
             "use_reentrant=False, modules=['self_attn'] switches on": swallowed,
@@ -245,9 +245,9 @@ def max_seq_length() -> Finding:
     ]
     return Finding(
         own=(yes("TrainingArguments takes max_seq_length", not error),),
-        fails="TrainingArguments raises a TypeError; rows are as long as the tokenizer cuts them.",
+        fails="TrainingArguments raises a TypeError; the tokenizer decides the rows' length.",
         holds="TrainingArguments takes it.",
-        why="It was an argument of the SFT trainer of another library, TRL, whose SFTConfig calls it max_length since then (its issue 3910 and "
+        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's SFTConfig now calls it max_length (TRL's issue 3910 and "
         "pull request 2895).",
         figures={
             "TrainingArguments(max_seq_length=4096)": error,

@@ -63,10 +63,10 @@ def gpt2_xl() -> Finding:
             about("checkpointed", 32 * GB, need[32, "per-layer"].total, "GB", within=0.2),
             about("8 rows at a time, too", 22 * GB, both, "GB", within=0.2),
         ),
-        fails="Without a technique the batch needs almost three times as much.",
+        fails="Without any technique, the batch needs almost three times as much.",
         holds="All three are about right, in bf16.",
-        why="This is pure bf16 with fused attention, where the claimed figures come nearest. Under autocast weights, gradients and states "
-        f"take twice the {gb(sum(resident.values()))} that they take here.",
+        why="The figures are for pure bf16 with fused attention, where the claimed ones come nearest. Here weights, gradients and states "
+        f"take {gb(sum(resident.values()))}; under autocast they take twice as much.",
         figures=figures,
     )
 
@@ -116,8 +116,8 @@ def larger_models() -> Finding:
         beyond=(between("one row of 1024, 80 GiB", 4, 10, times[80 * GiB, 1], "times"),),
         holds="for its own batch of 32 in 4 micro-batches of 8, on large cards; a small batch gains nothing.",
         fails="Its own batch of 32 in 4 micro-batches of 8 gives another factor.",
-        why="Both techniques shrink activations alone. Weights, gradients and states set the limit at 16 bytes a parameter, with or "
-        f"without them. On 24 GiB it is {times[CARD_24, 32]:.1f} times (closed forms, mixed precision, a family of Llamas).",
+        why="Both techniques shrink only activations. With or without them, weights, gradients and states set the limit at 16 bytes a "
+        f"parameter. On 24 GiB the factor is {times[CARD_24, 32]:.1f} (closed forms, mixed precision, a family of Llamas).",
         figures=figures,
     )
 
@@ -143,11 +143,11 @@ def thirteen_billion() -> Finding:
             about("LoRA, 8-bit base", 35 * GB, plain + wider, "GB"),
             about("the same, checkpointed", 15 * GB, checkpointed + wider, "GB"),
         ),
-        only_if="adapters are trained on a base in 8 bits; training all weights needs far more.",
-        fails="Neither all weights nor adapters on a base in 8 bits need that much.",
-        holds="All weights can be trained so.",
-        why=f"Checkpointing does nothing about weights, gradients and states. With a base in 4 bits, 1 x 2,048 tokens need {gb(plain)} without "
-        f"checkpoints and {gb(checkpointed)} with them; the figures for 8 bits are these and the wider base.",
+        only_if="adapters are trained on an 8-bit base; training all weights needs far more.",
+        fails="Neither all weights nor adapters on an 8-bit base need that much.",
+        holds="All weights can be trained in that memory.",
+        why=f"Checkpointing does not shrink weights, gradients and states. With a 4-bit base, 1 x 2,048 tokens need {gb(plain)} without "
+        f"checkpoints and {gb(checkpointed)} with them; the figures for 8 bits add the extra bytes of the larger base.",
         figures={
             "weights in bf16": 2 * shape.parameters,
             "weights, gradients and Adam states in bf16": resident,
@@ -156,7 +156,7 @@ def thirteen_billion() -> Finding:
             "the same, each layer checkpointed": checkpointed,
             "the base in 8 bits instead of 4: more bytes": wider,
         },
-        needs="a card to be seen running; the bytes are predicted",
+        needs="a card to see it run; the bytes are predicted",
     )
 
 
@@ -180,10 +180,10 @@ def seven_billion_on_24() -> Finding:
             fits("the trio around LoRA", "to fit 24 GB", card, lora.peak.total),
             fits("Adafactor in backward, no accumulation", "to fit 24 GB", card, backward.peak.total),
         ),
-        fails="Weights and gradients alone exceed the card; the same trio around LoRA fits.",
+        fails="Weights and gradients alone exceed the card; with LoRA, the same three fit.",
         holds="Weights and gradients leave room on the card.",
-        why=f"Accumulation needs the gradients to stay, so no micro-batch is small enough. With AdamW's states it is {gb(resident)}. Every "
-        "weight can be trained where Adafactor steps in backward and frees each gradient at once.",
+        why=f"Accumulation keeps the gradients, so no micro-batch is small enough. With AdamW's states, the sum is {gb(resident)}. All "
+        "weights can be trained if Adafactor steps in backward and frees each gradient at once.",
         figures={
             "weights and gradients in bf16": both,
             "an RTX 4090 has (as the driver says)": card,
@@ -191,7 +191,7 @@ def seven_billion_on_24() -> Finding:
             "bf16, checkpointing, accumulation of rows of 2048, LoRA of rank 16: peak": lora.peak.total,
             "1 x 2048, Adafactor in backward, checkpointing: peak": backward.peak.total,
         },
-        needs="a 24 GB card to be seen running; the bytes are predicted",
+        needs="a 24 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -204,15 +204,15 @@ def seven_billion_on_80() -> Finding:
     return Finding(
         own=(fits("7B loaded in bf16", "to fit 80 GB", card, bf16.peak.total),),
         beyond=(fits("loaded in float32, before activations", "to fit 80 GB", card, mixed),),
-        holds="for its own code, which loads the weights in bf16, so that Adam's states are in bf16 too.",
-        fails="Even loaded in bf16 it exceeds the card.",
-        why="bf16=True alone does not do it: for weights in float32 it means autocast, and weights, gradients and states stay in float32.",
+        holds="for its own code, which loads the weights in bf16, so Adam's states are in bf16, too.",
+        fails="Even if the model is loaded in bf16, it exceeds the card.",
+        why="bf16=True alone is not enough: for weights in float32 it means autocast, and weights, gradients and states stay in float32.",
         figures={
             "bf16 throughout, rows of 4096 accumulated, checkpointing: peak": bf16.peak.total,
             "float32 weights, gradients and states": mixed,
             "an A100 80GB has (as the driver says)": card,
         },
-        needs="an 80 GB card to be seen running; the bytes are predicted",
+        needs="an 80 GB card to see it run; the bytes are predicted",
     )
 
 
@@ -250,12 +250,12 @@ def which_first() -> Finding:
     return Finding(
         own=(more("time, micro-batches / checkpoints, 2k tokens", ratio[2048]),),
         where=(more("the same, 64 tokens a row", ratio[64]),),
-        only_if="rows are so short that a micro-batch leaves the card waiting, or one row alone is too much; else micro-batches cost less time.",
+        only_if="rows are so short that a micro-batch leaves the card idle, or one row does not fit; otherwise micro-batches cost less time.",
         holds="Checkpoints cost less time than micro-batches at 2,048 tokens a row.",
         fails="Micro-batches cost less time even where rows are short.",
-        why=f"By count, rows of 2,048 tokens one at a time cost {long['accumulated'] - 1:.0%} more time, checkpointing "
-        f"{long['checkpointed'] - 1:.0%}. At 64 tokens a row it is {short['accumulated'] - 1:.0%} against "
-        f"{short['checkpointed'] - 1:.0%}. Where one row is too much, no micro-batch is small enough.",
+        why=f"By estimate, one row of 2,048 tokens at a time costs {long['accumulated'] - 1:.0%} more time, and checkpointing costs "
+        f"{long['checkpointed'] - 1:.0%}. At 64 tokens a row, these cost {short['accumulated'] - 1:.0%} and "
+        f"{short['checkpointed'] - 1:.0%}. Where one row does not fit, no micro-batch is small enough.",
         figures=figures,
     )
 
@@ -291,13 +291,13 @@ def fit_table() -> Finding:
             less("checkpointed GPT-2, mixed / float32", peak["autocast-bf16"] / peak["float32"]),
         ),
         where=(less("the same, all in bf16 / float32", peak["bf16"] / peak["float32"]),),
-        only_if="mixed precision means weights and states in 16 bits: its own GPT-2, checkpointed in micro-batches, gains nothing from "
+        only_if="mixed precision means 16-bit weights and states: its own GPT-2, checkpointed in micro-batches, gains nothing from "
         "autocast.",
         holds="Each of the three does what it is meant for.",
         fails="One of the three does not do what it is meant for.",
-        why="Under autocast weights, gradients and states stay in float32, and 16-bit copies of the weights join them. The other two are "
-        f"right: cutting 16 rows into 1 leaves 1/{1 / cut:.0f} of what is saved, and where one row is too long or the model too deep, "
-        f"checkpointing takes {gb(saved['1 x 8192', None])} to {gb(saved['1 x 8192', 'per-layer'])} at 8,192 tokens.",
+        why="Under autocast, weights, gradients and states stay in float32, and 16-bit copies of the weights are added. The other two "
+        f"are right: 1 row instead of 16 leaves 1/{1 / cut:.0f} of the saved bytes, and where one row is too long or the model "
+        f"too deep, checkpointing reduces {gb(saved['1 x 8192', None])} to {gb(saved['1 x 8192', 'per-layer'])} at 8,192 tokens.",
         figures=figures,
     )
 
@@ -332,12 +332,12 @@ def bert_large_accumulated() -> Finding:
             _explained("1 x 4, replayed", cut),
         ),
         beyond=(_today("tensors of today's step, batch 4", whole),),
-        holds="for the software of January 2022, counting all that the process held on its V100; today's step needs less.",
-        fails="Replayed with the software of January 2022, the figures differ.",
-        why=f"Published MB are MiB: {whole.total:,.0f} and {cut.total:,.0f} MiB come from a replay without a card, the driver's context and "
-        f"the allocator's idle blocks included. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first are gradients that "
-        f"were zeroed rather than freed and inputs that softmax no longer keeps: today's step needs {whole.parts['today']:,.0f} and "
-        f"{cut.parts['today']:,.0f} MiB of tensors. Accumulation took {cut.run.seconds / whole.run.seconds - 1:.0%} longer.",
+        holds="for the software of January 2022, with all that the process held on its V100; today's step needs less.",
+        fails="A replay with the software of January 2022 gives other figures.",
+        why=f"The published MB are MiB. A replay without a card gives {whole.total:,.0f} and {cut.total:,.0f} MiB, with the driver's context and "
+        f"the allocator's idle blocks. {whole.parts['zeroed'] + whole.parts['softmax']:,.0f} MiB of the first figure are gradients that were zeroed "
+        f"rather than freed, and inputs that softmax no longer keeps. Today's step needs {whole.parts['today']:,.0f} and "
+        f"{cut.parts['today']:,.0f} MiB for tensors. Accumulation took {cut.run.seconds / whole.run.seconds - 1:.0%} longer.",
         figures=figures,
         needs="a card for the times; the bytes are replayed",
     )
@@ -353,10 +353,10 @@ def bert_large_checkpointed() -> Finding:
         own=(_explained("BERT-large, 1 x 4 checkpointed, replayed", row),),
         beyond=(_today("tensors of today's step", row),),
         holds="for the software of January 2022, with the driver's context counted, as in C13.",
-        fails="Replayed with the software of January 2022, the figure differs.",
-        why=f"Of these, {floor / MiB:,.0f} MiB are weights, gradients and states and {row.parts['context']:,.0f} MiB the context. Checkpointing "
-        f"works on the {remain:,.0f} MiB that remain. Against accumulation alone, the published time is "
-        f"{row.run.seconds / cut.run.seconds - 1:.0%} longer.",
+        fails="A replay with the software of January 2022 gives another figure.",
+        why=f"In the replay, {floor / MiB:,.0f} MiB are weights, gradients and states, and {row.parts['context']:,.0f} MiB are the context. Checkpointing "
+        f"affects only the other {remain:,.0f} MiB. The published time is {row.run.seconds / cut.run.seconds - 1:.0%} longer than with "
+        "accumulation alone.",
         figures=figures,
         needs="a card for the time; the bytes are replayed",
     )
@@ -385,10 +385,10 @@ def bert_large_16_rows() -> Finding:
         ),
         fails="The first figure is right in mixed precision with eager attention; the other two need at least a quarter more.",
         holds="All three are about right in mixed precision.",
-        why=f"With fused attention 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but then 16 rows keep no scores either. Weights, "
-        f"gradients and Adam's states alone are {gb(floor)}, so that 5 GB is out of reach of AdamW. C13's 14,949 MB for 4 rows in float32 do "
-        "not fit to 24 GB for 16 rows.",
+        why=f"With fused attention, 4 x 4 needs {gb(needs['fused', '4 x 4'])}, as claimed, but then 16 rows keep no scores either. Weights, "
+        f"gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. C13's 14,949 MB for 4 rows in float32 do not agree "
+        "with 24 GB for 16 rows.",
         figures={f"{way}, fp16, {attention} attention: peak": n for (attention, way), n in needs.items()}
         | {"weights, gradients and Adam states in float32": floor},
-        needs="a card to be seen running; the bytes are predicted",
+        needs="a card to see it run; the bytes are predicted",
     )

@@ -100,12 +100,12 @@ def fp16_halves() -> Finding:
             ),
         ),
         beyond=(about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),),
-        only_if="nearly everything is activations, as with a small model and long rows: it is autocast, and only they shrink.",
+        only_if="nearly everything is activations, as with a small model and long rows: fp16=True means autocast, and only activations shrink.",
         fails="fp16=True means autocast: only activations shrink, and in its own example, which checkpoints, the memory grows.",
         holds="Its own example needs half.",
-        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the weights joins them. BERT-large, checkpointed "
-        f"and on one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The published table has it too: 6,775 MB without "
+        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the weights is added. BERT-large, checkpointed "
+        f"and with one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The published table shows this, too: 6,775 MB without "
         "fp16, 7,275 with it.",
         figures=figures,
-        needs="a card to be seen running; the bytes are predicted",
+        needs="a card to see it run; the bytes are predicted",
     )

@@ -90,10 +90,10 @@ def attention_alone() -> Finding:
             between("extra operations", 0.1, 0.15, work["attention", "eager"], "%"),
         ),
         beyond=(between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),),
-        holds="for eager attention, which stores scores; fused attention stores none, and the MLP is then the part to run again.",
+        holds="for eager attention, which stores scores; with fused attention, recompute the MLP instead.",
         fails="Attention alone keeps a different share of the saving, or costs a different amount of work.",
-        why="The advice is as old as stored scores, and with them it gets better with length: "
-        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
+        why="The advice is for stored scores, and with them the share grows with length: "
+        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, checkpointing the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
         f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work['per-layer', 'eager']:.0%}.",
         figures={f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}" for (part, attention, tokens), found in share.items()}
         | {f"extra operations of a layer's step, 2048 tokens: {part}, {attention}": f"{found:.1%}" for (part, attention), found in work.items()}
@@ -120,11 +120,11 @@ def checkpointing_auto() -> Finding:
             yes('"no" leaves it off', found["no"] == found[False]),
             yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
         ),
-        fails="Nothing looks at the memory: any text switches checkpointing on, always.",
-        holds="Where there is room, it stays off.",
-        why='The value is asked whether it is true, which every string with letters in it is, "no" as well. This model is tiny, and far '
+        fails="No code looks at the memory: any text always switches checkpointing on.",
+        holds="It stays off where there is room.",
+        why='The code only tests if the value is true, and every string with letters is true, even "no". This model is tiny and far '
         f'from any limit. checkpoint_layers(model, every="fit", budget=...) predicts the step: with half the bytes that it needs, '
-        f"{fitted[0.5]} of 4 layers run again.",
+        f"{fitted[0.5]} of 4 layers are recomputed.",
         figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()}
         | {
             f'every="fit" with {share:.0%} of the bytes runs again': layers
@@ -160,17 +160,17 @@ def moved_activations() -> Finding:
             between("off the peak of a step, all weights trained", 0.8, 0.9, taken_off("peak", 2048, **moving), "%"),
             Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         ),
-        holds="for the activations; the peak of a step falls only where activations make it.",
+        holds="for the activations; the peak of a step falls only where activations cause it.",
         fails="Moving saves a different share of the activations.",
-        why=f"One checkpoint a layer takes {taken_off('activations', 2048, checkpointing='per-layer'):.0%} off without a bus. To be as fast as "
-        f"computing again on an A100, at half its rated speed, a bus would have to carry {needed / GB:.0f} GB a second. Moving the inputs of "
-        f"checkpointed layers alone sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
+        why=f"One checkpoint per layer saves {taken_off('activations', 2048, checkpointing='per-layer'):.0%} without a bus. To be as fast as "
+        f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a second. Moving only the inputs of "
+        f"checkpointed layers sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
         figures={
             f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}": f"{taken_off(what, tokens, **how):.1%}"
             for tokens in (2048, 8192) for what in ("activations", "peak") for name, how in ways.items()
         }
         | {"bytes over the bus, away and back": crossing, "operations that checkpoints repeat": again},
-        needs="a card to be timed; the bytes are predicted",
+        needs="a card to measure the time; the bytes are predicted",
     )  # fmt: skip
 
 
@@ -186,11 +186,11 @@ def key_value_cache() -> Finding:
             about("32 x 4,096 tokens", 40 * GB, accounting.kv_cache_bytes(shape, rows, 2 * tokens), "GB"),
             more("cache / weights, no shared heads", unshared / weights),
         ),
-        only_if="the prompt has 2k tokens, too; the cache outweighs the weights only in models without shared heads.",
+        only_if="the prompt has 2k tokens, too; the cache exceeds the weights only in models without shared heads.",
         fails="Neither 2k tokens nor 4k tokens take that much.",
         holds="2k tokens take that much.",
-        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 8 heads of keys and values serve 64 of queries. Its weights are "
-        f"{gb(weights)}: it takes {-(-weights // (per_token * tokens))} rows of 2,048 tokens to outweigh them.",
+        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads share 8 heads of keys and values. Its weights take "
+        f"{gb(weights)}: a cache of that size needs {-(-weights // (per_token * tokens))} rows of 2,048 tokens.",
         figures={
             "bytes of keys and values a token, bf16": per_token,
             "cache of 32 x 2048 tokens, bf16": cached,

@@ -64,12 +64,12 @@ def input_require_grads() -> Finding:
         own=(Figure("adapters that learn without it, its own use_reentrant=False", "none", found[False, False][0], high=0),),
         where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
-        only_if="the checkpoints are reentrant, and not put there by transformers' switch, which calls it itself.",
+        only_if="the checkpoints are reentrant and not made by transformers' switch, which makes the call itself.",
         holds="Without it no adapter gets a gradient.",
         fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
-        why="A reentrant checkpoint looks at its inputs alone. Where none requires a gradient, as behind a frozen embedding, its output does "
-        "not either, whatever is trained inside. The other kind follows the graph. activation_checkpointing_enable asks for the embedding's "
-        "gradient by itself, and PEFT does too when it wraps a model whose checkpoints are on: the call matters where torch's checkpoint is "
+        why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as after a frozen embedding, its output requires "
+        "none, even if weights inside are trained. The other kind follows the graph. activation_checkpointing_enable itself asks for the "
+        "embedding's gradient, and PEFT does so, too, when it wraps a model whose checkpoints are on: the call matters where torch's checkpoint is "
         "written by hand.",
         figures=figures,
     )  # fmt: skip

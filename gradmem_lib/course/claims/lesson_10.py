@@ -34,13 +34,12 @@ def seventy_billion_on_two() -> Finding:
     return Finding(
         own=(fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),),
         beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
-        holds="with LoRA and a checkpoint in every layer, for rows of some thousand tokens.",
+        holds="with LoRA and a checkpoint in every layer, for rows of one or two thousand tokens.",
         fails="A card's shard, the layers that it gathers and the activations do not fit on it.",
-        why="A card keeps half of the base, and of embeddings and head in bf16, and gathers one layer after another; embedding and head are "
-        "whole meanwhile. Adapters are all that has gradients and states. What grows with the tokens are the inputs of the layers and the "
-        "loss.",
+        why="A card keeps half of the base, and half of embeddings and head in bf16. It gathers one layer after another, while embedding and "
+        "head stay whole. Only the adapters have gradients and states. The inputs of the layers and the loss grow with the tokens.",
         figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()} | {"a card has (as the driver says)": card},
-        needs="two cards of 24 GB to be seen running; one rank's bytes are predicted",
+        needs="two cards of 24 GB to see it run; one rank's bytes are predicted",
     )  # fmt: skip
 
 
@@ -97,9 +96,9 @@ def gathers() -> Finding:
             about("all-gathers, checkpointed / not", 1.0, one / plain, "times", within=0),
             about("with use_reentrant=True", 1.0, other / plain, "times", within=0),
         ),
-        holds="Neither kind gathers anything more.",
+        holds="Neither mode gathers more.",
         fails="A layer is gathered more often under checkpoints.",
-        why="Backward gathers a layer, and frees it after its gradients: the second forward runs in between, and finds the weights there. A "
-        "checkpoint over two layers gathers no more either.",
+        why="Backward gathers a layer and frees it after its gradients. The second forward runs in between, when the weights are there. A "
+        "checkpoint over two layers gathers no more, either.",
         figures=figures,
     )  # fmt: skip

@@ -49,9 +49,9 @@ C17 | B | FSDP with QLoRA fine-tunes a 70B model on two cards of 24 GB.
 C18 | C | Global batch = mini-batch x accumulation steps x GPUs, and only the mini-batch is in memory.
 C19 | C | Checkpointing brings activation memory from O(n) to O(sqrt n) in the number of layers.
 C20 | C | Checkpointing saves 50 to 80% of activation memory for 20 to 30% more computation.
-C21 | C | Wrapping each layer in checkpoint, or the whole model at once, are two ways to the same saving.
+C21 | C | Wrapping each layer in checkpoint or the whole model at once saves the same memory.
 C22 | C | Going from batch 32 to 4 accumulation steps of 8 cuts the batch's memory by 75%.
-C23 | C | GPT-2 1.5B at batch 32 x 1024 needs 60 GB in all; with checkpointing 32 GB; with accumulation too 22 GB.
+C23 | C | GPT-2 1.5B at batch 32 x 1024 needs 60 GB in all; with checkpointing 32 GB; with accumulation, too, 22 GB.
 C24 | C | BERT-large at 16 x 512 needs about 24 GB, at 4 x 4 accumulation steps 8 GB, with checkpointing 5 GB.
 C25 | C | Together, the techniques train models 4 to 10 times larger.
 C26 | C | More checkpoints mean more memory and less recomputation; fewer mean less memory and more recomputation.
@@ -62,7 +62,7 @@ C30 | C | Both techniques work with any architecture.
 C31 | C | The learning rate grows linearly with the batch size.
 C32 | C | Optimizer states are 2 to 8 times the size of the parameters.
 C33 | D | A 1.3B model takes 2.6 GB of parameters, 5.2 GB of Adam states and 2.6 GB of gradients: 10.4 GB before activations.
-C34 | D | 524,288 tokens an update at 4 x 2048 a micro-batch are 64 accumulation steps.
+C34 | D | 524,288 tokens per update need 64 accumulation steps with micro-batches of 4 x 2048.
 C35 | D | Log the loss before dividing it, and clear gradients with set_to_none=True.
 C36 | D | Activations exceed parameters and optimizer states together, often several times, already at modest batch sizes.
 C37 | E | One layer at 2048 tokens, width 4096, batch 8 in bf16 stores 400 MB of queries, keys and values, 2 GB of scores and 800 MB of feed-forward: 100 GB over 32 layers.
@@ -70,15 +70,15 @@ C38 | E | At 8192 tokens the attention scores alone are 8 GB a layer.
 C39 | E | sqrt(n) memory at 33% extra computation makes sequences twice as long or longer.
 C40 | E | 32 layers with a checkpoint every 4 are 8 segments and one extra forward pass: 33% more computation.
 C41 | E | Checkpointing every layer leaves 20% of the memory at 67% of the speed; every N layers 75% of the speed; with mixed precision 10% at 60%.
-C42 | E | use_reentrant=False is always the choice; it works through saved-tensor hooks and with torch.compile.
+C42 | E | use_reentrant=False is always the right choice; it works through saved-tensor hooks and with torch.compile.
 C43 | E | Checkpointing requires use_cache=False.
 C44 | E | Adapters with checkpointing require enable_input_require_grads().
 C45 | E | Checkpointing the attention alone keeps 60 to 80% of the saving for 10 to 15% overhead.
 C46 | E | gradient_checkpointing_kwargs chooses which modules are checkpointed.
 C47 | E | gradient_checkpointing="auto" switches checkpointing on near the memory limit.
-C48 | E | Moving saved activations to the CPU saves 80 to 90%, for traffic on the bus.
+C48 | E | Moving saved activations to the CPU saves 80 to 90% and costs traffic on the bus.
 C49 | E | FSDP with checkpointing gathers only the shards it needs, and both modes of use_reentrant work.
-C50 | E | N = sqrt(depth): 6 of 32 layers, at about 20% of the memory; 10 of 96.
+C50 | E | Segments have N = sqrt(depth) layers: 6 of 32, at about 20% of the memory; 10 of 96.
 C51 | E | A 13B model on a 40 GB A100 peaks at 35 GB without and 15 GB with checkpointing.
 C52 | E | Attention over 4096 tokens at batch 8 takes 256 MB a head, 8 GB for 32 heads, against 1 GB for the feed-forward part: a ratio of 8 to 1.
 C53 | E | A 70B model's key-value cache for 2k tokens at batch 32 is about 40 GB, often more than the weights.
@@ -86,7 +86,7 @@ C54 | E | bf16, checkpointing and accumulation together fine-tune a 7B model on 
 C55 | E | A 7B Llama at 4096 tokens and batch 1 fits one 80 GB card in bf16 with checkpointing.
 C56 | E | max_seq_length is an option of TrainingArguments.
 C57 | E | Turn checkpointing on first, then reduce micro-batches with accumulation.
-C58 | C | Accumulation is for the batch size, checkpointing for depth and long sequences, mixed precision goes on top.
+C58 | C | Accumulation is for the batch size, checkpointing for depth and long sequences, mixed precision is added to both.
 """
 
 

@@ -168,9 +168,11 @@ def _explain_frugal(got, expected):
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
-_EMPTY = (("KeyError", "`state` is an empty dict before the first step: put into it what you read from it."),)
+_EMPTY = (
+    ("KeyError", "`state` is an empty dict before the first step: store a value in it before you read it."),
+)
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
-_COPIES = "`/`, `*` and `+` make a new tensor beside those they read, and a name keeps it alive; div_, mul_ and add_ do not."
+_COPIES = "`/`, `*` and `+` allocate a new tensor, and a variable keeps it alive; div_, mul_ and add_ work in place."
 
 
 _MOMENTUM = rules.Watched({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6})

@@ -162,7 +162,7 @@ EXERCISES = (
             Mistake("new each time", _hooked(_anew),
                     "the moments of earlier steps are gone: make one optimizer for each parameter, once, and not in the hook."),
             Mistake("no schedule", _hooked(_step_and_free, scheduled=False),
-                    "the learning rate never falls: Trainer's schedule is the dummy's, and no other optimizer hears of it, so step a schedule for each in its hook."),
+                    "the learning rate never falls: Trainer's schedule changes only the dummy optimizer, so step a schedule for each real optimizer in its hook."),
             Mistake("the last one", _hooked(_the_last_one),
                     "every hook steps only the last parameter: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
         ),
