@@ -74,7 +74,7 @@ set_storage = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offs
 lstm_layer = _aten.mkldnn_rnn_layer.default
 of_one_dtype = [
     getattr(_aten, name).default
-    for name in ("mm", "addmm", "mv", "convolution", "index_put", "index_put_", "index_add", "index_add_", "_cdist_forward",
+    for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "convolution", "index_put", "index_put_", "index_add", "index_add_", "_cdist_forward",
                  "huber_loss_backward")
 ]  # fmt: skip
 try:

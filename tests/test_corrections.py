@@ -80,6 +80,8 @@ MIXED = {
     "mm": (aten.mm, rand(3, 4), rand(4, 5, dtype=bf16)),
     "mm of one": (aten.mm, rand(3, 4, dtype=bf16), rand(4, 5, dtype=bf16)),
     "addmm": (aten.addmm, rand(5, dtype=bf16), rand(3, 4), rand(4, 5)),
+    "bmm": (aten.bmm, rand(1, 3, 4), rand(1, 4, 5, dtype=bf16)),
+    "baddbmm": (aten.baddbmm, rand(1, 3, 5), rand(1, 3, 4, dtype=bf16), rand(1, 4, 5, dtype=bf16)),
     "mv": (aten.mv, rand(3, 4), rand(4, dtype=double)),
     "convolution": (
         aten.convolution,

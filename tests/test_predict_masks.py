@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import tiny_config
+from families import OLDER, tiny_config
 from predicted import assert_predicted
 
 from gradmem_lib.prediction.configs import model_class
@@ -65,7 +65,8 @@ def test_a_batch_that_hides_tokens_in_a_part_is_refused(family, mask, recipe):
 
 
 @pytest.mark.parametrize("mask", [FULL, HIDDEN], ids=["nothing", "hidden"])
-@pytest.mark.parametrize("family", ["llama", "bert", "bart", "mpnet"])
+# Older versions draw for each of BART's layers whether it runs, which is refused.
+@pytest.mark.parametrize("family", ["llama", "bert", *([] if OLDER else ["bart"]), "mpnet"])
 def test_eager_attention_leaves_a_mask_out_that_is_neither_causal_nor_hides(family, mask):
     """Under autocast, scores beside a mask are float32."""
     recipe = Recipe(

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from families import OLDER
 from oracle import allocator_peak
 from test_programs import Looking
 from torch import nn
@@ -271,7 +272,7 @@ def test_functions_of_torch_that_a_program_compiles_are_refused_too(name):
         function(*given)
     assert not compiled and weight[0] == 1
     function(*given)
-    assert compiled
+    assert compiled or (OLDER and name == "step")  # which older versions cannot compile on the CPU
 
 
 @pytest.mark.parametrize("way", ["script", "trace"])
