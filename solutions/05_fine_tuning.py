@@ -744,7 +744,7 @@ train_mixed = check("5.5", train_mixed)
 #
 # <details><summary>Hint 3: the rate</summary>
 #
-# `Trainer`'s own schedule is the dummy's, and none of your optimizers hears of it. `get_scheduler("linear", optimizer,
+# `Trainer`'s own schedule is the dummy's, and none of your optimizers sees it. `get_scheduler("linear", optimizer,
 # 0, steps)` makes one for each, and the hook calls its `step()`.
 #
 # </details></details></details>
