@@ -108,7 +108,7 @@ def test_a_family_is_predicted_to_the_byte_or_refused(family, name):
     if OLDER and (family, name) == ("gemma2", "accumulated"):
         why = None  # it takes fused attention there
     if OLDER and reads_a_number(config):
-        why = "reads a tensor's value.*layerdrop"
+        why = "reads a tensor's value"
     if why is not None:
         with pytest.raises((ValueError, CannotTrace), match=why) as refusal:
             predict(config, batch_size=ROWS, seq_len=TOKENS, recipe=recipe, target="cpu")
