@@ -1,4 +1,6 @@
-"""How a run of tests goes: long files first, and solutions with the settings that their stored outputs were made with."""
+"""How a run of tests goes: long files first, and solutions with the settings that their stored
+outputs were made with.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from build_notebooks import FIXED
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="gradmem-progress-")  # until this process ends
 
-# In a notebook's kernel, after each cell that imports much: garbage collections pass over it, see ``stay``. Every start
-# of a ``Trainer`` collects twice, which takes most of a second.
+# In a notebook's kernel, after each cell that imports much: garbage collections pass over it, see
+# ``stay``. Every start of a ``Trainer`` collects twice, which takes most of a second.
 KERNEL_STAYS = """
 def _stay_after_imports():
     import gc, sys
@@ -112,19 +114,24 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items) -> None:
-    # Two workers end together if what takes minutes is not what comes last. The order within a file stays.
+    # Two workers end together if what takes minutes is not what comes last. The order within a file
+    # stays.
     items.sort(key=lambda item: -seconds(item.path))
 
 
 def stay() -> None:
-    """Garbage collections pass over what exists now. Many tests collect, and thousands of tests and modules are no garbage."""
+    """Garbage collections pass over what exists now.
+
+    Many tests collect, and thousands of tests and modules are no garbage.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    gc.disable()  # of what the tests import nothing is garbage, and looking for it takes a third of the time
+    # of what the tests import nothing is garbage, and looking for it takes a third of the time
+    gc.disable()
     try:
         return (yield)
     finally:
@@ -153,7 +160,9 @@ def ipython_folder() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    """A notebook's kernel starts in the set-up of its first cell, and inherits what the environment says then."""
+    """A notebook's kernel starts in the set-up of its first cell, and inherits what the environment
+    says then.
+    """
     if item.path.suffix != ".ipynb":
         return (yield)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,9 @@
-"""What it costs in time to accumulate: one update on 16 x 64 tokens, as one batch and cut into K micro-batches.
+"""What it costs in time to accumulate: one update on 16 x 64 tokens, as one batch and cut into K
+micro-batches.
 
-The variants take turns, so that whatever else the machine does falls on all of them alike; each figure is the median over
-the rounds of the ratio, within a round, to the one batch. On a CPU it is the time of one thread, while that runs.
+The variants take turns, so that whatever else the machine does falls on all of them alike; each
+figure is the median over the rounds of the ratio, within a round, to the one batch. On a CPU it is
+the time of one thread, while that runs.
 
     python benchmarks/accumulation.py
 """
@@ -35,12 +37,16 @@ def main() -> None:
     torch.set_num_threads(1)
     model = models.tiny_llama().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
-    ids = torch.randint(0, 8192, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(0, 8192, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     batch = {"input_ids": ids, "labels": ids}
 
     def accumulated(k: int) -> None:
         items = BATCH * (SEQ_LEN - 1)
-        accumulate_gradients(split(batch, BATCH // k), lambda m: next_token_loss(model, m), total_items=items)
+        accumulate_gradients(
+            split(batch, BATCH // k), lambda m: next_token_loss(model, m), total_items=items
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -63,13 +69,18 @@ def main() -> None:
         rounds.append({name: t / seconds["accumulated", 1] for name, t in seconds.items()})
     rounds = rounds[1:]  # the first one only warms up
     results = {
-        "what": f"tiny Llama, float32, one update on {BATCH} x {SEQ_LEN} tokens: time of K micro-batches / time of one batch",
+        "what": (
+            f"tiny Llama, float32, one update on {BATCH} x {SEQ_LEN} tokens: time of K "
+            "micro-batches / time of one batch"
+        ),
         "clock": "wall" if device == "cuda" else "CPU time of one thread",
         "rounds": ROUNDS,
     }
     for way in ("accumulated", "stepped"):
         results[way] = {
-            str(k): round(statistics.median(r[way, k] for r in rounds), 2) for w, k in variants if w == way
+            str(k): round(statistics.median(r[way, k] for r in rounds), 2)
+            for w, k in variants
+            if w == way
         }
     print(results)
     print("wrote", record("accumulation", results).name)

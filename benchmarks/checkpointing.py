@@ -1,10 +1,12 @@
-"""What checkpointing saves and what it costs: schedules side by side, as ratios to a step without any.
+"""What checkpointing saves and what it costs: schedules side by side, as ratios to a step without
+any.
 
     python benchmarks/checkpointing.py [--rounds 3] [--settings chain adapters full wide language]
 
-Peaks are bytes of one training step beyond what is there before it (weights, batch). Times are CPU time of one thread, or
-wall time on a CUDA device; the variants take turns, so that whatever else the machine does falls on all of them alike, and
-each figure is the median over the rounds of the ratio within a round. Forward calls are per layer and step, counted.
+Peaks are bytes of one training step beyond what is there before it (weights, batch). Times are CPU
+time of one thread, or wall time on a CUDA device; the variants take turns, so that whatever else
+the machine does falls on all of them alike, and each figure is the median over the rounds of the
+ratio within a round. Forward calls are per layer and step, counted.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ class Setting:
         batch: torch.Tensor,
         forward: Callable[[], torch.Tensor],
     ):
-        self.what, self.model, self.layers, self.batch, self.forward = what, model, layers, batch, forward
+        self.what, self.model, self.layers, self.batch, self.forward = (
+            what,
+            model,
+            layers,
+            batch,
+            forward,
+        )
 
     def step(self) -> None:
         self.forward().backward()
@@ -82,7 +90,11 @@ def chain() -> Setting:
         return (net(x) * weights).sum()
 
     return Setting(
-        f"chain of {LAYERS} equal frozen layers that keep five boundaries each", net, net, x, forward
+        f"chain of {LAYERS} equal frozen layers that keep five boundaries each",
+        net,
+        net,
+        x,
+        forward,
     )
 
 
@@ -94,12 +106,17 @@ def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Sett
         model.requires_grad_(False)
         for layer in model.model.layers:
             attention = layer.self_attn
-            attention.q_proj, attention.v_proj = Adapter(attention.q_proj), Adapter(attention.v_proj)
+            attention.q_proj, attention.v_proj = (
+                Adapter(attention.q_proj),
+                Adapter(attention.v_proj),
+            )
 
     def forward():
         if every_token:
             return model(input_ids=ids, labels=ids).loss
-        return F.cross_entropy(model(input_ids=ids[:, :-1], logits_to_keep=1).logits[:, -1], ids[:, -1])
+        return F.cross_entropy(
+            model(input_ids=ids[:, :-1], logits_to_keep=1).logits[:, -1], ids[:, -1]
+        )
 
     trained = f"adapters of rank {RANK}" if adapters else "all parameters"
     loss = "every token" if every_token else "the last token"
@@ -136,7 +153,9 @@ def each_layer_called(setting: Setting, call: Callable):
 
 
 def selective(setting: Setting) -> AbstractContextManager:
-    """Every layer checkpointed, but for the results of matrix products and attention, which are kept."""
+    """Every layer checkpointed, but for the results of matrix products and attention, which are
+    kept.
+    """
     context_fn = partial(create_selective_checkpoint_contexts, saves_matmuls)
 
     def call(i, forward, x, **kwargs):
@@ -147,7 +166,9 @@ def selective(setting: Setting) -> AbstractContextManager:
 
 @contextmanager
 def sequential(setting: Setting, segments: int):
-    """torch's checkpoint_sequential, with all layers as its list of functions: called when the first layer is."""
+    """torch's checkpoint_sequential, with all layers as its list of functions: called when the
+    first layer is.
+    """
 
     def call(i, forward, x, **kwargs):
         if i:
@@ -181,8 +202,12 @@ def variants_of(setting: Setting) -> dict[str, Callable[[], AbstractContextManag
         setting.step()
     setting.clear()
     lengths = range(1, n + 1)
-    k = min(lengths, key=lambda k: schedule_peak(uniform_segments(n, k), probe.internal, probe.boundary))
-    print(f"{setting.what}\n  a/x {probe.internal[1] / probe.boundary[1]:.2f}, best {probe.segments}")
+    k = min(
+        lengths, key=lambda k: schedule_peak(uniform_segments(n, k), probe.internal, probe.boundary)
+    )
+    print(
+        f"{setting.what}\n  a/x {probe.internal[1] / probe.boundary[1]:.2f}, best {probe.segments}"
+    )
     root = max(1, round(n**0.5))
     variants = {
         "none": nothing,
@@ -207,8 +232,11 @@ def measured(setting: Setting, variant: Callable[[], AbstractContextManager]) ->
         nonlocal calls
         calls += 1
 
-    # The first leaf that runs in a layer: also a layer that early stopping leaves before its end is counted.
-    leaves = [next(m for m in layer.modules() if not list(m.children())) for layer in setting.layers]
+    # The first leaf that runs in a layer: also a layer that early stopping leaves before its end is
+    # counted.
+    leaves = [
+        next(m for m in layer.modules() if not list(m.children())) for layer in setting.layers
+    ]
     hooks = [leaf.register_forward_pre_hook(count) for leaf in leaves]
     with variant(), MemoryTracker(setting.model, live=False) as tracker:
         tracker.watch(setting.batch, "other")
@@ -239,7 +267,10 @@ def now() -> float:
 def compare(setting: Setting, rounds: int) -> dict:
     variants = variants_of(setting)
     found = {name: measured(setting, variant) for name, variant in variants.items()}
-    times = [{name: seconds(setting, variant) for name, variant in variants.items()} for _ in range(rounds)]
+    times = [
+        {name: seconds(setting, variant) for name, variant in variants.items()}
+        for _ in range(rounds)
+    ]
     most = found["none"][0]
     rows = {
         name: {
@@ -251,7 +282,10 @@ def compare(setting: Setting, rounds: int) -> dict:
     for name, row in rows.items():
         if times:
             row["time / none"] = round(statistics.median(t[name] / t["none"] for t in times), 2)
-        print(f"  {name:<36}" + "".join(f"{key}: {value:<8}" for key, value in row.items()), flush=True)
+        print(
+            f"  {name:<36}" + "".join(f"{key}: {value:<8}" for key, value in row.items()),
+            flush=True,
+        )
     return {"what": setting.what, "peak of none in bytes": most, "variants": rows}
 
 

@@ -1,11 +1,13 @@
-"""A room on one machine: many kernels run lesson 00 to its end at once. How much memory and time does that take?
+"""A room on one machine: many kernels run lesson 00 to its end at once. How much memory and time
+does that take?
 
     python benchmarks/classroom.py [--kernels 30]
 
-Each kernel is a learner's: a process of its own for the notebook, a progress file of its own, one thread, and the cells one
-after another, with moving plots. All begin together, once all have started. Memory is Linux's proportional set size,
-which divides a page that processes share among them, so that the sum over all kernels is what they hold together. Where
-the machine had other work to do (load average), the seconds of processor say more than the seconds of the clock.
+Each kernel is a learner's: a process of its own for the notebook, a progress file of its own, one
+thread, and the cells one after another, with moving plots. All begin together, once all have
+started. Memory is Linux's proportional set size, which divides a page that processes share among
+them, so that the sum over all kernels is what they hold together. Where the machine had other work
+to do (load average), the seconds of processor say more than the seconds of the clock.
 """
 
 from __future__ import annotations
@@ -23,14 +25,23 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "lessons" / "00_start_here.ipynb"
-LOOK = 2.0  # seconds between two looks at all processes: one look at 30 of them takes a tenth of a second
+# seconds between two looks at all processes: one look at 30 of them takes a tenth of a second
+LOOK = 2.0
 
 
-def learner(number: int, folder: str, ready: threading.Barrier, cells: list[str]) -> dict[str, float]:
-    """One kernel from its start to the end of the lesson: seconds from "go", its resident set in bytes, its seconds of processor."""
+def learner(
+    number: int, folder: str, ready: threading.Barrier, cells: list[str]
+) -> dict[str, float]:
+    """One kernel from its start to the end of the lesson: seconds from "go", its resident set in
+    bytes, its seconds of processor.
+    """
     from jupyter_client.manager import start_new_kernel
 
-    own = {"GRADMEM_PROGRESS": f"{folder}/{number}.json", "OMP_NUM_THREADS": "1", "GRADMEM_LIVE": "1"}
+    own = {
+        "GRADMEM_PROGRESS": f"{folder}/{number}.json",
+        "OMP_NUM_THREADS": "1",
+        "GRADMEM_LIVE": "1",
+    }
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     manager, client = start_new_kernel(
         kernel_name="python3", startup_timeout=600, env=os.environ | own | {"PYTHONPATH": paths}
@@ -39,18 +50,26 @@ def learner(number: int, folder: str, ready: threading.Barrier, cells: list[str]
         ready.wait()
         start = time.monotonic()
         for source in cells:
-            reply = client.execute_interactive(source, timeout=None, output_hook=lambda message: None)
+            reply = client.execute_interactive(
+                source, timeout=None, output_hook=lambda message: None
+            )
             if reply["content"]["status"] != "ok":
                 raise RuntimeError(f"kernel {number}: {reply['content']['evalue']} in\n{source}")
         kernel, seconds = psutil.Process(manager.provisioner.pid), time.monotonic() - start
-        return {"seconds": seconds, "resident": kernel.memory_info().rss, "cpu": sum(kernel.cpu_times()[:2])}
+        return {
+            "seconds": seconds,
+            "resident": kernel.memory_info().rss,
+            "cpu": sum(kernel.cpu_times()[:2]),
+        }
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
 def held() -> tuple[int, int]:
-    """What all processes below this one hold together, as proportional set size and as resident sets, in bytes."""
+    """What all processes below this one hold together, as proportional set size and as resident
+    sets, in bytes.
+    """
     total = resident = 0
     for process in psutil.Process().children(recursive=True):
         try:
@@ -112,8 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
     for found in rooms:
         times = found["seconds of the lesson"]
         print(
-            f"{found['kernels']:>3} kernels: {found['held together, most'] / 2**30:.2f} GiB held together, "
-            f"lesson 00 in {times['first']:.0f} to {times['last']:.0f} s"
+            f"{found['kernels']:>3} kernels: {found['held together, most'] / 2**30:.2f} GiB held "
+            f"together, lesson 00 in {times['first']:.0f} to {times['last']:.0f} s"
         )
     if not options.dry_run:
         from record import record
@@ -121,7 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
         machine = {"memory": psutil.virtual_memory().total}
         print(
             "written to",
-            record("classroom", {"lesson": LESSON.stem, **machine, "rooms": rooms}).relative_to(ROOT),
+            record("classroom", {"lesson": LESSON.stem, **machine, "rooms": rooms}).relative_to(
+                ROOT
+            ),
         )
 
 

@@ -1,10 +1,12 @@
-"""Fine-tuning SmolLM2-135M on real text three ways, on the CPU: naive, with Hugging Face's defaults, and ours.
+"""Fine-tuning SmolLM2-135M on real text three ways, on the CPU: naive, with Hugging Face's
+defaults, and ours.
 
     python benchmarks/finetune.py [--steps 16]
     python benchmarks/finetune.py --dry-run    with a tiny model; writes nothing
 
-Each way is a fresh model in the same process, trained by ``Trainer`` on the same rows in the same order, with the same tracker on
-it. What ``gpu_finetune.py`` would find on a card is predicted, which needs none.
+Each way is a fresh model in the same process, trained by ``Trainer`` on the same rows in the same
+order, with the same tracker on it. What ``gpu_finetune.py`` would find on a card is predicted,
+which needs none.
 """
 
 from __future__ import annotations
@@ -39,9 +41,15 @@ NAIVE, DEFAULTS, OURS = "naive", "HF defaults, checkpointing, accumulation", "ou
 
 
 def candidates() -> list[Recipe]:
-    """The combined recipe's forms, by how much is computed again, then by how small the micro-batches are."""
+    """The combined recipe's forms, by how much is computed again, then by how small the
+    micro-batches are.
+    """
     pieces = [n for n in range(1, BATCH + 1) if BATCH % n == 0]
-    return [replace(COMBINED, checkpointing=c, accumulation=n) for c in (None, "per-layer") for n in pieces]
+    return [
+        replace(COMBINED, checkpointing=c, accumulation=n)
+        for c in (None, "per-layer")
+        for n in pieces
+    ]
 
 
 def first_that_fits(forms: Sequence[Recipe], needs: Callable[[Recipe], int], room: float) -> Recipe:
@@ -68,7 +76,9 @@ def cpu_data(dry: bool, steps: int):
         tiny = {"layers": 2, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
         return lambda: models.tiny_llama(**tiny), lambda: Noted(train), held_out
     _, tokenizer = models.smollm2()
-    train, held_out = texts.datasets(tokenizer, seq_len=SEQ_LEN, rows=BATCH * steps, held_out=HELD_OUT)
+    train, held_out = texts.datasets(
+        tokenizer, seq_len=SEQ_LEN, rows=BATCH * steps, held_out=HELD_OUT
+    )
     return lambda: models.smollm2()[0], lambda: Noted(train.ids), held_out
 
 
@@ -85,23 +95,40 @@ def loss_on(model, rows) -> float:
 
 
 def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, memory):
-    """A ``Trainer`` of ``way``. Ours brings a ``MemoryCallback`` of its own; the others get ``memory``."""
+    """A ``Trainer`` of ``way``.
+
+    Ours brings a ``MemoryCallback`` of its own; the others get ``memory``.
+    """
     from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, make_trainer
 
     common = {"max_steps": steps, "logging_strategy": "no"}
     if way == OURS:
         return make_trainer(
-            model, recipe, batch_size=BATCH, train_dataset=rows, output_dir=folder, live=False,
-            progress=False, learning_rate=OUR_RATE, **common,
-        )  # fmt: skip
+            model,
+            recipe,
+            batch_size=BATCH,
+            train_dataset=rows,
+            output_dir=folder,
+            live=False,
+            progress=False,
+            learning_rate=OUR_RATE,
+            **common,
+        )
     cut = {"per_device_train_batch_size": BATCH}
     if way == DEFAULTS:
         cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH}
         cut[CHECKPOINTING_ARGUMENT] = True
     arguments = transformers.TrainingArguments(
-        folder, **common, **cut, learning_rate=NAIVE_RATE, report_to="none", save_strategy="no",
-        disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        folder,
+        **common,
+        **cut,
+        learning_rate=NAIVE_RATE,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[memory])
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -120,7 +147,8 @@ def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, steps: int) 
         with own:
             trainer.train()
     memory = trainer.memory if way == OURS else own
-    median = statistics.median(clock.seconds[1:] or clock.seconds)  # the first makes the optimizer's states
+    # the first makes the optimizer's states
+    median = statistics.median(clock.seconds[1:] or clock.seconds)
     return {
         "peak bytes": memory.peak.total,
         "at the peak": memory.peak.by_category,
@@ -139,7 +167,9 @@ def three_ways(dry: bool, steps: int) -> dict:
     config = copy.deepcopy(fresh().config)
 
     def needs(recipe: Recipe) -> int:
-        return predict(config, batch_size=BATCH, seq_len=SEQ_LEN, recipe=recipe, target="cpu").peak.total
+        return predict(
+            config, batch_size=BATCH, seq_len=SEQ_LEN, recipe=recipe, target="cpu"
+        ).peak.total
 
     plain = needs(Recipe())
     ours = first_that_fits(candidates(), needs, QUARTER * plain)
@@ -152,11 +182,16 @@ def three_ways(dry: bool, steps: int) -> dict:
     for way, says in predicted.items():
         gc.collect()
         rows = train_rows()
-        found[way] = trained_on_cpu(way, ours, fresh, rows, held_out, steps) | {"predicted bytes": says}
+        found[way] = trained_on_cpu(way, ours, fresh, rows, held_out, steps) | {
+            "predicted bytes": says
+        }
         orders.append(rows.order)
         print(shown_way(way, found[way]), flush=True)
     return {
-        "what": f"Trainer on {'a tiny model' if dry else 'SmolLM2-135M'}, {BATCH} x {SEQ_LEN} tokens a step",
+        "what": (
+            f"Trainer on {'a tiny model' if dry else 'SmolLM2-135M'}, {BATCH} x {SEQ_LEN} "
+            "tokens a step"
+        ),
         "steps": steps,
         "our recipe": settings(ours),
         "ways": found,
@@ -181,8 +216,9 @@ def held(naive: dict, ours: dict) -> dict[str, bool]:
 
 def shown_way(way: str, result: dict) -> str:
     return (
-        f"{way:<42} {format_bytes(result['peak bytes']):>10} (predicted {format_bytes(result['predicted bytes'])})  "
-        f"{result['tokens/s']:8.1f} tokens/s  held-out loss {result['held-out loss before']} -> {result['held-out loss after']}"
+        f"{way:<42} {format_bytes(result['peak bytes']):>10} (predicted "
+        f"{format_bytes(result['predicted bytes'])})  {result['tokens/s']:8.1f} tokens/s  held-out "
+        f"loss {result['held-out loss before']} -> {result['held-out loss after']}"
     )
 
 
@@ -200,9 +236,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: {'yes' if ok else 'NO'}")
     if options.dry_run:
         return 0
-    what = "Llama-3.1-8B, 2 x 2048 tokens a step: predicted live bytes of the tensors and cuBLAS's workspace"
+    what = (
+        "Llama-3.1-8B, 2 x 2048 tokens a step: predicted live bytes of the tensors and cuBLAS's "
+        "workspace"
+    )
     print(f"For a card, {what}")
-    record("finetune", found | {"predicted for a card": {"what": what, "cases": predicted_for_card()}})
+    record(
+        "finetune", found | {"predicted for a card": {"what": what, "cases": predicted_for_card()}}
+    )
     return 0
 
 

@@ -1,9 +1,12 @@
-"""What fits which card: ten models on twelve cards by three methods, as ``plan`` says, in one table for the site.
+"""What fits which card: ten models on twelve cards by three methods, as ``plan`` says, in one table
+for the site.
 
-    python benchmarks/fits.py [--models SmolLM2-135M ...] [--cards "RTX 4090 24GB" ...] [--methods qlora] [--path FILE]
+    python benchmarks/fits.py [--models SmolLM2-135M ...] [--cards "RTX 4090 24GB" ...] [--methods
+    qlora] [--path FILE]
 
-A step is 16,384 tokens: 8 rows of 2,048, or 16 of 1,024 where a model takes no more. A prediction of bytes depends on no card, so
-that each is made once for all of them. It takes most of an hour; where it was interrupted, it goes on.
+A step is 16,384 tokens: 8 rows of 2,048, or 16 of 1,024 where a model takes no more. A prediction
+of bytes depends on no card, so that each is made once for all of them. It takes most of an hour;
+where it was interrupted, it goes on.
 """
 
 from __future__ import annotations
@@ -23,13 +26,31 @@ from gradmem_lib.planning.options import METHODS
 from gradmem_lib.prediction.configs import most_positions, skeleton
 
 MODELS = (
-    "SmolLM2-135M", "Qwen2.5-0.5B", "Llama-3.2-1B", "GPT-2 XL", "Gemma-2B", "Llama-3.2-3B", "Llama-2-7B", "Llama-3.1-8B",
-    "Llama-2-13B", "Qwen2.5-14B",
-)  # fmt: skip
+    "SmolLM2-135M",
+    "Qwen2.5-0.5B",
+    "Llama-3.2-1B",
+    "GPT-2 XL",
+    "Gemma-2B",
+    "Llama-3.2-3B",
+    "Llama-2-7B",
+    "Llama-3.1-8B",
+    "Llama-2-13B",
+    "Qwen2.5-14B",
+)
 ON = (
-    "RTX 2060 6GB", "RTX 3070 8GB", "RTX 3080 10GB", "RTX 3060 12GB", "T4 16GB", "L4 24GB", "RTX 3090 24GB", "RTX 4090 24GB",
-    "RTX 5090 32GB", "A100 40GB", "L40S 48GB", "H100 80GB",
-)  # fmt: skip
+    "RTX 2060 6GB",
+    "RTX 3070 8GB",
+    "RTX 3080 10GB",
+    "RTX 3060 12GB",
+    "T4 16GB",
+    "L4 24GB",
+    "RTX 3090 24GB",
+    "RTX 4090 24GB",
+    "RTX 5090 32GB",
+    "A100 40GB",
+    "L40S 48GB",
+    "H100 80GB",
+)
 SEQ_LEN, TOKENS = 2048, 8 * 2048
 
 
@@ -52,18 +73,29 @@ def entries(model: str, cards=ON, methods=METHODS) -> list[dict]:
 
 
 def entry(model: str, card: str, method: str) -> dict:
-    """What ``plan`` says. ``parts`` sum to ``needs``: bytes at the peak by category, and what lies beside them."""
+    """What ``plan`` says. ``parts`` sum to ``needs``: bytes at the peak by category, and what lies
+    beside them.
+    """
     seq_len = min(SEQ_LEN, most_positions(skeleton(known_model(model)[1])) or SEQ_LEN)
     sizes = {"seq_len": seq_len, "global_batch": TOKENS // seq_len}
     made = planning.plan(model, card=card, method=method, **sizes)
     best, faster = made.closest, made.next_faster
     live = {name: n for name, n in best.prediction.peak.by_category.items() if n}
     return {
-        "model": model, "card": card, "method": method, **sizes, "fits": best.fits, "recipe": str(best), "needs": best.needs,
-        "spare": best.spare, "parts": live | best.parts, "us_per_token": round(best.seconds * 1e6, 3), "code": made.code or None,
+        "model": model,
+        "card": card,
+        "method": method,
+        **sizes,
+        "fits": best.fits,
+        "recipe": str(best),
+        "needs": best.needs,
+        "spare": best.spare,
+        "parts": live | best.parts,
+        "us_per_token": round(best.seconds * 1e6, 3),
+        "code": made.code or None,
         "why_not": "" if best.fits else f"It {best.why_not()}.",
         "next_faster": f"{faster}: it {faster.why_not()}." if faster else None,
-    }  # fmt: skip
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,7 +125,9 @@ def main(arguments: list[str] | None = None) -> None:
                 part.write_text(json.dumps(done), encoding="utf-8")
                 fit = sum(e["fits"] for e in done[f"{model} {method}"])
                 print(f"{model}, {method}: fits {fit} of {len(asked.cards)} cards", flush=True)
-    rows = [e for m in table["models"] for method in table["methods"] for e in done[f"{m} {method}"]]
+    rows = [
+        e for m in table["models"] for method in table["methods"] for e in done[f"{m} {method}"]
+    ]
     asked.path.write_text(json.dumps(table | {"entries": rows}, indent=1) + "\n", encoding="utf-8")
     part.unlink()
     print("wrote", asked.path.name)

@@ -3,10 +3,11 @@
     python benchmarks/gpu_finetune.py [--seconds 200]
     python benchmarks/gpu_finetune.py --dry-run    with tiny models on the CPU; writes nothing
 
-A model of Llama-3.1-8B's shape under 24 GiB; the BERT-large table of 2022; the largest model and the longest sequence under 8,
-12, 16 and 24 GiB. A cap is ``torch.cuda.set_per_process_memory_fraction``: on what PyTorch's allocator takes, without the
-driver's own. Weights are random. Needs torch 2.11+ and transformers 5.17+ alone. Running out of memory is a result, and what
-fails is written down. Without a card it says so and does nothing.
+A model of Llama-3.1-8B's shape under 24 GiB; the BERT-large table of 2022; the largest model and
+the longest sequence under 8, 12, 16 and 24 GiB. A cap is
+``torch.cuda.set_per_process_memory_fraction``: on what PyTorch's allocator takes, without the
+driver's own. Weights are random. Needs torch 2.11+ and transformers 5.17+ alone. Running out of
+memory is a result, and what fails is written down. Without a card it says so and does nothing.
 """
 
 from __future__ import annotations
@@ -56,13 +57,17 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         words = (
-            f"{k}={v}" for k, v in settings(self.recipe).items() if k not in ("precision", "checkpointing")
+            f"{k}={v}"
+            for k, v in settings(self.recipe).items()
+            if k not in ("precision", "checkpointing")
         )
         return " ".join([self.family, self.way, *words])
 
 
 def cases_8b() -> list[Case]:
-    """Ours next to Hugging Face's defaults, of each family what is likeliest to reach torchtune's figure first."""
+    """Ours next to Hugging Face's defaults, of each family what is likeliest to reach torchtune's
+    figure first.
+    """
 
     def pair(rank: int, accumulation: int, quantized: bool, with_hf: bool = True) -> list[Case]:
         family, low = QLORA if quantized else LORA, {"lora_rank": rank, "quantized_base": quantized}
@@ -72,7 +77,12 @@ def cases_8b() -> list[Case]:
     def full(optimizer: str) -> Case:
         return Case(FULL, OUR_WAY, replace(_OURS, optimizer=optimizer, in_backward=True))
 
-    found = [full("adafactor-torch"), Case(FULL, HF_WAY, _HF), *pair(8, 2, False), *pair(8, 2, True)]
+    found = [
+        full("adafactor-torch"),
+        Case(FULL, HF_WAY, _HF),
+        *pair(8, 2, False),
+        *pair(8, 2, True),
+    ]
     found += [*pair(8, 1, False, False), *pair(8, 1, True, False), full("sgd")]
     for accumulation in (2, 1):
         for quantized in (False, True):
@@ -83,7 +93,8 @@ def cases_8b() -> list[Case]:
 def predicted_for_card() -> list[dict]:
     """The 8B's cases without a card: live bytes of the tensors and cuBLAS's workspace.
 
-    Neither what the allocator holds beyond, nor what a kernel takes and returns: writing a 4-bit matrix out does.
+    Neither what the allocator holds beyond, nor what a kernel takes and returns: writing a 4-bit
+    matrix out does.
     """
     config, found = known_model("Llama-3.1-8B")[1], []
     for case in cases_8b():
@@ -111,7 +122,10 @@ def tiny_8b():
 
 
 def eight_billion(place, deadline: float) -> Iterator[dict]:
-    """A line for each case. Hugging Face's defaults run without the cap where they are predicted to pass it, for their rate."""
+    """A line for each case.
+
+    Hugging Face's defaults run without the cap where they are predicted to pass it, for their rate.
+    """
     config = tiny_8b() if place.tiny else known_model("Llama-3.1-8B")[1]
     cap, tokens = min(CAP_8B, place.whole), 32 if place.tiny else TOKENS_8B
     for case in cases_8b():
@@ -121,9 +135,13 @@ def eight_billion(place, deadline: float) -> Iterator[dict]:
         row["predicted"] = needs = needed(place, config, case.recipe, ROWS_8B, tokens)
         row["cap"] = cap if case.way == OUR_WAY or needs <= cap else None
         if row["cap"] is None and needs > gpu_predict.MOST * place.total:
-            yield row | {"left out": f"needs {format_bytes(needs)}, the card has {format_bytes(place.total)}"}
+            yield row | {
+                "left out": f"needs {format_bytes(needs)}, the card has {format_bytes(place.total)}"
+            }
             continue
-        row |= tried(place, ask_for(place, config, case.recipe, ROWS_8B, tokens, cap=row["cap"]), deadline)
+        row |= tried(
+            place, ask_for(place, config, case.recipe, ROWS_8B, tokens, cap=row["cap"]), deadline
+        )
         if row["cap"] and case.way == HF_WAY and "out of memory" in row:
             again = tried(place, ask_for(place, config, case.recipe, ROWS_8B, tokens), deadline)
             row |= {"under the cap": row.pop("out of memory"), "cap": None} | again
@@ -133,12 +151,16 @@ def eight_billion(place, deadline: float) -> Iterator[dict]:
 
 
 def compared(rows: list[dict]) -> list[dict]:
-    """Of each of ours that ran: whether torchtune's figure is reached, and its rate to Hugging Face's of the same rank."""
+    """Of each of ours that ran: whether torchtune's figure is reached, and its rate to Hugging
+    Face's of the same rank.
+    """
 
     def rank(row: dict):
         return row["family"], row["recipe"].get("lora_rank")
 
-    rates = {rank(row): row["tokens/s"] for row in rows if row.get("way") == HF_WAY and "tokens/s" in row}
+    rates = {
+        rank(row): row["tokens/s"] for row in rows if row.get("way") == HF_WAY and "tokens/s" in row
+    }
     found = []
     for row in rows:
         if row.get("way") != OUR_WAY or "tokens/s" not in row:
@@ -166,14 +188,20 @@ def bert_rows(place, deadline: float) -> Iterator[dict]:
         whole = bert_large.batch(device=place.device)
         if not place.tiny:
             return whole
-        return {"input_ids": whole["input_ids"][:, :32] % config.vocab_size, "labels": whole["labels"]}
+        return {
+            "input_ids": whole["input_ids"][:, :32] % config.vocab_size,
+            "labels": whole["labels"],
+        }
 
     for run in bert_large.RUNS:
         if time.monotonic() > deadline:
             return
         recipe = run.recipe
         ask = Ask(
-            recipe, bert_large.BATCH_SIZE, lambda recipe=recipe: built(config, recipe, place.device), batch
+            recipe,
+            bert_large.BATCH_SIZE,
+            lambda recipe=recipe: built(config, recipe, place.device),
+            batch,
         )
         row = {"name": run.name, "published MiB": run.mib, "published samples/s": run.per_second}
         row |= tried(place, ask, deadline)
@@ -187,23 +215,41 @@ def bert_rows(place, deadline: float) -> Iterator[dict]:
 CAPS = (24 * GiB, 16 * GiB, 12 * GiB, 8 * GiB)
 TINY_CAPS = (2 * MiB, 512 * KiB)
 ROWS, TOKENS = 4, 512  # of the largest model's batch
-# Of the cap: what the first try may be predicted to need (the allocator holds more than it gives), and beyond what none is tried.
+# Of the cap: what the first try may be predicted to need (the allocator holds more than it gives),
+# and beyond what none is tried.
 MARGIN, SURELY = 0.94, 1.02
 WAYS = {
     "naive float32": Recipe(optimizer="adamw-fused"),
     "HF defaults": Recipe(
-        precision="autocast-bf16", optimizer="adamw-fused", checkpointing="per-layer", accumulation=ROWS
+        precision="autocast-bf16",
+        optimizer="adamw-fused",
+        checkpointing="per-layer",
+        accumulation=ROWS,
     ),
     "ours, full": replace(_OURS, optimizer="adafactor-torch", in_backward=True),
     "ours, LoRA": replace(_OURS, lora_rank=16, accumulation=ROWS),
     "ours, QLoRA": replace(_OURS, lora_rank=16, accumulation=ROWS, quantized_base=True),
 }
-# (hidden size, layers) of Llama shapes, each a third to a half larger than the one before; 4096 x 32 is Llama-2-7B's,
-# 5120 x 40 nearly the 13B's and 6656 x 60 LLaMA-33B's.
+# (hidden size, layers) of Llama shapes, each a third to a half larger than the one before; 4096 x
+# 32 is Llama-2-7B's, 5120 x 40 nearly the 13B's and 6656 x 60 LLaMA-33B's.
 LADDER = (
-    (512, 8), (768, 12), (1024, 16), (1024, 24), (1536, 20), (2048, 16), (2048, 24), (2560, 24), (2560, 32),
-    (3072, 32), (3584, 32), (4096, 32), (4608, 36), (5120, 40), (6144, 44), (6656, 60),
-)  # fmt: skip
+    (512, 8),
+    (768, 12),
+    (1024, 16),
+    (1024, 24),
+    (1536, 20),
+    (2048, 16),
+    (2048, 24),
+    (2560, 24),
+    (2560, 32),
+    (3072, 32),
+    (3584, 32),
+    (4096, 32),
+    (4608, 36),
+    (5120, 40),
+    (6144, 44),
+    (6656, 60),
+)
 TINY_LADDER = ((32, 2), (64, 2), (64, 4), (128, 3))
 LENGTHS = tuple(sorted({2**n for n in range(8, 18)} | {3 * 2**n for n in range(7, 16)}))
 TINY_LENGTHS = (16, 32, 48, 64)
@@ -216,8 +262,8 @@ class OutOfTime(Exception):
 def largest(sizes: Sequence, needs: Callable, works: Callable, cap: int) -> int | None:
     """The index of the largest of ``sizes`` (increasing) that ``works``; ``None`` if none does.
 
-    ``needs(size)``, bytes and increasing, chooses the first try, ``works(size)`` tries. From there upwards until one fails or
-    surely would, or downwards until one does not.
+    ``needs(size)``, bytes and increasing, chooses the first try, ``works(size)`` tries. From there
+    upwards until one fails or surely would, or downwards until one does not.
     """
     low, high = 0, len(sizes)  # all below low are predicted to fit, none from high on
     while low < high:
@@ -230,14 +276,21 @@ def largest(sizes: Sequence, needs: Callable, works: Callable, cap: int) -> int 
             if found >= 0 and works(sizes[found]):
                 return found
         return None
-    while found + 1 < len(sizes) and needs(sizes[found + 1]) <= SURELY * cap and works(sizes[found + 1]):
+    while (
+        found + 1 < len(sizes)
+        and needs(sizes[found + 1]) <= SURELY * cap
+        and works(sizes[found + 1])
+    ):
         found += 1
     return found if found >= 0 else None
 
 
 @dataclass
 class Question:
-    """``sizes`` in increasing order; ``config(size)`` and ``batch(size)``, its (rows, tokens). Predictions serve all caps."""
+    """``sizes`` in increasing order; ``config(size)`` and ``batch(size)``, its (rows, tokens).
+
+    Predictions serve all caps.
+    """
 
     name: str
     sizes: Sequence
@@ -267,7 +320,9 @@ class Question:
         def works(size) -> bool:
             # The first step makes the optimizer's states, the second has them.
             more = {"cap": cap, "warm_up": 1, "steps": 1}
-            ask = ask_for(place, self.config(size), self.recipe(way, size), *self.batch(size), **more)
+            ask = ask_for(
+                place, self.config(size), self.recipe(way, size), *self.batch(size), **more
+            )
             outcomes[size] = tried(place, ask, deadline)
             if "left out" in outcomes[size]:
                 raise OutOfTime
@@ -278,7 +333,9 @@ class Question:
             index = largest(self.sizes, needs, works, cap)
         except OutOfTime:
             row["unfinished"] = "the time was up: a larger one may do"
-            index = max((self.sizes.index(s) for s, o in outcomes.items() if "allocated" in o), default=None)
+            index = max(
+                (self.sizes.index(s) for s, o in outcomes.items() if "allocated" in o), default=None
+            )
         if index is not None:
             size = self.sizes[index]
             row |= {"largest": size, "predicted": self.predicted(place, way, size)} | outcomes[size]
@@ -290,7 +347,9 @@ class Question:
         return row
 
     def _next(self, place, index: int | None, way: str, outcomes: dict) -> dict | None:
-        """Why no larger one: it was tried, or is predicted to need too much; ``None`` at the end of the sizes."""
+        """Why no larger one: it was tried, or is predicted to need too much; ``None`` at the end of
+        the sizes.
+        """
         after = 0 if index is None else index + 1
         if after == len(self.sizes):
             return None
@@ -339,13 +398,20 @@ def shown(row: dict) -> str:
     bare = [str(row[k]) for k in ("family", "way", "name", "question") if k in row]
     if "cap" in row:
         bare.append("no cap" if row["cap"] is None else f"cap {format_bytes(row['cap'])}")
-    bare += [f"{k}={v}" for k, v in row.get("recipe", {}).items() if k not in ("precision", "checkpointing")]
+    bare += [
+        f"{k}={v}"
+        for k, v in row.get("recipe", {}).items()
+        if k not in ("precision", "checkpointing")
+    ]
     if "largest" in row:
         bare.append(
-            f"{row['largest']}" + (f", {row['parameters']:,} parameters" if "parameters" in row else "")
+            f"{row['largest']}"
+            + (f", {row['parameters']:,} parameters" if "parameters" in row else "")
         )
     if "allocated" in row:
-        figures = f"{format_bytes(row['allocated'])} allocated, {format_bytes(row['reserved'])} reserved"
+        figures = (
+            f"{format_bytes(row['allocated'])} allocated, {format_bytes(row['reserved'])} reserved"
+        )
         for name in ("tokens/s", "samples/s"):
             figures += f", {row[name]:,} {name}" if name in row else ""
     else:
@@ -365,7 +431,9 @@ def on_card(place, seconds: float, save: Callable[[dict], None]) -> dict:
                 rows.append(row)
                 print(shown(row), flush=True)
                 save(results(found, place))
-        except Exception as error:  # after some errors a card refuses everything; the next part may do
+        except (
+            Exception
+        ) as error:  # after some errors a card refuses everything; the next part may do
             rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
             print(f"Stopped. {shown(rows[-1])}", flush=True)
             save(results(found, place))
@@ -389,13 +457,16 @@ def results(found: dict[str, list], place) -> dict:
 
 def measured_bert(found: dict) -> dict[str, int]:
     """As ``bert_large.rows`` takes it."""
-    return {row["name"]: row["allocated"] for row in found.get("BERT-large", []) if "allocated" in row}
+    return {
+        row["name"]: row["allocated"] for row in found.get("BERT-large", []) if "allocated" in row
+    }
 
 
 def shown_comparison(one: dict) -> str:
     return (
-        f"{one['family']:<17} {one['allocated GiB']:6.2f} GiB allocated, {one['reserved GiB']:6.2f} reserved; torchtune "
-        f"{one['torchtune GiB']}; {one[TO_HF] or 'unknown'} times the tokens/s of HF defaults"
+        f"{one['family']:<17} {one['allocated GiB']:6.2f} GiB allocated, "
+        f"{one['reserved GiB']:6.2f} reserved; torchtune {one['torchtune GiB']}; "
+        f"{one[TO_HF] or 'unknown'} times the tokens/s of HF defaults"
     )
 
 
@@ -405,7 +476,9 @@ def run_on_card(dry: bool, seconds: float) -> int:
         return 0
     place = DryRun() if dry else Card()
     found = on_card(
-        place, seconds, (lambda found: None) if dry else (lambda found: record("gpu_finetune", found))
+        place,
+        seconds,
+        (lambda found: None) if dry else (lambda found: record("gpu_finetune", found)),
     )
     for one in found["8B against torchtune and HF defaults"]:
         print(shown_comparison(one))
@@ -414,7 +487,11 @@ def run_on_card(dry: bool, seconds: float) -> int:
         return 0
     rows = [row for name in PARTS for row in found[name]]
     failed = [row for row in rows if {"error", "left out", "unfinished"} & set(row)]
-    off = [r for r in rows if "predicted" in r and "allocated" in r and r["predicted"] != r["allocated"]]
+    off = [
+        r
+        for r in rows
+        if "predicted" in r and "allocated" in r and r["predicted"] != r["allocated"]
+    ]
     print(f"Dry run: {len(rows)} lines, {len(failed)} failed, {len(off)} not as predicted")
     return int(bool(failed or off))
 
@@ -423,8 +500,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=200, help="after so many, nothing more begins")
-    parser.add_argument("--dry-run", action="store_true", help="tiny models, on the CPU; writes nothing")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="after so many, nothing more begins"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny models, on the CPU; writes nothing"
+    )
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()

@@ -1,11 +1,14 @@
-"""Predicted against measured on a CUDA card: the bytes that PyTorch's allocator counts, over many models and recipes.
+"""Predicted against measured on a CUDA card: the bytes that PyTorch's allocator counts, over many
+models and recipes.
 
-    make gpu                                     or: python benchmarks/gpu_predict.py [--seconds 260] [--only WORDS]
-    python benchmarks/gpu_predict.py --dry-run   tiny models on the CPU against MemoryTracker; writes nothing
+    make gpu                                     or: python benchmarks/gpu_predict.py [--seconds
+    260] [--only WORDS] python benchmarks/gpu_predict.py --dry-run   tiny models on the CPU against
+    MemoryTracker; writes nothing
 
-Needs torch 2.11+ and transformers 5.17+ and nothing else of the course's environment. Every case is a model with random
-weights, two steps to warm up and a third that is measured, on an allocator that holds nothing from the case before. What
-fails is written down and the next case begins. Without a card it says so and does nothing.
+Needs torch 2.11+ and transformers 5.17+ and nothing else of the course's environment. Every case is
+a model with random weights, two steps to warm up and a third that is measured, on an allocator that
+holds nothing from the case before. What fails is written down and the next case begins. Without a
+card it says so and does nothing.
 """
 
 from __future__ import annotations
@@ -64,26 +67,51 @@ LLAMA_7B = {
 MODELS = {
     "llama": (
         "LlamaConfig",
-        {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 8},
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 8,
+        },
         TINY,
     ),
     "gqa": (
         "LlamaConfig",
-        {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_hidden_layers": 8,
-         "num_key_value_heads": 4},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+        },
         TINY | {"num_key_value_heads": 2},
     ),
     "qwen3": (
         "Qwen3Config",
-        {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 12,
-         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 12,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
         TINY | {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
     ),
     "gpt2": (
         "GPT2Config",
         {"n_positions": 2048},
-        {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 128, "bos_token_id": 0,
-         "eos_token_id": 0},
+        {
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "vocab_size": 128,
+            "n_positions": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
     ),
     "bert": ("BertConfig", {}, TINY),
     "vit": (
@@ -94,12 +122,20 @@ MODELS = {
     ),
     "llama-1b": (
         "LlamaConfig",
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16,
-         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "max_position_embeddings": 8192},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
         TINY | {"num_key_value_heads": 2, "tie_word_embeddings": True},
     ),
     "llama-7b": ("LlamaConfig", LLAMA_7B | {"max_position_embeddings": 4096}, TINY),
-}  # fmt: skip
+}
 FAMILIES = ("llama", "gqa", "qwen3", "gpt2", "bert", "vit")
 
 
@@ -113,7 +149,10 @@ def config_of(model: str, tiny: bool):
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` is a number of rows, or ``None`` for as many as the card holds. ``seq_len`` is ignored for images."""
+    """``rows`` is a number of rows, or ``None`` for as many as the card holds.
+
+    ``seq_len`` is ignored for images.
+    """
 
     model: str
     rows: int | None
@@ -127,8 +166,14 @@ class Case:
         return {name: value for name, value in asdict(self.recipe).items() if value != plain[name]}
 
     def __str__(self) -> str:
-        words = [f"{self.rows or 'full'}x{self.seq_len}", self.recipe.precision, self.recipe.optimizer]
-        words += [f"{k}={v}" for k, v in self.settings.items() if k not in ("precision", "optimizer")]
+        words = [
+            f"{self.rows or 'full'}x{self.seq_len}",
+            self.recipe.precision,
+            self.recipe.optimizer,
+        ]
+        words += [
+            f"{k}={v}" for k, v in self.settings.items() if k not in ("precision", "optimizer")
+        ]
         return " ".join([self.model, *words])
 
 
@@ -136,7 +181,11 @@ class Case:
 EVERYWHERE = (
     (4, 512, Recipe()),
     (8, 512, Recipe(precision="bf16", optimizer="adamw-fused")),
-    (16, 512, Recipe(precision="autocast-bf16", optimizer="adamw-fused", checkpointing="per-layer")),
+    (
+        16,
+        512,
+        Recipe(precision="autocast-bf16", optimizer="adamw-fused", checkpointing="per-layer"),
+    ),
     (2, 512, Recipe(precision="bf16", optimizer="adamw-fused", attention="eager")),
     (3, 500, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
     (32, 128, Recipe(precision="float32-master")),
@@ -153,7 +202,9 @@ ONCE = (
     Case("qwen3", 8, 1024, replace(BF16, chunked_loss=True)),
     Case("llama", 16, 512, Recipe(accumulation=4, precision="autocast-bf16")),
     Case("llama", 8, 512, replace(BF16, lora_rank=16)),
-    Case("gqa", 4, 1024, replace(BF16, lora_rank=16, quantized_base=True, checkpointing="per-layer")),
+    Case(
+        "gqa", 4, 1024, replace(BF16, lora_rank=16, quantized_base=True, checkpointing="per-layer")
+    ),
     Case("gpt2", 8, 512, replace(BF16, lora_rank=8)),
     Case("llama", 4, 512, replace(BF16, in_backward=True)),
     Case("llama", 4, 512, replace(BF16, optimizer="adafactor")),
@@ -199,7 +250,9 @@ class Card:
         self.workspace = allocator.workspace(torch.cuda.get_device_capability())
 
     def clear(self) -> None:
-        """Nothing of the case before is left: no tensors, no cached segments, no cuBLAS workspace."""
+        """Nothing of the case before is left: no tensors, no cached segments, no cuBLAS
+        workspace.
+        """
         gc.collect()
         torch.cuda.synchronize()
         getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
@@ -247,7 +300,10 @@ class Card:
 
 
 class DryRun:
-    """The CPU with tiny models and ``MemoryTracker``, to see that every case works. Asks for the card's figures too."""
+    """The CPU with tiny models and ``MemoryTracker``, to see that every case works.
+
+    Asks for the card's figures too.
+    """
 
     tiny, target, device, total = True, "cpu", "cpu", 24 * MiB
 
@@ -280,8 +336,8 @@ class DryRun:
 def with_rows(case: Case, config, place) -> Case:
     """The case with as many rows as fill the card, by prediction.
 
-    The peak is the largest of several moments that each grow evenly with the rows, so between two numbers of rows it stays
-    below the straight line: what the line allows fits.
+    The peak is the largest of several moments that each grow evenly with the rows, so between two
+    numbers of rows it stays below the straight line: what the line allows fits.
     """
 
     def peak(rows: int) -> int:
@@ -303,8 +359,11 @@ def with_rows(case: Case, config, place) -> Case:
 
 def measure(case: Case, config, place, deadline: float) -> dict:
     """Build, warm up, measure. Everything it made is gone when it returns."""
-    with torch.device(place.device):  # born in its dtype: a cast would leave holes between the weights
-        model = model_from_config(model_class(config), copy.deepcopy(config), dtype=case.recipe.weight_dtype)
+    # born in its dtype: a cast would leave holes between the weights
+    with torch.device(place.device):
+        model = model_from_config(
+            model_class(config), copy.deepcopy(config), dtype=case.recipe.weight_dtype
+        )
     run = prepare(model, case.recipe)
     try:
         batch = example_batch(run.model, case.rows, case.seq_len or None)
@@ -337,7 +396,9 @@ def tried(case: Case, place, deadline: float) -> dict:
         if row["predicted"]["allocated"] > MOST * place.total:
             room = format_bytes(place.total)
             return row | {
-                "left out": f"needs {format_bytes(row['predicted']['allocated'])}, the card has {room}"
+                "left out": (
+                    f"needs {format_bytes(row['predicted']['allocated'])}, the card has {room}"
+                )
             }
         row["measured"] = measure(case, config, place, deadline)
     except TooSlow:
@@ -356,7 +417,8 @@ def errors(row: dict, recipe: Recipe) -> dict[str, float]:
     says, is_so = row["predicted"], row["measured"]
     found = {"allocated": percent(says["allocated"], is_so["allocated"])}
     found["tensors"] = percent(says["tensors"], is_so["allocated"] - is_so["workspace"])
-    if "reserved" in says and not recipe.quantized_base:  # quantizing leaves holes where the weights were
+    # quantizing leaves holes where the weights were
+    if "reserved" in says and not recipe.quantized_base:
         found["reserved"] = percent(says["reserved"], is_so["reserved"])
     return found
 
@@ -369,7 +431,9 @@ def percent(says: int, is_so: int) -> float:
 
 
 def rows_of(chosen: list[Case], place, seconds: float) -> Iterator[dict]:
-    """A line for each case, as it is finished; stops when the time is up, or when the card answers no more."""
+    """A line for each case, as it is finished; stops when the time is up, or when the card answers
+    no more.
+    """
     deadline = time.monotonic() + seconds
     for i, case in enumerate(chosen):
         if time.monotonic() > deadline:
@@ -377,9 +441,12 @@ def rows_of(chosen: list[Case], place, seconds: float) -> Iterator[dict]:
             return
         try:
             yield tried(case, place, deadline)
-        except RuntimeError as error:  # clearing failed: after some errors a card refuses everything
+        except (
+            RuntimeError
+        ) as error:  # clearing failed: after some errors a card refuses everything
             print(
-                f"The card answers no more ({str(error).splitlines()[0]}): {len(chosen) - i} cases were not run."
+                f"The card answers no more ({str(error).splitlines()[0]}): {len(chosen) - i} "
+                "cases were not run."
             )
             return
 
@@ -409,11 +476,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=260, help="after so many, no further case begins")
+    parser.add_argument(
+        "--seconds", type=float, default=260, help="after so many, no further case begins"
+    )
     parser.add_argument(
         "--only", nargs="+", help="cases with one of these words in their line; writes nothing"
     )
-    parser.add_argument("--dry-run", action="store_true", help="tiny models, on the CPU; writes nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny models, on the CPU; writes nothing"
+    )
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         print(NO_CARD)
@@ -422,7 +493,9 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     place = DryRun() if options.dry_run else Card()
     rows = []
-    chosen = [c for c in cases() if not options.only or any(word in str(c) for word in options.only)]
+    chosen = [
+        c for c in cases() if not options.only or any(word in str(c) for word in options.only)
+    ]
     for row in rows_of(chosen, place, options.seconds):
         rows.append(row)
         print(shown(row), flush=True)
@@ -437,11 +510,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{found['measured']} measured, {found['left out']} left out, {found['failed']} failed")
     for name in ("allocated", "reserved"):
         if name in found:
-            print(f"{name}: median error {found[name]['median %']} %, largest {found[name]['largest %']} % "
-                  f"({found[name]['largest in']})")  # fmt: skip
+            print(
+                f"{name}: median error {found[name]['median %']} %, largest "
+                f"{found[name]['largest %']} % ({found[name]['largest in']})"
+            )
     if options.dry_run:
         wrong = [row["case"] for row in rows if any(row.get("error %", {"": 1}).values())]
-        print("Dry run: " + (f"{len(wrong)} not as predicted" if wrong else "all as predicted, to the byte"))
+        print(
+            "Dry run: "
+            + (f"{len(wrong)} not as predicted" if wrong else "all as predicted, to the byte")
+        )
         return int(bool(wrong) or not rows)
     return 0
 

@@ -1,4 +1,6 @@
-"""What the fine-tuning of ``gpu_finetune.py`` runs on, and how one training is tried: on a card, or in a dry run without one."""
+"""What the fine-tuning of ``gpu_finetune.py`` runs on, and how one training is tried: on a card, or
+in a dry run without one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from gradmem_lib.course.compat_course import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.prepare import Prepared, change_model, make_optimizer, prepare, set_checkpointing
+from gradmem_lib.training.prepare import (
+    Prepared,
+    change_model,
+    make_optimizer,
+    prepare,
+    set_checkpointing,
+)
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 from gradmem_lib.units import MiB
@@ -63,7 +71,9 @@ class Card(gpu_predict.Card):
 
 
 class DryRun(gpu_predict.DryRun):
-    """The CPU and tiny models; a cap is ``MemoryTracker``'s budget, and passing it an out-of-memory error as on a card."""
+    """The CPU and tiny models; a cap is ``MemoryTracker``'s budget, and passing it an out-of-memory
+    error as on a card.
+    """
 
     workspace, whole = 0, 24 * MiB
 
@@ -91,13 +101,19 @@ class DryRun(gpu_predict.DryRun):
 
 
 def built(config, recipe: Recipe, device: str) -> Prepared:
-    """A model with random weights and its optimizer, never larger than ``recipe`` keeps it: as if loaded from a file of that form."""
+    """A model with random weights and its optimizer, never larger than ``recipe`` keeps it: as if
+    loaded from a file of that form.
+    """
     if not recipe.quantized_base:
         with torch.device(device):
-            model = model_from_config(model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype)
+            model = model_from_config(
+                model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype
+            )
         return prepare(model, recipe)
     with torch.device("meta"):
-        model = model_from_config(model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype)
+        model = model_from_config(
+            model_class(config), copy.deepcopy(config), dtype=recipe.weight_dtype
+        )
     change_model(model, recipe)
     model.to_empty(device=device)
     model.tie_weights()
@@ -110,7 +126,9 @@ def built(config, recipe: Recipe, device: str) -> Prepared:
 
 @torch.no_grad()
 def fill(model) -> None:
-    """Small numbers everywhere; of 4-bit layers random codes, and every block's magnitude the same."""
+    """Small numbers everywhere; of 4-bit layers random codes, and every block's magnitude
+    the same.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         own = name.rpartition(".")[2]
         if not tensor.is_floating_point():
@@ -147,7 +165,10 @@ def ask_for(place, config, recipe: Recipe, rows: int, tokens: int, **more) -> As
 
 
 def trained(place, ask: Ask, deadline: float) -> dict:
-    """Peak bytes of later steps, and rows a second by their median. Everything it made is gone when it returns."""
+    """Peak bytes of later steps, and rows a second by their median.
+
+    Everything it made is gone when it returns.
+    """
     with ExitStack() as stack:
         stack.enter_context(place.capped(ask.cap))
         run = ask.build()
@@ -166,7 +187,9 @@ def trained(place, ask: Ask, deadline: float) -> dict:
 
 
 def tried(place, ask: Ask, deadline: float) -> dict:
-    """``trained``, or in one word why not: ``out of memory``, ``left out`` for want of time, or ``error``."""
+    """``trained``, or in one word why not: ``out of memory``, ``left out`` for want of time, or
+    ``error``.
+    """
     place.clear()
     try:
         return trained(place, ask, deadline)
@@ -175,7 +198,9 @@ def tried(place, ask: Ask, deadline: float) -> dict:
     except TooSlow:
         return {"left out": "its steps take longer than the time that is left"}
     except Exception as error:  # written down; the next case may do
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        return {
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        }
 
 
 def needed(place, config, recipe: Recipe, rows: int, tokens: int) -> int:
@@ -185,7 +210,9 @@ def needed(place, config, recipe: Recipe, rows: int, tokens: int) -> int:
 
 
 def llama(hidden: int, layers: int, vocab: int = 32000):
-    """A Llama of that width and depth, its MLP 8/3 as wide, rounded up to 256 (a quarter of it for tiny ones)."""
+    """A Llama of that width and depth, its MLP 8/3 as wide, rounded up to 256 (a quarter of it for
+    tiny ones).
+    """
     unit = 256 if hidden >= 512 else 32
     return transformers.LlamaConfig(
         hidden_size=hidden,

@@ -1,11 +1,13 @@
-"""Optimizers on the matrices of SmolLM2-135M's last layers, on the CPU: bytes of states, bytes of a step's temporaries, time of a
-step, and the loss on held-out text after as many updates at each of three learning rates.
+"""Optimizers on the matrices of SmolLM2-135M's last layers, on the CPU: bytes of states, bytes of a
+step's temporaries, time of a step, and the loss on held-out text after as many updates at each of
+three learning rates.
 
     python benchmarks/optimizers.py [--steps 8]
     python benchmarks/optimizers.py --dry-run    with a tiny model; writes nothing
 
-Every run starts from the same float32 weights and sees the same rows in the same order. Steps are timed on weights that all
-optimizers share, one after another in each round, as CPU time of one thread: a ratio is one of AdamW's within its round.
+Every run starts from the same float32 weights and sees the same rows in the same order. Steps are
+timed on weights that all optimizers share, one after another in each round, as CPU time of one
+thread: a ratio is one of AdamW's within its round.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def _of(**choices) -> Callable:
     return lambda parameters, lr: make_optimizer(parameters, Recipe(**choices), lr)
 
 
-# Name: how it is made of parameters and a rate, and three rates. Those of torch's Adafactor are relative to a weight's size.
+# Name: how it is made of parameters and a rate, and three rates. Those of torch's Adafactor are
+# relative to a weight's size.
 OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
     BASE: (_of(optimizer=BASE), ADAM_RATES),
     "adamw-foreach": (_of(optimizer="adamw-foreach"), ()),  # the same update
@@ -56,9 +59,13 @@ OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
 
 
 class Subject:
-    """The last layers of a model, whose matrices are trained, behind what its frozen layers make of the rows, once for all runs."""
+    """The last layers of a model, whose matrices are trained, behind what its frozen layers make of
+    the rows, once for all runs.
+    """
 
-    def __init__(self, model: torch.nn.Module, train: torch.Tensor, held_out: torch.Tensor, layers: int):
+    def __init__(
+        self, model: torch.nn.Module, train: torch.Tensor, held_out: torch.Tensor, layers: int
+    ):
         self.model, whole, norm = model.requires_grad_(False), model.model.layers, model.model.norm
         model.model.layers, model.model.norm = whole[:-layers], torch.nn.Identity()
         with torch.no_grad():
@@ -66,7 +73,8 @@ class Subject:
                 (model.model(input_ids=ids, use_cache=False)[0], ids) for ids in train.split(ROWS)
             ]
             self.held_out = [
-                (model.model(input_ids=ids, use_cache=False)[0], ids) for ids in held_out.split(ROWS)
+                (model.model(input_ids=ids, use_cache=False)[0], ids)
+                for ids in held_out.split(ROWS)
             ]
         model.model.layers, model.model.norm = whole[-layers:], norm
         self.matrices = [p.requires_grad_() for p in model.model.layers.parameters() if p.ndim == 2]
@@ -90,10 +98,14 @@ def subject(dry: bool, steps: int) -> Subject:
 
     if dry:
         tiny = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}
-        ids = torch.randint(0, 512, (ROWS * (steps + 1), 16), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            0, 512, (ROWS * (steps + 1), 16), generator=torch.Generator().manual_seed(0)
+        )
         return Subject(models.tiny_llama(**tiny), ids[ROWS:], ids[:ROWS], 2)
     model, tokenizer = models.smollm2()
-    train, held_out = texts.datasets(tokenizer, seq_len=SEQ_LEN, rows=ROWS * steps, held_out=HELD_OUT)
+    train, held_out = texts.datasets(
+        tokenizer, seq_len=SEQ_LEN, rows=ROWS * steps, held_out=HELD_OUT
+    )
     return Subject(model.train(), train.ids, held_out.ids, LAYERS)
 
 
@@ -113,7 +125,10 @@ def step_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     optimizer.step()
     with MemoryTracker(model, optimizer, live=False) as tracker:
         optimizer.step()
-    states, extra = tracker.current.by_category["optimizer"], tracker.peak.total - tracker.current.total
+    states, extra = (
+        tracker.current.by_category["optimizer"],
+        tracker.peak.total - tracker.current.total,
+    )
     return {"state bytes": states, "temporaries of a step, bytes": extra}
 
 
@@ -158,7 +173,10 @@ def table(dry: bool, steps: int) -> dict:
         print(shown(name, rows[name]), flush=True)
     layers = f"{len(on.matrices) // 7} last layers of {'a tiny model' if dry else 'SmolLM2-135M'}"
     return {
-        "what": f"the matrices of the {layers}, float32, {steps} updates on {ROWS} x {on.batches[0][1].shape[1]} tokens",
+        "what": (
+            f"the matrices of the {layers}, float32, {steps} updates on {ROWS} x "
+            f"{on.batches[0][1].shape[1]} tokens"
+        ),
         "rows held out": sum(len(ids) for _, ids in on.held_out),
         "parameters": parameters,
         "clock": "CPU time of one thread",
@@ -169,10 +187,12 @@ def table(dry: bool, steps: int) -> dict:
 
 
 def shown(name: str, row: dict) -> str:
-    losses = "  ".join(f"{lr}: {loss:.3f}" for lr, loss in row["held-out loss, by learning rate"].items())
+    losses = "  ".join(
+        f"{lr}: {loss:.3f}" for lr, loss in row["held-out loss, by learning rate"].items()
+    )
     return (
-        f"{name:<29} states {row['state bytes']:>13,}   temporaries {row['temporaries of a step, bytes']:>13,}   "
-        f"time {row[TIME]:5.2f}x   loss {losses}"
+        f"{name:<29} states {row['state bytes']:>13,}   temporaries "
+        f"{row['temporaries of a step, bytes']:>13,}   time {row[TIME]:5.2f}x   loss {losses}"
     )
 
 

@@ -1,10 +1,12 @@
-"""How fast ``predict`` answers for large models, in how much memory, and how far off other ways to tell are.
+"""How fast ``predict`` answers for large models, in how much memory, and how far off other ways to
+tell are.
 
     python benchmarks/predict.py [--models Llama-2-7B Llama-2-70B GPT-3] [--limit 300]
 
-For each model, in a fresh process: the first answer, later ones with other settings, the resident memory they need. For the
-smallest, the same question to PyTorch's own MemTracker under fake tensors. Then the full trace of several recipes, the
-answer put together from short traces beside it, and the published formulas, each with its error against the full trace.
+For each model, in a fresh process: the first answer, later ones with other settings, the resident
+memory they need. For the smallest, the same question to PyTorch's own MemTracker under fake
+tensors. Then the full trace of several recipes, the answer put together from short traces beside
+it, and the published formulas, each with its error against the full trace.
 
 Seconds are wall time and, since the machine may be busy with other things, CPU time of the process.
 """
@@ -39,8 +41,9 @@ from gradmem_lib.training.prepare import prepare, set_attention
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import format_bytes
 
-# Batch 1 and the longest sequence that each was trained on. No dropout: Llama has none, and on a CPU, where the trace is exact,
-# there is no fused attention with it. Formulas that count its masks (3 of Korthikanti's 34 bytes) are that much too high.
+# Batch 1 and the longest sequence that each was trained on. No dropout: Llama has none, and on a
+# CPU, where the trace is exact, there is no fused attention with it. Formulas that count its masks
+# (3 of Korthikanti's 34 bytes) are that much too high.
 SEQ_LEN = {"Llama-2-7B": 4096, "Llama-2-70B": 4096, "GPT-3": 2048}
 BATCH = 1
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
@@ -118,16 +121,20 @@ def answers(name: str) -> dict:
     later = {change: timed(lambda asked=asked: ask(*asked)) for change, asked in LATER.items()}
     found["later answers"] = later
     for what, of in {"median": statistics.median, "longest": max}.items():
-        found[f"later answers, {what}"] = {clock: of(t[clock] for t in later.values()) for clock in CLOCKS}
+        found[f"later answers, {what}"] = {
+            clock: of(t[clock] for t in later.values()) for clock in CLOCKS
+        }
     found["resident bytes before"] = before
     found["resident bytes gained"] = highest_resident() - before
     return found
 
 
 def mem_tracker(name: str, without_mask: bool) -> dict:
-    """PyTorch's MemTracker on the same step under fake tensors, the way its documentation shows: two steps, the second with
-    the optimizer's states there. ``without_mask``: with the attention that ``predict`` gives a fake model, since
-    transformers' own builds a mask under fake tensors that no real run has."""
+    """PyTorch's MemTracker on the same step under fake tensors, the way its documentation shows:
+    two steps, the second with the optimizer's states there. ``without_mask``: with the attention
+    that ``predict`` gives a fake model, since transformers' own builds a mask under fake tensors
+    that no real run has.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from gradmem_lib.compat import FakeTensorMode
@@ -153,7 +160,9 @@ def mem_tracker(name: str, without_mask: bool) -> dict:
                     if first:
                         tracker.reset_mod_stats()
             (device,) = (
-                d for d, snapshot in tracker.get_tracker_snapshot("peak").items() if snapshot["Total"]
+                d
+                for d, snapshot in tracker.get_tracker_snapshot("peak").items()
+                if snapshot["Total"]
             )
             found["peak"] = tracker.get_tracker_snapshot("peak")[device]["Total"]
 
@@ -162,7 +171,9 @@ def mem_tracker(name: str, without_mask: bool) -> dict:
 
 
 def in_a_process(*arguments: str, limit: float) -> dict:
-    """What this script prints last when it runs with ``arguments``; says so if it takes longer than ``limit`` seconds."""
+    """What this script prints last when it runs with ``arguments``; says so if it takes longer than
+    ``limit`` seconds.
+    """
     try:
         done = subprocess.run(
             [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, timeout=limit
@@ -174,17 +185,21 @@ def in_a_process(*arguments: str, limit: float) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# Published formulas.
-# Each gives bytes for one device without parallelism: s tokens, b rows, h hidden, f MLP width, a heads, L layers, v vocabulary.
+# Published formulas. Each gives bytes for one device without parallelism: s tokens, b rows, h
+# hidden, f MLP width, a heads, L layers, v vocabulary.
 
 
 def states_per_parameter(recipe: Recipe) -> int:
-    """Weights, gradients and Adam's states of the recipe, for formulas that are about activations alone."""
+    """Weights, gradients and Adam's states of the recipe, for formulas that are about activations
+    alone.
+    """
     return 8 if recipe.precision == "bf16" else 16
 
 
 def accelerate_estimate(shape: Shape, recipe: Recipe, s: int, b: int) -> float:
-    """accelerate's ``estimate-memory``, by its own functions: the largest of its figures for training with Adam."""
+    """accelerate's ``estimate-memory``, by its own functions: the largest of its figures for
+    training with Adam.
+    """
     from accelerate.commands.estimate import estimate_training_usage
 
     return max(estimate_training_usage(accelerate_size(shape.name), "bfloat16").values())
@@ -201,11 +216,13 @@ def accelerate_size(name: str) -> int:
 
 
 def korthikanti(shape: Shape, recipe: Recipe, s: int, b: int) -> float:
-    """Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198).
+    """Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models"
+    (arXiv 2205.05198).
 
-    A layer keeps sbh(34 + 5as/h) (their equation 1), 34sbh if the attention's scores are not kept (section 5, as a fused
-    kernel does), 2sbh if it is checkpointed (section 5); the input's dropout sbh, and final norm, output layer and loss
-    4sbh(1 + v/h) (section 4.3). About activations alone: the recipe's own states are added.
+    A layer keeps sbh(34 + 5as/h) (their equation 1), 34sbh if the attention's scores are not kept
+    (section 5, as a fused kernel does), 2sbh if it is checkpointed (section 5); the input's dropout
+    sbh, and final norm, output layer and loss 4sbh(1 + v/h) (section 4.3). About activations alone:
+    the recipe's own states are added.
     """
     h, tokens = shape.hidden, s * b
     if recipe.checkpointing == "per-layer":
@@ -218,24 +235,30 @@ def korthikanti(shape: Shape, recipe: Recipe, s: int, b: int) -> float:
 
 
 def megatron(shape: Shape, recipe: Recipe, s: int, b: int) -> float:
-    """Megatron-LM's ``report_theoretical_memory`` (megatron/training/theoretical_memory_usage.py), no sequence parallelism.
+    """Megatron-LM's ``report_theoretical_memory`` (megatron/training/theoretical_memory_usage.py),
+    no sequence parallelism.
 
-    18 bytes for each parameter of the matrices, norms and tables (biases and learned positions are left out); activations
-    34sbh a layer, 8sb for ids and positions, sbh for dropout, 2s b(v + h) for the output layer, all times 1.05. It has no
-    case for full recomputation or for unfused attention.
+    18 bytes for each parameter of the matrices, norms and tables (biases and learned positions are
+    left out); activations 34sbh a layer, 8sb for ids and positions, sbh for dropout, 2s b(v + h)
+    for the output layer, all times 1.05. It has no case for full recomputation or for unfused
+    attention.
     """
     h, tokens = shape.hidden, s * b
     blocks = shape.layers * (sum(shape.matrices.values()) + 2 * shape.norm_parameters)
     tables = shape.embedding_parameters * (1 if shape.tied else 2)
-    activations = 34 * tokens * h * shape.layers + 8 * tokens + tokens * h + 2 * tokens * (shape.vocab + h)
+    activations = (
+        34 * tokens * h * shape.layers + 8 * tokens + tokens * h + 2 * tokens * (shape.vocab + h)
+    )
     return 18 * (blocks + tables + shape.norm_parameters) + 1.05 * activations
 
 
 def eleutherai(shape: Shape, recipe: Recipe, s: int, b: int) -> float:
-    """EleutherAI's "Transformer Math 101" (blog.eleuther.ai/transformer-math, 2023), training memory.
+    """EleutherAI's "Transformer Math 101" (blog.eleuther.ai/transformer-math, 2023), training
+    memory.
 
-    Weights 2 bytes a parameter, AdamW 12, gradients 2 (its lesser case); activations sbhL(10 + 24 + 5as/h) without
-    recomputation, sbhL(10 + 24) without the scores, 2sbhL with full recomputation. Nothing for the output layer.
+    Weights 2 bytes a parameter, AdamW 12, gradients 2 (its lesser case); activations sbhL(10 + 24 +
+    5as/h) without recomputation, sbhL(10 + 24) without the scores, 2sbhL with full recomputation.
+    Nothing for the output layer.
     """
     h, tokens = shape.hidden, s * b
     if recipe.checkpointing == "per-layer":
@@ -254,7 +277,9 @@ FORMULAS = {
 
 
 def against_formulas(name: str) -> dict:
-    """For each setting: the full trace, the short traces' answer, every formula's figure and its error against the former."""
+    """For each setting: the full trace, the short traces' answer, every formula's figure and its
+    error against the former.
+    """
     config, seq_len = config_of(name), SEQ_LEN[name]
     shape = Shape.from_config(config, name)
     found = {}
@@ -309,9 +334,13 @@ def main() -> None:
         return
 
     results = {
-        "what": "bytes of one step, batch 1; error of each formula against the full trace (target cpu)",
+        "what": (
+            "bytes of one step, batch 1; error of each formula against the full trace (target cpu)"
+        ),
         "sequence": SEQ_LEN,
-        "seconds": "wall time beside CPU time of one thread; the machine was shared with other work",
+        "seconds": (
+            "wall time beside CPU time of one thread; the machine was shared with other work"
+        ),
         "speed": {},
         "MemTracker": {},
     }
@@ -321,8 +350,8 @@ def main() -> None:
             print(f"{name}: {found['error']}")
             continue
         print(
-            f"{name}: first answer {found['first answer']}, later ones median {found['later answers, median']}, "
-            f"longest {found['later answers, longest']}, "
+            f"{name}: first answer {found['first answer']}, later ones median "
+            f"{found['later answers, median']}, longest {found['later answers, longest']}, "
             f"{format_bytes(found['resident bytes gained'])} gained",
             flush=True,
         )
@@ -341,7 +370,9 @@ def main() -> None:
     for way, found in results["MemTracker"].items():
         first = results["speed"][MEM_TRACKER_MODEL].get("first answer")
         if "peak" in found:
-            found["bytes off"] = found["peak"] - results["settings"][MEM_TRACKER_MODEL]["bf16"]["exact"]
+            found["bytes off"] = (
+                found["peak"] - results["settings"][MEM_TRACKER_MODEL]["bf16"]["exact"]
+            )
         if "peak" in found and first:
             found["CPU seconds / predict's first answer"] = round(
                 found["CPU seconds"] / first["CPU seconds"], 1

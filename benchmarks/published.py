@@ -2,9 +2,10 @@
 
     python benchmarks/published.py [peft] [answer] [litgpt] [torchtune]
 
-Each of ``published_*.py`` says what that software did otherwise than a ``Recipe`` of today, taken from its source. Only the
-lengths of rows behind PEFT's figures are found from one of its methods; nothing else is fitted. Eight minutes for all; the rows
-of those that are not named stay as they were recorded. PEFT's need ``pip install --no-deps peft==0.19.1``.
+Each of ``published_*.py`` says what that software did otherwise than a ``Recipe`` of today, taken
+from its source. Only the lengths of rows behind PEFT's figures are found from one of its methods;
+nothing else is fitted. Eight minutes for all; the rows of those that are not named stay as they
+were recorded. PEFT's need ``pip install --no-deps peft==0.19.1``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def main(names: list[str]) -> None:
             rows += [row for row in recorded if row["source"] == family.SOURCE]
             continue
         for row in family.rows():
-            print(f"{row.source}, {row.run}: {row.what} {off_by(row.published, row.predicted)}", flush=True)
+            print(
+                f"{row.source}, {row.run}: {row.what} {off_by(row.published, row.predicted)}",
+                flush=True,
+            )
             rows.append(asdict(row))
     record("published", {"rows": rows}, published.RECORD)
 

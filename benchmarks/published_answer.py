@@ -1,22 +1,28 @@
-"""Answer.AI's FSDP + QLoRA (March 2024, two RTX 3090 or 4090), a rank's memory predicted in one process.
+"""Answer.AI's FSDP + QLoRA (March 2024, two RTX 3090 or 4090), a rank's memory predicted in one
+process.
 
-Llama-2-7B in bf16, each layer checkpointed, adapters of rank 64 with dropout on six of its seven matrices, torch's AdamW. What
-that software did otherwise than a ``Recipe`` today, from its source and that of torch 2.2, transformers 4.37, PEFT 0.9 and
-bitsandbytes 0.43:
+Llama-2-7B in bf16, each layer checkpointed, adapters of rank 64 with dropout on six of its seven
+matrices, torch's AdamW. What that software did otherwise than a ``Recipe`` today, from its source
+and that of torch 2.2, transformers 4.37, PEFT 0.9 and bitsandbytes 0.43:
 
-- logits were cast to float32, shifted into a second copy of that size, and kept until the step is over;
+- logits were cast to float32, shifted into a second copy of that size, and kept until the step is
+  over;
 - the base is NF4 with quantized scales, made from bf16; embedding and output layer stay in bf16;
 - PEFT cloned the product of a 4-bit layer before it added the adapter's to it in place;
-- FSDP copied the tensors of each unit (a layer, an adapter's matrix, what is left) into one flat tensor when it wrapped the
-  model, after a broadcast with a copy of its own. What it freed then stays reserved, and goes to activations as far as they fit;
-- with shards, a rank keeps half of each flat tensor and of the adapters' states. Scales are no parameters, and stay whole. Two
-  layers at a time, and the root all the time, are gathered on a stream of their own, whose blocks no other stream can have;
+- FSDP copied the tensors of each unit (a layer, an adapter's matrix, what is left) into one flat
+  tensor when it wrapped the model, after a broadcast with a copy of its own. What it freed then
+  stays reserved, and goes to activations as far as they fit;
+- with shards, a rank keeps half of each flat tensor and of the adapters' states. Scales are no
+  parameters, and stay whole. Two layers at a time, and the root all the time, are gathered on a
+  stream of their own, whose blocks no other stream can have;
 - 10 rows fill the card: the allocator gives its cache back to the driver, and tries again.
 
-The published figure is what was reserved. Llama-2-70B in 4 bits with its parameters on the host (2 x 2,048 tokens, two cards:
-14.92 GiB) is left out. By the rules above, states on the host too, it comes to 13.46 GiB. With the shards copied up on a stream
-of their own, it comes to 13.95, 6.5 % too few: something of a GiB more was reserved, and no source that we read says what. Nor
-does a ``Recipe`` say it: ``sharding="fsdp", offload="parameters"`` is today's FSDP2, which allocates at most 8.95 GiB for it.
+The published figure is what was reserved. Llama-2-70B in 4 bits with its parameters on the host (2
+x 2,048 tokens, two cards:
+14.92 GiB) is left out. By the rules above, states on the host too, it comes to 13.46 GiB. With the
+shards copied up on a stream of their own, it comes to 13.95, 6.5 % too few: something of a GiB more
+was reserved, and no source that we read says what. Nor does a ``Recipe`` say it: ``sharding="fsdp",
+offload="parameters"`` is today's FSDP2, which allocates at most 8.95 GiB for it.
 """
 
 from __future__ import annotations
@@ -42,15 +48,27 @@ SOURCE = "Answer.AI, Llama-2-7B, RTX 4090, 2024"
 RANK, BUCKET = 64, 250 * MiB  # an adapter's; most bytes in one copy of a broadcast
 CARD = CARDS["RTX 4090 24GB"]
 LLAMA_7B = dict(
-    vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32, use_cache=False
-)  # fmt: skip
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    use_cache=False,
+)
 ADAPTED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 # (method, rows of a card, tokens, cards that share the model): GiB
 PEAKS = {
-    ("QLoRA", 8, 2048, 1): 20.94, ("LoRA", 4, 2048, 1): 22.04,
-    ("QLoRA", 1, 512, 2): 4.98, ("QLoRA", 1, 2048, 2): 5.21, ("QLoRA", 4, 2048, 2): 11.22, ("QLoRA", 10, 2048, 2): 20.97,
-    ("LoRA", 1, 512, 2): 10.24, ("LoRA", 1, 2048, 2): 10.22, ("LoRA", 4, 2048, 2): 16.14, ("LoRA", 6, 2048, 2): 21.35,
-}  # fmt: skip
+    ("QLoRA", 8, 2048, 1): 20.94,
+    ("LoRA", 4, 2048, 1): 22.04,
+    ("QLoRA", 1, 512, 2): 4.98,
+    ("QLoRA", 1, 2048, 2): 5.21,
+    ("QLoRA", 4, 2048, 2): 11.22,
+    ("QLoRA", 10, 2048, 2): 20.97,
+    ("LoRA", 1, 512, 2): 10.24,
+    ("LoRA", 1, 2048, 2): 10.22,
+    ("LoRA", 4, 2048, 2): 16.14,
+    ("LoRA", 6, 2048, 2): 21.35,
+}
 
 
 class FourBitsOfBf16(FourBits):
@@ -84,7 +102,9 @@ def model_of(method: str) -> nn.Module:
                         sizes = layer.in_features, layer.out_features
                         base = four_bits(*sizes) if quantized else layer
                         setattr(
-                            home, name, Adapted(base, *sizes, clone=quantized) if name in ADAPTED else base
+                            home,
+                            name,
+                            Adapted(base, *sizes, clone=quantized) if name in ADAPTED else base,
                         )
     # The checkpoints of that time needed an input that takes a gradient.
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())
@@ -102,19 +122,25 @@ def requests_of(model: nn.Module, rows: int, tokens: int) -> tuple[int, ...]:
         shifted, labels = logits[:, :-1].contiguous(), batch["ids"][:, 1:].contiguous()
         return F.cross_entropy(shifted.flatten(0, 1), labels.flatten())
 
-    recipe = Recipe(precision=None, optimizer="adamw-foreach", attention="fused", checkpointing="per-layer")
+    recipe = Recipe(
+        precision=None, optimizer="adamw-foreach", attention="fused", checkpointing="per-layer"
+    )
     found = predict(model, batch={"ids": ids}, loss=loss, recipe=recipe, target="cuda")
     return found.requests()
 
 
 def units_of(model: nn.Module) -> dict[str, list[int]]:
-    """The bytes of each tensor in what FSDP makes one flat tensor of, by a name, in the order in which it does so."""
+    """The bytes of each tensor in what FSDP makes one flat tensor of, by a name, in the order in
+    which it does so.
+    """
     found: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         layer = ".".join(name.split(".")[:3]) if ".layers." in name else "root"
         if "scales" not in name:
             found.setdefault(name if "lora" in name else layer, []).append(parameter.nbytes)
-    return {name: sizes for name, sizes in found.items() if name != "root"} | {"root": found["root"]}
+    return {name: sizes for name, sizes in found.items() if name != "root"} | {
+        "root": found["root"]
+    }
 
 
 def wrap(allocator: Allocator, unit: list[int], cards: int) -> None:
@@ -132,7 +158,9 @@ def wrap(allocator: Allocator, unit: list[int], cards: int) -> None:
 def gathered(units: dict[str, list[int]]) -> int:
     """Bytes reserved on the stream that gathers: the root, and two layers with their adapters."""
     allocator = Allocator()
-    layer = [sum(sizes) for name, sizes in units.items() if f"{name}.".startswith("model.layers.0.")]
+    layer = [
+        sum(sizes) for name, sizes in units.items() if f"{name}.".startswith("model.layers.0.")
+    ]
     for size in [sum(units["root"]), *layer, *layer]:
         allocator.allocate(size)
     return allocator.reserved

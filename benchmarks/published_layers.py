@@ -1,4 +1,6 @@
-"""Frozen layers without values, as bitsandbytes and PEFT made them in 2023 and 2024; the replays of published peaks share them."""
+"""Frozen layers without values, as bitsandbytes and PEFT made them in 2023 and 2024; the replays of
+published peaks share them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ def on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 class FourBits(nn.Module):
-    """bitsandbytes' NF4 layer: two weights a byte, and for every 64 of them a float32, or if these are quantized too (``double``),
-    a byte and a float32 for every 256 of those. Until 2024 its product kept its input for backward, with no use for it.
+    """bitsandbytes' NF4 layer: two weights a byte, and for every 64 of them a float32, or if these
+    are quantized too (``double``), a byte and a float32 for every 256 of those. Until 2024 its
+    product kept its input for backward, with no use for it.
 
-    A weight is written out in the dtype that it had when it was quantized (``was``), and then cast to the input's.
+    A weight is written out in the dtype that it had when it was quantized (``was``), and then cast
+    to the input's.
     """
 
     was = torch.float16

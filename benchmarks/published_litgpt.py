@@ -1,20 +1,27 @@
-"""LitGPT's resource tables (October 2023, one A100 40 GB), predicted on a module that keeps for backward what LitGPT's did.
+"""LitGPT's resource tables (October 2023, one A100 40 GB), predicted on a module that keeps for
+backward what LitGPT's did.
 
-LoRA of rank 8 on queries and values, bf16, no checkpoints, Alpaca's longest row first. All that follows was read from the
-repository at the commits of that month; transformers' models do each of these things otherwise:
+LoRA of rank 8 on queries and values, bf16, no checkpoints, Alpaca's longest row first. All that
+follows was read from the repository at the commits of that month; transformers' models do each of
+these things otherwise:
 
-- queries, keys and values come from one matrix, and the values that attention keeps are a view of the whole product;
-- LoRA's product for queries and values is copied into a tensor of zeros, and ``index_copy`` keeps what it copied;
+- queries, keys and values come from one matrix, and the values that attention keeps are a view of
+  the whole product;
+- LoRA's product for queries and values is copied into a tensor of zeros, and ``index_copy`` keeps
+  what it copied;
 - adapters see their input through dropout: a copy of it and a mask are kept;
 - rotary tables are float32, so rotated queries and keys are float32 until they are cast back;
-- logits are made in pieces of 128 tokens, and Fabric casts what a module returns to float32; they live until the next step;
+- logits are made in pieces of 128 tokens, and Fabric casts what a module returns to float32; they
+  live until the next step;
 - the longest row is in the first micro-batch, when the optimizer has no states yet;
-- every linear layer was quantized, the output layer too; bitsandbytes 0.41 made it float16 first, so writing it out makes a
-  float16 copy before the bf16 one, and its product kept its input for backward.
+- every linear layer was quantized, the output layer too; bitsandbytes 0.41 made it float16 first,
+  so writing it out makes a float16 copy before the bf16 one, and its product kept its input for
+  backward.
 
-One thing the published figures decide. The table names a commit of 16 October 2023, when RMSNorm worked in bf16. On 24 October,
-three days before the table came, RMSNorm went to float32: each norm then keeps its input in float32, twice the bytes. With bf16,
-Llama's bf16 rows come out 3 to 5 % low while all others are right; with float32 all rows are within half a per cent.
+One thing the published figures decide. The table names a commit of 16 October 2023, when RMSNorm
+worked in bf16. On 24 October, three days before the table came, RMSNorm went to float32: each norm
+then keeps its input in float32, twice the bytes. With bf16, Llama's bf16 rows come out 3 to 5 % low
+while all others are right; with float32 all rows are within half a per cent.
 """
 
 from __future__ import annotations
@@ -40,7 +47,9 @@ RANK, CHUNK = 8, 128
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of LitGPT's. ``longest``: tokens of Alpaca's longest row; ``rotated``: the part of a head that is rotated."""
+    """A model of LitGPT's. ``longest``: tokens of Alpaca's longest row; ``rotated``: the part of a
+    head that is rotated.
+    """
 
     longest: int
     vocabulary: int
@@ -55,22 +64,33 @@ class Shape:
 
 
 SHAPES = {
-    "phi-1.5": Shape(1044, 51_200, 2048, 8192, 24, 32, 0.5, llama=False, shared_norm=True, head_bias=True),
+    "phi-1.5": Shape(
+        1044, 51_200, 2048, 8192, 24, 32, 0.5, llama=False, shared_norm=True, head_bias=True
+    ),
     "StableLM-Alpha-3B": Shape(1034, 50_688, 4096, 16_384, 16, 32, 0.25, llama=False),
     "Llama-2-7B": Shape(1304, 32_000, 4096, 11_008, 32, 32, 1.0),
     "Llama-2-13B": Shape(1304, 32_000, 5120, 13_824, 40, 40, 1.0),
 }
 # (model, base, rows): GB, as published.
 PEAKS = {
-    ("phi-1.5", "bf16", 1): 4.82, ("phi-1.5", "bf16", 2): 6.76, ("phi-1.5", "bf16", 4): 10.68,
-    ("phi-1.5", "nf4", 1): 3.78, ("phi-1.5", "nf4-dq", 1): 3.72,
-    ("StableLM-Alpha-3B", "bf16", 1): 9.69, ("StableLM-Alpha-3B", "bf16", 2): 12.10,
-    ("StableLM-Alpha-3B", "bf16", 4): 16.92, ("StableLM-Alpha-3B", "nf4", 1): 6.35,
+    ("phi-1.5", "bf16", 1): 4.82,
+    ("phi-1.5", "bf16", 2): 6.76,
+    ("phi-1.5", "bf16", 4): 10.68,
+    ("phi-1.5", "nf4", 1): 3.78,
+    ("phi-1.5", "nf4-dq", 1): 3.72,
+    ("StableLM-Alpha-3B", "bf16", 1): 9.69,
+    ("StableLM-Alpha-3B", "bf16", 2): 12.10,
+    ("StableLM-Alpha-3B", "bf16", 4): 16.92,
+    ("StableLM-Alpha-3B", "nf4", 1): 6.35,
     ("StableLM-Alpha-3B", "nf4-dq", 1): 6.19,
-    ("Llama-2-7B", "bf16", 1): 21.30, ("Llama-2-7B", "bf16", 2): 29.07, ("Llama-2-7B", "nf4", 1): 14.14,
+    ("Llama-2-7B", "bf16", 1): 21.30,
+    ("Llama-2-7B", "bf16", 2): 29.07,
+    ("Llama-2-7B", "nf4", 1): 14.14,
     ("Llama-2-7B", "nf4-dq", 1): 13.84,
-    ("Llama-2-13B", "bf16", 1): 38.12, ("Llama-2-13B", "nf4", 1): 23.14, ("Llama-2-13B", "nf4-dq", 1): 22.55,
-}  # fmt: skip
+    ("Llama-2-13B", "bf16", 1): 38.12,
+    ("Llama-2-13B", "nf4", 1): 23.14,
+    ("Llama-2-13B", "nf4-dq", 1): 22.55,
+}
 
 
 class Float32Norm(nn.Module):
@@ -88,7 +108,9 @@ LINEAR = {"bf16": nn.Linear, "nf4": FourBits, "nf4-dq": partial(FourBits, double
 
 
 class QueriesKeysValues(nn.Module):
-    """One frozen matrix for all three, and LoRA for the first and the last: (batch, tokens, width) to three times the width."""
+    """One frozen matrix for all three, and LoRA for the first and the last: (batch, tokens, width)
+    to three times the width.
+    """
 
     def __init__(self, width: int, bias: bool, linear: Callable):
         super().__init__()
@@ -116,7 +138,9 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(norm(shape.width) for _ in range(1 if shape.shared_norm else 2))
         self.qkv = QueriesKeysValues(shape.width, bias, linear)
         self.out = linear(shape.width, shape.width, bias=bias)
-        self.up = nn.ModuleList(linear(shape.width, shape.inner, bias=bias) for _ in range(1 + shape.llama))
+        self.up = nn.ModuleList(
+            linear(shape.width, shape.inner, bias=bias) for _ in range(1 + shape.llama)
+        )
         self.down = linear(shape.inner, shape.width, bias=bias)
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -198,4 +222,6 @@ def predicted(name: str, base: str, rows: int) -> int:
 def rows() -> Iterator[Row]:
     for (name, base, count), published in PEAKS.items():
         run = f"{name}, {base}, {count} row{'s' * (count > 1)}"
-        yield Row(SOURCE, run, "most allocated", round(published * 1e9), predicted(name, base, count))
+        yield Row(
+            SOURCE, run, "most allocated", round(published * 1e9), predicted(name, base, count)
+        )

@@ -1,16 +1,19 @@
-"""torchtune's table (README, September 2024; one RTX 4090): Llama-3.1-8B in bf16 on 2 rows of 2,048 tokens, layers checkpointed.
+"""torchtune's table (README, September 2024; one RTX 4090): Llama-3.1-8B in bf16 on 2 rows of 2,048
+tokens, layers checkpointed.
 
 What its recipes did, from its configurations and source:
 
-- every weight: bitsandbytes' paged 8-bit AdamW in backward. Its states are in managed memory, outside of PyTorch's allocator, and
-  it updates in place: for the allocator, plain SGD in backward;
+- every weight: bitsandbytes' paged 8-bit AdamW in backward. Its states are in managed memory,
+  outside of PyTorch's allocator, and it updates in place: for the allocator, plain SGD in backward;
 - LoRA: rank 8 on queries and values. QLoRA: rank 8 on all seven matrices of a layer, these in NF4;
-- logits are made in eight pieces. The loss of each was compiled: kept are its bf16 logits, and no float32 copy of them.
+- logits are made in eight pieces. The loss of each was compiled: kept are its bf16 logits, and no
+  float32 copy of them.
 
-torch.compile compiled the layers too, whose plan is not traced: a prediction without it is too high rather than too low. Eager
-losses were tried, and are further off: 19 % for LoRA, 31 % for QLoRA. The table does not say which peak it has; here it is live
-bytes and cuBLAS's workspace. LoRA's row stays 6 % off: by its figure, less than the logits of 4,096 tokens is there beside
-weights and checkpoints.
+torch.compile compiled the layers too, whose plan is not traced: a prediction without it is too high
+rather than too low. Eager losses were tried, and are further off: 19 % for LoRA, 31 % for QLoRA.
+The table does not say which peak it has; here it is live bytes and cuBLAS's workspace. LoRA's row
+stays 6 % off: by its figure, less than the logits of 4,096 tokens is there beside weights and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -39,12 +42,17 @@ ALL_SEVEN = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", 
 PEAKS = {
     "every weight": (18.9, replace(_CHECKPOINTED, optimizer="sgd", in_backward=True)),
     "LoRA": (16.2, replace(_CHECKPOINTED, lora_rank=8, lora_targets=("q_proj", "v_proj"))),
-    "QLoRA": (7.4, replace(_CHECKPOINTED, lora_rank=8, lora_targets=ALL_SEVEN, quantized_base=True)),
+    "QLoRA": (
+        7.4,
+        replace(_CHECKPOINTED, lora_rank=8, lora_targets=ALL_SEVEN, quantized_base=True),
+    ),
 }  # GiB
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """Cross-entropy as one kernel each way: it keeps logits (tokens, vocabulary) as they came, and a float32 for each token."""
+    """Cross-entropy as one kernel each way: it keeps logits (tokens, vocabulary) as they came, and
+    a float32 for each token.
+    """
 
     @staticmethod
     def forward(ctx, logits, labels):

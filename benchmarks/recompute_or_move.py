@@ -1,12 +1,14 @@
-"""Recompute or move: what each way keeps of a forward, and what it costs, as ratios to a step that keeps everything.
+"""Recompute or move: what each way keeps of a forward, and what it costs, as ratios to a step that
+keeps everything.
 
     python benchmarks/recompute_or_move.py [--rounds 3] [--settings chain full adapters]
     python benchmarks/recompute_or_move.py --dry-run    with tiny models; writes nothing
 
-Bytes are a tracker's: kept is what lives on after the forward beyond what was there before the step, the peak is of the whole step,
-moved is what went to files. Operations are those of matrix products and fused attention. The ways take turns in each round, and a
-time is the median over rounds of the ratio within a round: CPU time of one thread, which for files on a CPU is that of copying and
-of the system's calls. A card's bus is another matter.
+Bytes are a tracker's: kept is what lives on after the forward beyond what was there before the
+step, the peak is of the whole step, moved is what went to files. Operations are those of matrix
+products and fused attention. The ways take turns in each round, and a time is the median over
+rounds of the ratio within a round: CPU time of one thread, which for files on a CPU is that of
+copying and of the system's calls. A card's bus is another matter.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ NONE, PARTS = "none", ("attention", "mlp")
 
 
 class Way(NamedTuple):
-    """``on(layers)``: what runs again. ``moves``: what goes to files, a key of ``names.OFFLOAD``."""
+    """``on(layers)``: what runs again.
+
+    ``moves``: what goes to files, a key of ``names.OFFLOAD``.
+    """
 
     on: Callable[[nn.Module], AbstractContextManager] = lambda layers: nullcontext()
     moves: str | None = None
@@ -64,7 +69,11 @@ def ways(setting: Setting) -> dict[str, Way]:
         f"first {n // 4}": Way(layers(f"first-{n // 4}")),
         f"first {n // 2}": Way(layers(f"first-{n // 2}")),
         "elementwise": Way(parts("elementwise")),
-        **{part: Way(parts(part)) for part in PARTS if not isinstance(setting.layers, nn.Sequential)},
+        **{
+            part: Way(parts(part))
+            for part in PARTS
+            if not isinstance(setting.layers, nn.Sequential)
+        },
         "all moved": Way(moves="activations"),
         "per layer, boundaries moved": Way(layers(1), "boundaries"),
     }
@@ -72,7 +81,9 @@ def ways(setting: Setting) -> dict[str, Way]:
 
 def step(setting: Setting, way: Way, after_forward: Callable = lambda moved: None) -> None:
     """Forward and backward. ``after_forward`` is given the bytes that were moved."""
-    moving = offload_activations(model=setting.model, what=way.moves) if way.moves else nullcontext()
+    moving = (
+        offload_activations(model=setting.model, what=way.moves) if way.moves else nullcontext()
+    )
     with moving as moved:
         loss = setting.forward()
     after_forward(moved.bytes if way.moves else 0)
@@ -99,7 +110,9 @@ def measured(setting: Setting, way: Way) -> dict[str, int]:
 
 
 def times(setting: Setting, taken: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Of each way, the median over rounds of its step's time to that of ``none`` in the same round."""
+    """Of each way, the median over rounds of its step's time to that of ``none`` in the
+    same round.
+    """
     ratios: dict[str, list[float]] = {name: [] for name in taken}
     for _ in range(rounds):
         seconds = {}
@@ -129,7 +142,8 @@ def compare(setting: Setting, rounds: int) -> dict:
             "time / none": timed[name],
         }
         print(
-            f"  {name:<28}" + "".join(f"{key}: {value:<8}" for key, value in rows[name].items()), flush=True
+            f"  {name:<28}" + "".join(f"{key}: {value:<8}" for key, value in rows[name].items()),
+            flush=True,
         )
     return {"what": setting.what, "none": base, "ways": rows}
 
@@ -148,7 +162,9 @@ def tiny(name: str) -> Setting:
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.requires_grad_()
     ids = torch.randint(0, 64, (2, 16))
-    return Setting(f"tiny Llama, {name}", model, model.model.layers, ids, lambda: model(ids, labels=ids).loss)
+    return Setting(
+        f"tiny Llama, {name}", model, model.model.layers, ids, lambda: model(ids, labels=ids).loss
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,7 +179,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        made = {name: (tiny(name) if options.dry_run else SETTINGS[name]()) for name in options.settings}
+        made = {
+            name: (tiny(name) if options.dry_run else SETTINGS[name]()) for name in options.settings
+        }
         found = {name: compare(setting, options.rounds) for name, setting in made.items()}
         if not options.dry_run:
             clock = "wall" if torch.cuda.is_available() else "CPU time of one thread"

@@ -31,7 +31,9 @@ def where() -> dict:
 
 
 def record(name: str, results: dict, path: Path | None = None) -> Path:
-    """Write ``results`` and ``where()`` to ``path``, or ``benchmarks/results/<name>.json``; the path written."""
+    """Write ``results`` and ``where()`` to ``path``, or ``benchmarks/results/<name>.json``; the
+    path written.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = path or RESULTS / f"{name}.json"
     path.write_text(json.dumps({"where": where(), **results}, indent=2) + "\n", encoding="utf-8")

@@ -1,15 +1,17 @@
-"""What tracking costs: one training step untracked, tracked, tracked with the live view, and under PyTorch's MemTracker.
+"""What tracking costs: one training step untracked, tracked, tracked with the live view, and under
+PyTorch's MemTracker.
 
     python benchmarks/tracker_overhead.py [--rounds 9] [--models tiny_llama smollm2 small_layers]
 
-Only ratios are kept. The variants take turns, so that whatever else the machine does falls on all of them alike; each
-figure is the median over the rounds of the ratio within a round. The models run in a Jupyter kernel, because that is
-where the live view sends its frames.
+Only ratios are kept. The variants take turns, so that whatever else the machine does falls on all
+of them alike; each figure is the median over the rounds of the ratio within a round. The models run
+in a Jupyter kernel, because that is where the live view sends its frames.
 
-``small_layers`` is the worst case, 300 small layers whose operations have almost nothing to do: what a step takes is what an
-operation costs to see. They are measured 16 and 64 wide, with 4 and 32 rows. It has results of its own
-(``tracker_small_layers``), with the least that anything of the tracker's kind costs: a dispatch mode that does nothing, and one
-that only holds a weak reference to each storage.
+``small_layers`` is the worst case, 300 small layers whose operations have almost nothing to do:
+what a step takes is what an operation costs to see. They are measured 16 and 64 wide, with 4 and 32
+rows. It has results of its own (``tracker_small_layers``), with the least that anything of the
+tracker's kind costs: a dispatch mode that does nothing, and one that only holds a weak reference to
+each storage.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     repeat = 10 if name == "tiny_llama" else 1
 
     def run(context) -> float:
-        gc.collect()  # else a variant pays for the garbage of the one before it: a full collection takes 0.1 s here
+        # else a variant pays for the garbage of the one before it: a full collection takes 0.1 s
+        # here
+        gc.collect()
         with context:
             start = time.perf_counter()
             for _ in range(repeat):
@@ -87,7 +91,9 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 
 
 def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]:
-    """Median ratios of this thread's CPU time, for a step inside the block; the block's beginning and end are not in it."""
+    """Median ratios of this thread's CPU time, for a step inside the block; the block's beginning
+    and end are not in it.
+    """
     from gradmem_lib import MemoryTracker, compat
 
     class Nothing(compat.Unguarded, compat.TorchDispatchMode):
@@ -112,7 +118,10 @@ def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]
 
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(300)))
-    optimizer, batch = torch.optim.AdamW(model.parameters(), foreach=False), torch.randn(rows, width)
+    optimizer, batch = (
+        torch.optim.AdamW(model.parameters(), foreach=False),
+        torch.randn(rows, width),
+    )
 
     def run(context) -> float:
         gc.collect()
@@ -151,7 +160,9 @@ def in_a_kernel(code: str) -> str:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(notebook, timeout=None, kernel_name="python3").execute(cwd=str(FOLDER))
     printed = "".join(
-        o.text for o in notebook.cells[0].outputs if o.output_type == "stream" and o.name == "stdout"
+        o.text
+        for o in notebook.cells[0].outputs
+        if o.output_type == "stream" and o.name == "stdout"
     )
     return printed.strip().splitlines()[-1]
 
@@ -169,18 +180,26 @@ def main() -> None:
     for name in (one for one in arguments.models if one != SMALL):
         code = f"import sys, json; sys.path[:0] = {[str(FOLDER), str(FOLDER.parent)]!r}\n"
         code += (
-            f"from tracker_overhead import measure; print(json.dumps(measure({name!r}, {arguments.rounds})))"
+            f"from tracker_overhead import measure; print(json.dumps(measure({name!r}, "
+            f"{arguments.rounds})))"
         )
         results[name] = json.loads(in_a_kernel(code))
         show(name, results[name])
     if results:
-        print("written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent))
+        print(
+            "written to", record("tracker_overhead", {"ratios": results}).relative_to(FOLDER.parent)
+        )
     if SMALL in arguments.models:
         ratios = {}
         for width, rows in SMALL_SIZES:
-            ratios[f"{width} wide, {rows} rows"] = measure_small_layers(3 * arguments.rounds, width, rows)
+            ratios[f"{width} wide, {rows} rows"] = measure_small_layers(
+                3 * arguments.rounds, width, rows
+            )
             show(f"{SMALL} {width}", ratios[f"{width} wide, {rows} rows"])
-        print("written to", record("tracker_small_layers", {"ratios": ratios}).relative_to(FOLDER.parent))
+        print(
+            "written to",
+            record("tracker_small_layers", {"ratios": ratios}).relative_to(FOLDER.parent),
+        )
 
 
 def show(name: str, ratios: dict[str, float]) -> None:

@@ -54,7 +54,8 @@ display.register(lambda: import_module(".view.pictures", __package__))
 
 
 def __getattr__(name: str):
-    # Imported on first use, so that `python -m gradmem_lib doctor` works even where torch does not import.
+    # Imported on first use, so that `python -m gradmem_lib doctor` works even where torch does not
+    # import.
     if name in _MODULES:
         return import_module(f".{_MODULES[name]}", __name__)
     if name not in _HOME:

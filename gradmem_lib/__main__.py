@@ -1,4 +1,6 @@
-"""The command line: ``gradmem lab | doctor | predict | plan | progress | class``, or ``python -m gradmem_lib ...``."""
+"""The command line: ``gradmem lab | doctor | predict | plan | progress | class``, or ``python -m
+gradmem_lib ...``.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,14 @@ def _predict(options: argparse.Namespace) -> int:
     recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
     config, title = find_model(options.model)
     prediction = predict(
-        config, batch_size=options.batch_size, seq_len=options.seq_len, recipe=recipe, target=options.target,
-        ranks=options.ranks, rank=options.rank,
-    )  # fmt: skip
+        config,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        recipe=recipe,
+        target=options.target,
+        ranks=options.ranks,
+        rank=options.rank,
+    )
     shown = title, prediction, options.ranks or 1
     print(json.dumps(_as_dict(*shown), indent=2) if options.json else _as_text(*shown))
     return 0
@@ -77,7 +84,9 @@ def _name(text: str) -> str | None:
 
 
 def _schedule(text: str) -> str | int | list[int] | None:
-    """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for a list of them."""
+    """``none``, ``per-layer``, ``sqrt``, ``best``; ``4`` for segments of four layers; ``4,3,2`` for
+    a list of them.
+    """
     if _name(text) is None:
         return None
     parts = text.split(",")
@@ -113,7 +122,9 @@ def _as_text(title: str, prediction, ranks: int) -> str:
     if extra:
         rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
     width = max(len(name) for name, _ in rows)
-    lines = [f"{title}, predicted for {prediction.target}; the peak is in {peak.phase.replace('_', ' ')}"]
+    lines = [
+        f"{title}, predicted for {prediction.target}; the peak is in {peak.phase.replace('_', ' ')}"
+    ]
     for name, n in rows:
         if name in ("peak, live bytes", "needs"):
             lines.append("  " + "-" * (width + 33))
@@ -160,14 +171,19 @@ def _asked(options: argparse.Namespace) -> int:
             raise
         what = f"{options.model}: {type(error).__name__}: {error}"
         print(
-            f"{what}\nNo check has foreseen this. `python -X dev -m gradmem_lib` shows where it happens",
+            (
+                f"{what}\nNo check has foreseen this. `python -X dev -m gradmem_lib` shows where "
+                "it "
+                "happens"
+            ),
             file=sys.stderr,
         )
     return 2
 
 
 _MODEL = (
-    "a well-known model (Qwen2.5-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id (needs a network)"
+    "a well-known model (Qwen2.5-7B, GPT-2 XL, ...), a folder, a config.json, or a hub id "
+    "(needs a network)"
 )
 
 
@@ -177,7 +193,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog=called, description="The gradmem course.")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
 
-    lab = commands.add_parser("lab", help="put the lessons into a folder of yours and open JupyterLab there")
+    lab = commands.add_parser(
+        "lab", help="put the lessons into a folder of yours and open JupyterLab there"
+    )
     lab.add_argument(
         "folder",
         type=Path,
@@ -197,8 +215,12 @@ def parser() -> argparse.ArgumentParser:
     _add_predict(commands)
     _add_plan(commands)
 
-    progress = commands.add_parser("progress", help="the exercises you have solved and the guesses you made")
-    progress.add_argument("--reset", action="store_true", help="forget all progress and start again")
+    progress = commands.add_parser(
+        "progress", help="the exercises you have solved and the guesses you made"
+    )
+    progress.add_argument(
+        "--reset", action="store_true", help="forget all progress and start again"
+    )
     progress.set_defaults(run=_progress)
 
     board = commands.add_parser(
@@ -211,7 +233,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="a file a learner, or a folder a learner, such as home directories",
     )
-    add("--names", action="store_true", help="show whose progress it is, instead of learner 1, 2, ...")
+    add(
+        "--names",
+        action="store_true",
+        help="show whose progress it is, instead of learner 1, 2, ...",
+    )
     add(
         "--hide",
         action="store_true",
@@ -224,7 +250,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_predict(commands) -> None:
-    """Every option but the first three and the last four is a field of ``Recipe``, by the same name."""
+    """Every option but the first three and the last four is a field of ``Recipe``, by the same
+    name.
+    """
     predict = commands.add_parser("predict", help="the peak of a training step, without running it")
     add = predict.add_argument
     add("model", help=_MODEL)
@@ -233,19 +261,59 @@ def _add_predict(commands) -> None:
     add("--precision", type=_name, default="float32", metavar="P", help=", ".join(PRECISIONS))
     add("--optimizer", default="adamw", metavar="O", help=", ".join(OPTIMIZERS))
     add("--momentum", type=float, default=0.0, metavar="M", help="of sgd")
-    add("--in-backward", action="store_true", help="step each parameter in backward and free its gradient")
-    add("--attention", type=_name, default="fused", metavar="A", help=", ".join((*ATTENTION, "none")))
-    schedules = ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
+    add(
+        "--in-backward",
+        action="store_true",
+        help="step each parameter in backward and free its gradient",
+    )
+    add(
+        "--attention",
+        type=_name,
+        default="fused",
+        metavar="A",
+        help=", ".join((*ATTENTION, "none")),
+    )
+    schedules = (
+        ", ".join((*CHECKPOINTING, *SELECTIVE)) + ", layers in a segment (4), or segments (4,3,2)"
+    )
     add("--checkpointing", type=_schedule, metavar="C", help=schedules)
     add("--every-n-layers", type=int, metavar="N", help="checkpoint one layer in N")
-    add("--offload", type=_name, metavar="O", help="moved away until backward: " + ", ".join(OFFLOAD))
-    add("--sharding", type=_name, metavar="S", help="over several processes: " + ", ".join(SHARDING))
-    add("--accumulation", type=int, default=1, metavar="K", help="micro-batches that the batch is cut into")
+    add(
+        "--offload",
+        type=_name,
+        metavar="O",
+        help="moved away until backward: " + ", ".join(OFFLOAD),
+    )
+    add(
+        "--sharding", type=_name, metavar="S", help="over several processes: " + ", ".join(SHARDING)
+    )
+    add(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="K",
+        help="micro-batches that the batch is cut into",
+    )
     add("--lora-rank", type=int, metavar="R", help="train low-rank additions and freeze the rest")
-    add("--lora-targets", nargs="+", default=(), metavar="NAME", help="layers that get one, such as q_proj")
-    add("--quantized-base", action="store_true", help="keep the frozen layers in 4 bits (with --lora-rank)")
+    add(
+        "--lora-targets",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="layers that get one, such as q_proj",
+    )
+    add(
+        "--quantized-base",
+        action="store_true",
+        help="keep the frozen layers in 4 bits (with --lora-rank)",
+    )
     add("--chunked-loss", action="store_true", help="never hold all logits at once")
-    add("--ranks", type=int, metavar="N", help="of so many ranks that train together (with --sharding), one")
+    add(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of so many ranks that train together (with --sharding), one",
+    )
     add("--rank", type=int, default=0, metavar="R", help="which one of them, from 0")
     add("--target", metavar="T", help="cpu or cuda (the default where there is a card)")
     add("--json", action="store_true", help="print JSON")
@@ -253,10 +321,17 @@ def _add_predict(commands) -> None:
 
 
 def _add_plan(commands) -> None:
-    plan = commands.add_parser("plan", help="the recipe that fits a card, and why faster ones do not")
+    plan = commands.add_parser(
+        "plan", help="the recipe that fits a card, and why faster ones do not"
+    )
     add = plan.add_argument
     add("model", help=_MODEL)
-    add("--card", required=True, metavar="C", help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)")
+    add(
+        "--card",
+        required=True,
+        metavar="C",
+        help="a name (RTX 4090, T4, A100 80GB, ...) or bytes (24GiB)",
+    )
     add("--cards", type=int, default=1, metavar="N", help="so many of them in one machine")
     add("--seq-len", type=int, metavar="N", help="tokens in a row")
     add("--global-batch", type=int, required=True, metavar="N", help="rows of one optimizer step")

@@ -1,8 +1,10 @@
-"""Every private or internal name of torch and transformers that the library touches, each under a public name of ours.
+"""Every private or internal name of torch and transformers that the library touches, each under a
+public name of ours.
 
-All of them were seen in torch 2.13.0 and transformers 5.23.0. They are also in 2.11.0 and 5.17.0, except where a comment says
-otherwise. When a new version moves a name, change this file. tests/test_compat.py fails for a private name in any other file.
-transformers is imported only inside the functions that need it.
+All of them were seen in torch 2.13.0 and transformers 5.23.0. They are also in 2.11.0 and 5.17.0,
+except where a comment says otherwise. When a new version moves a name, change this file.
+tests/test_compat.py fails for a private name in any other file. transformers is imported only
+inside the functions that need it.
 """
 
 import sys
@@ -23,12 +25,18 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-tree_flatten, tree_leaves, tree_map_only = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_map_only
+tree_flatten, tree_leaves, tree_map_only = (
+    _pytree.tree_flatten,
+    _pytree.tree_leaves,
+    _pytree.tree_map_only,
+)
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 
 
 def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
-    """What ``FakeTensor(mode, inside, device)`` returns, built faster from the ``attributes`` of an earlier fake tensor."""
+    """What ``FakeTensor(mode, inside, device)`` returns, built faster from the ``attributes`` of an
+    earlier fake tensor.
+    """
     how: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
     fake = Tensor._make_subclass(FakeTensor, inside, False, **how)
     torch._C._set_throw_on_mutable_data_ptr(fake)
@@ -36,35 +44,46 @@ def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any
     return fake
 
 
-# What FakeTensorMode raises when an operation needs a fake tensor's values, or a size that is not known.
+# What FakeTensorMode raises when an operation needs a fake tensor's values, or a size that is not
+# known.
 NO_VALUES = (
-    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
-)  # fmt: skip
+)
 
 # Storages and operators.
 
-# The address of a storage's C++ object. Every Python wrapper of a storage has the same one. A new storage may reuse a freed one.
+# The address of a storage's C++ object. Every Python wrapper of a storage has the same one. A new
+# storage may reuse a freed one.
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 # How often a tensor, or its base if it is a view, has been changed in place.
 version: Callable[[Tensor], int] = attrgetter("_version")
 # An operator's arguments and results, with what each aliases.
 schema: Callable[[Any], Any] = attrgetter("_schema")
-KERNEL = "_op"  # the attribute with the function that an operator calls; a higher-order operator has none
+# the attribute with the function that an operator calls; a higher-order operator has none
+KERNEL = "_op"
 
 
 def returns(func) -> list:
-    """The results in an operator's schema; an empty list for a higher-order operator (torch.cond), which has no schema."""
+    """The results in an operator's schema; an empty list for a higher-order operator (torch.cond),
+    which has no schema.
+    """
     return getattr(getattr(func, "_schema", None), "returns", [])
 
 
 _aten = torch.ops.aten
 # Autograd calls this operation on a fake tensor about ten times for each real operation.
 read_device = torch.ops.prim.device.default
-read_value = _aten._local_scalar_dense.default  # the operation behind .item(), int() and bool() of a tensor
-# These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has them.
+# the operation behind .item(), int() and bool() of a tensor
+read_value = _aten._local_scalar_dense.default
+# These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has
+# them.
 _profiler = torch.ops.profiler
-marks = {_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction}
+marks = {
+    _profiler._record_function_enter_new.default,
+    _profiler._record_function_exit._RecordFunction,
+}
 flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
@@ -74,9 +93,21 @@ set_storage = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offs
 lstm_layer = _aten.mkldnn_rnn_layer.default
 of_one_dtype = [
     getattr(_aten, name).default
-    for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "convolution", "index_put", "index_put_", "index_add", "index_add_", "_cdist_forward",
-                 "huber_loss_backward")
-]  # fmt: skip
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "mv",
+        "convolution",
+        "index_put",
+        "index_put_",
+        "index_add",
+        "index_add_",
+        "_cdist_forward",
+        "huber_loss_backward",
+    )
+]
 try:
     _one = torch.ones(1, dtype=torch.float32, device="cpu")
     _aten.mse_loss_backward.default(_one, _one, _one.bfloat16(), 1)
@@ -85,14 +116,25 @@ except RuntimeError:  # torch 2.11
 embedding_bag = _aten._embedding_bag.default
 # Operators of recurrent layers on a card, which allocate a workspace of their own.
 recurrent = frozenset(
-    getattr(_aten, name).default for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
+    getattr(_aten, name).default
+    for name in ("_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 ) | {lstm_layer}
 
 
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
-    """The bytes of what the CPU's LSTM kernel returns for backward, for one layer and one direction in float32."""
+    """The bytes of what the CPU's LSTM kernel returns for backward, for one layer and one direction
+    in float32.
+    """
     gates, state = 4 * hidden, (1, batch, hidden)
-    shapes = [(seq, batch, inputs), (gates, inputs), (gates, hidden), (gates,), (gates,), state, state]
+    shapes = [
+        (seq, batch, inputs),
+        (gates, inputs),
+        (gates, hidden),
+        (gates,),
+        (gates,),
+        state,
+        state,
+    ]
     tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
     lstm, layers, biases, training = 2, 1, True, True
     out = lstm_layer(*tensors, False, [], lstm, hidden, layers, biases, False, False, training)
@@ -111,7 +153,9 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` if ``tensor`` is not a wrapper."""
+    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` if ``tensor`` is
+    not a wrapper.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         return None
     names, _ = tensor.__tensor_flatten__()
@@ -119,7 +163,9 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
 
 
 def under_transform(tensor: Tensor) -> Tensor | None:
-    """The innermost tensor that ``torch.func`` transforms have wrapped in ``tensor``; ``None`` if none has."""
+    """The innermost tensor that ``torch.func`` transforms have wrapped in ``tensor``; ``None`` if
+    none has.
+    """
     if not _functorch.is_functorch_wrapped_tensor(tensor):
         return None
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -132,19 +178,25 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-# Autograd's graph: the task that runs (-1: no backward), the node that runs, and the number that the next node gets.
+# Autograd's graph: the task that runs (-1: no backward), the node that runs, and the number that
+# the next node gets.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def number_of(node) -> int:
-    """A node's position in the order in which nodes were created; ``2**64 - 1`` for ``None`` and for nodes without a number."""
+    """A node's position in the order in which nodes were created; ``2**64 - 1`` for ``None`` and
+    for nodes without a number.
+    """
     return 2**64 - 1 if node is None else node._sequence_nr()
 
 
 class Unguarded:
-    """A mixin for dispatch modes. It leaves out the guard against compilation, which takes longer than a fake operation."""
+    """A mixin for dispatch modes.
+
+    It leaves out the guard against compilation, which takes longer than a fake operation.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -155,26 +207,44 @@ class Unguarded:
 
 
 def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
-    """How many hooks a module has before and after forward and in backward; or a tensor, before and after ``.grad`` is set."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+    """How many hooks a module has before and after forward and in backward; or a tensor, before and
+    after ``.grad`` is set.
+    """
+    kinds = (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
     return tuple(len(getattr(thing, kind, None) or ()) for kind in kinds)
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers of ``module`` itself, by name. A tensor that has two names is listed twice."""
-    return [(n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+    """Parameters and buffers of ``module`` itself, by name.
+
+    A tensor that has two names is listed twice.
+    """
+    return [
+        (n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None
+    ]
 
 
 def for_a_checkpoint() -> bool:
-    """In a hook on saved tensors: whether a checkpoint saves its arguments. The file of the caller, two calls out, tells it."""
+    """In a hook on saved tensors: whether a checkpoint saves its arguments.
+
+    The file of the caller, two calls out, tells it.
+    """
     frame: Any = sys._getframe(3)
-    while frame.f_code.co_filename == torch.autograd.function.__file__:  # older torch saves by a Function
+    # older torch saves by a Function
+    while frame.f_code.co_filename == torch.autograd.function.__file__:
         frame = frame.f_back
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether the parameter or buffer ``name`` of ``module`` itself is part of its ``state_dict``."""
+    """Whether the parameter or buffer ``name`` of ``module`` itself is part of its
+    ``state_dict``.
+    """
     return name not in module._non_persistent_buffers_set
 
 
@@ -188,8 +258,9 @@ def is_compiled(module: nn.Module) -> bool:
 def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """While the block runs, a call of a compiled function raises ``refuse(its name)``.
 
-    A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to do. What ``torch.cond``
-    compiles may run uncompiled under ``no_grad``. With gradients, the tensors that its branches close over would get none.
+    A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to
+    do. What ``torch.cond`` compiles may run uncompiled under ``no_grad``. With gradients, the
+    tensors that its branches close over would get none.
     """
     undo, compiler = ExitStack(), torch.compile
 
@@ -228,13 +299,19 @@ def stand_in(module: nn.Module) -> Callable | None:
 
 
 def replace_call(module: nn.Module, call: Callable) -> Callable[[], None]:
-    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward. Returns a function that undoes this."""
+    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward.
+
+    Returns a function that undoes this.
+    """
     module._call_impl = call
     return lambda: module.__dict__.pop("_call_impl", None)
 
 
 def plain_call(module: nn.Module) -> Callable:
-    """The module's own call (hooks and forward), even after ``replace_call``. It pickles like the module's own method."""
+    """The module's own call (hooks and forward), even after ``replace_call``.
+
+    It pickles like the module's own method.
+    """
     return type(module)._call_impl.__get__(module)
 
 
@@ -242,13 +319,17 @@ def plain_call(module: nn.Module) -> Callable:
 
 
 def attention_of(model_or_config) -> str | None:
-    """The name of the attention that a transformers model uses; ``None`` for a model without that choice."""
+    """The name of the attention that a transformers model uses; ``None`` for a model without that
+    choice.
+    """
     config = getattr(model_or_config, "config", model_or_config)
     return getattr(config, "_attn_implementation", None)
 
 
 def checkpointing_name(of: Any) -> str | None:
-    """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed it. ``None``: it has none."""
+    """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed
+    it. ``None``: it has none.
+    """
     names = "activation_checkpointing", "gradient_checkpointing"
     return next((name for name in names if hasattr(of, f"{name}_enable")), None)
 
@@ -259,11 +340,13 @@ def takes_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[str]:
-    """While the block runs, transformers knows a fused attention by this name, which works the same under fake tensors.
+    """While the block runs, transformers knows a fused attention by this name, which works the same
+    under fake tensors.
 
-    With real tensors, transformers checks whether any token is masked and whether several sequences are packed in a row. It
-    builds no mask if neither is so. Fake tensors have no values to check, so it would build a mask: sequence x sequence bytes
-    that no real run has. ``masked`` and ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway.
+    With real tensors, transformers checks whether any token is masked and whether several sequences
+    are packed in a row. It builds no mask if neither is so. Fake tensors have no values to check,
+    so it would build a mask: sequence x sequence bytes that no real run has. ``masked`` and
+    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -271,7 +354,9 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
     name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
 
     def mask(*args, attention_mask=None, **kwargs):
-        return masking_utils.sdpa_mask(*args, attention_mask=attention_mask if masked else None, **kwargs)
+        return masking_utils.sdpa_mask(
+            *args, attention_mask=attention_mask if masked else None, **kwargs
+        )
 
     def are_packed(position_ids):
         found = find_packed(position_ids)  # called in any case: its search takes memory too
@@ -285,7 +370,10 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
         return local_attention_size is None or kv_length < local_attention_size
 
     with ExitStack() as undo:
-        for table, function in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, mask)):
+        for table, function in (
+            (AttentionInterface, sdpa_attention_forward),
+            (AttentionMaskInterface, mask),
+        ):
             table.register(name, function)
             undo.callback(table._global_mapping.pop, name, None)  # there is no public way
         undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
@@ -297,14 +385,18 @@ def attention_by_values(masked: bool = False, packed: bool = False) -> Iterator[
 
 
 def inside_peft(model: nn.Module) -> nn.Module:
-    """The transformers model inside a ``peft`` model; else ``model`` itself. Raises ``ValueError`` for prompt learning."""
+    """The transformers model inside a ``peft`` model; else ``model`` itself.
+
+    Raises ``ValueError`` for prompt learning.
+    """
     kinds = type(model).__mro__  # all classes, since fully_shard gives the model a new class
     if not any(kind.__module__.startswith("peft.") for kind in kinds):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{type(model).__name__} trains a prompt, whose tokens come before those of each row and are not in the labels that "
-            "a step counts: give adapters inside the layers (LoraConfig, IA3Config, ...), or train with Trainer itself"
+            f"{type(model).__name__} trains a prompt, whose tokens come before those of each row "
+            "and are not in the labels that a step counts: give adapters inside the layers "
+            "(LoraConfig, IA3Config, ...), or train with Trainer itself"
         )
     return model.get_base_model()
 
@@ -313,8 +405,10 @@ def inside_peft(model: nn.Module) -> nn.Module:
 
 
 def ddp_is_done(model: nn.Module) -> bool:
-    """Whether the last backward of a ``DistributedDataParallel`` has sent all gradients. DDP's next forward makes the same call,
-    and raises the same error. The first time, the call also rebuilds the buckets, so it is left out if no gradient is missing."""
+    """Whether the last backward of a ``DistributedDataParallel`` has sent all gradients. DDP's next
+    forward makes the same call, and raises the same error. The first time, the call also rebuilds
+    the buckets, so it is left out if no gradient is missing.
+    """
     missing = any(p.requires_grad and p.grad is None for p in model.parameters())
     if not (missing or model._has_rebuilt_buckets):
         return True
@@ -328,13 +422,17 @@ def ddp_is_done(model: nn.Module) -> bool:
 
 
 def fsdp1_groups(model: nn.Module) -> list:
-    """The process groups over which a ``FullyShardedDataParallel`` averages gradients (torch 2.13)."""
+    """The process groups over which a ``FullyShardedDataParallel`` averages gradients
+    (torch 2.13).
+    """
     across_nodes = getattr(model, "_inter_node_pg", None)  # of HYBRID_SHARD
     return [model.process_group] + ([] if across_nodes is None else [across_nodes])
 
 
 def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
-    """The process groups over which ``fully_shard`` averages, and the divisors that were set for its parts (torch 2.13)."""
+    """The process groups over which ``fully_shard`` averages, and the divisors that were set for
+    its parts (torch 2.13).
+    """
     found, divisors = {}, set()
     for part in parts:
         state = part._get_fsdp_state()
@@ -349,11 +447,16 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
 
 @contextmanager
 def shards_of_integers() -> Iterator[None]:
-    """While the block runs, ``fully_shard`` accepts integer weights (4-bit codes). Torch 2.13 accepts them without this."""
+    """While the block runs, ``fully_shard`` accepts integer weights (4-bit codes).
+
+    Torch 2.13 accepts them without this.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+        return nn.Parameter(
+            data, data.is_floating_point() if requires_grad is None else requires_grad
+        )
 
     with patch.object(_fsdp_param, "nn", SimpleNamespace(**vars(nn) | {"Parameter": parameter})):
         yield
@@ -363,34 +466,49 @@ def shards_of_integers() -> Iterator[None]:
 
 _c10d = torch.ops.c10d
 all_reduce, all_gather = _c10d.allreduce_.default, _c10d._allgather_base_.default
-collectives = (all_reduce, all_gather, _c10d._reduce_scatter_base_.default, _c10d.broadcast_.default)
+collectives = (
+    all_reduce,
+    all_gather,
+    _c10d._reduce_scatter_base_.default,
+    _c10d.broadcast_.default,
+)
 
 
 def settled(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run the collective ``func``, and return its result only when gloo has released the tensors.
 
-    A thread of gloo's holds them for some time after the wait, so the live bytes would differ from run to run."""
+    A thread of gloo's holds them for some time after the wait, so the live bytes would differ from
+    run to run.
+    """
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     if any(type(t) is FakeTensor or t.device.type != "cpu" for t in tensors):
         return func(*args, **kwargs)
     held = [t._use_count() for t in tensors]
     torch._C._distributed_c10d.Work.unbox(func(*args, **kwargs)[1]).wait()
     end = time.monotonic() + 1
-    while any(t._use_count() > n for t, n in zip(tensors, held, strict=True)) and time.monotonic() < end:
+    while (
+        any(t._use_count() > n for t, n in zip(tensors, held, strict=True))
+        and time.monotonic() < end
+    ):
         time.sleep(1e-5)
     whole, work = reduced(tree_leaves(args[0]))
     return whole if isinstance(args[0], list) else whole[0], work
 
 
 def reduced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
-    """What a finished ``all_reduce`` returns: the tensors, and a work object whose future holds them."""
+    """What a finished ``all_reduce`` returns: the tensors, and a work object whose future holds
+    them.
+    """
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(list(tensors))
     return list(tensors), torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
 class _Reducer(torch.distributed.Reducer):
-    """DDP's reducer without a new order of its buckets, which DDP finds by reading tensors. Their sizes stay the same."""
+    """DDP's reducer without a new order of its buckets, which DDP finds by reading tensors.
+
+    Their sizes stay the same.
+    """
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -398,7 +516,10 @@ class _Reducer(torch.distributed.Reducer):
 
 @contextmanager
 def one_of(ranks: int, rank: int) -> Iterator[Any]:
-    """A mesh of ``ranks`` ranks of which only this one, ``rank``, exists. An existing process group is set aside meanwhile."""
+    """A mesh of ``ranks`` ranks of which only this one, ``rank``, exists.
+
+    An existing process group is set aside meanwhile.
+    """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -412,8 +533,11 @@ def one_of(ranks: int, rank: int) -> Iterator[Any]:
         for table, _ in tables:
             table.clear()
         try:
-            torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-            # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be seen and counted.
+            torch.distributed.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=ranks
+            )
+            # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be
+            # seen and counted.
             shapes = "_propagate_tensor_meta_non_cached"
             unseen = without_modes()(getattr(ShardingPropagator, shapes))
             undo.enter_context(patch.object(ShardingPropagator, shapes, unseen))

@@ -1,6 +1,8 @@
-"""Lets a measurement show a picture without importing the code that draws it: the floor above registers that code once.
+"""Lets a measurement show a picture without importing the code that draws it: the floor above
+registers that code once.
 
-Nothing here imports torch, so that ``python -m gradmem_lib doctor`` works where torch does not import.
+Nothing here imports torch, so that ``python -m gradmem_lib doctor`` works where torch does not
+import.
 """
 
 import os
@@ -13,7 +15,8 @@ _watched = False
 
 
 def register(load: Callable[[], Any], *, watched: bool = False) -> None:
-    """Register ``load``, which returns the module with the drawing functions. It is called on first use.
+    """Register ``load``, which returns the module with the drawing functions. It is called on first
+    use.
 
     ``watched``: this process draws for a Jupyter kernel in another process.
     """
@@ -22,9 +25,14 @@ def register(load: Callable[[], Any], *, watched: bool = False) -> None:
 
 
 def pictures() -> Any:
-    """The registered module of drawing functions. Raises ``RuntimeError`` if nothing was registered."""
+    """The registered module of drawing functions.
+
+    Raises ``RuntimeError`` if nothing was registered.
+    """
     if _load is None:
-        raise RuntimeError("there is nobody to draw: import gradmem_lib, which registers its pictures")
+        raise RuntimeError(
+            "there is nobody to draw: import gradmem_lib, which registers its pictures"
+        )
     return _load()
 
 
@@ -36,7 +44,9 @@ def in_kernel() -> bool:
 
 
 def watched() -> bool:
-    """Whether somebody sees pictures while this runs: in a kernel, or in a process whose pictures a kernel shows."""
+    """Whether somebody sees pictures while this runs: in a kernel, or in a process whose pictures a
+    kernel shows.
+    """
     return _watched or in_kernel()
 
 
@@ -46,5 +56,7 @@ def live_enabled() -> bool:
 
 
 def live_wanted() -> bool:
-    """Whether the environment allows moving plots: always, unless ``GRADMEM_LIVE=0`` is set (see ``course.settings``)."""
+    """Whether the environment allows moving plots: always, unless ``GRADMEM_LIVE=0`` is set (see
+    ``course.settings``).
+    """
     return os.environ.get("GRADMEM_LIVE", "1") != "0"

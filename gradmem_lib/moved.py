@@ -1,4 +1,5 @@
-"""The old names of modules that moved when the library was divided into floors, so that older notebooks still import them.
+"""The old names of modules that moved when the library was divided into floors, so that older
+notebooks still import them.
 
 ``gradmem_lib.accumulation`` is ``gradmem_lib.techniques.accumulation``, one module under two names.
 """
@@ -33,7 +34,8 @@ MOVED = {
 BESIDES = {
     "accumulation": {"next_token_loss": "techniques.losses", "count_targets": "techniques.losses"},
     "checkpointing": dict.fromkeys(
-        ("best_segments", "extra_forwards", "schedule_peak", "uniform_segments"), "techniques.schedules"
+        ("best_segments", "extra_forwards", "schedule_peak", "uniform_segments"),
+        "techniques.schedules",
     ),
     "exercises": {"core": "course.check"}
     | dict.fromkeys(("all_exercises", "check", "get", "judge"), "course.check"),
@@ -65,4 +67,5 @@ class _Moved(MetaPathFinder, Loader):
 def register() -> None:
     """Let Python find modules by their old names."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Moved())  # before the finder that would load a lesson a second time
+        # before the finder that would load a lesson a second time
+        sys.meta_path.insert(0, _Moved())

@@ -1,4 +1,6 @@
-"""The only spelling of categories, phases, precisions, optimizers, attention, checkpointing and sharding."""
+"""The only spelling of categories, phases, precisions, optimizers, attention, checkpointing and
+sharding.
+"""
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
 PHASES = ("idle", "forward", "backward", "optimizer_step")
@@ -16,12 +18,22 @@ OPTIMIZERS = {
     "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
     "adamw-fused": "AdamW in one kernel, in place",
     "adamw-8bit": "AdamW with one byte for each number of its states",
-    "adamw-stochastic": "AdamW on bf16 weights and states, computed in float32 and rounded stochastically: no update is lost on average",
-    "adafactor": "row and column sums in place of the second moment, by transformers: with float32 copies of a tensor",
-    "adafactor-torch": "the same by torch.optim: with one copy of a tensor, in its own dtype, and a relative learning rate",
+    "adamw-stochastic": (
+        "AdamW on bf16 weights and states, computed in float32 and rounded "
+        "stochastically: no update is lost on average"
+    ),
+    "adafactor": (
+        "row and column sums in place of the second moment, by transformers: with float32 copies "
+        "of a tensor"
+    ),
+    "adafactor-torch": (
+        "the same by torch.optim: with one copy of a tensor, in its own dtype, and "
+        "a relative learning rate"
+    ),
     "sgd": "no state; one state with momentum",
 }
-ATTENTION = ("fused", "eager")  # one kernel that never stores the scores; one operation after another
+# one kernel that never stores the scores; one operation after another
+ATTENTION = ("fused", "eager")
 CHECKPOINTING = ("per-layer", "sqrt", "best")
 SELECTIVE = {
     "attention": "the attention of each layer is recomputed",
@@ -31,13 +43,24 @@ SELECTIVE = {
 OFFLOAD = {
     "activations": "all that autograd saves, except parameters and buffers",
     "boundaries": "the inputs of checkpoints",
-    "parameters": "with sharding='fsdp': shards of weights, gradients and states; the optimizer's step runs on the host",
+    "parameters": (
+        "with sharding='fsdp': shards of weights, gradients and states; the optimizer's "
+        "step runs on the host"
+    ),
 }
 SHARDING = {
-    "ddp": "each rank has a copy of everything, and gradients are averaged (DistributedDataParallel)",
+    "ddp": (
+        "each rank has a copy of everything, and gradients are averaged (DistributedDataParallel)"
+    ),
     "zero1": "the same, with optimizer states sharded over the ranks (ZeroRedundancyOptimizer)",
-    "zero2": "states, gradients and weights are sharded; gathered weights stay until backward (fully_shard, no resharding)",
-    "fsdp": "the same, but a layer's gathered weights are freed after the layer, also in forward (fully_shard; ZeRO 3)",
+    "zero2": (
+        "states, gradients and weights are sharded; gathered weights stay until backward "
+        "(fully_shard, no resharding)"
+    ),
+    "fsdp": (
+        "the same, but a layer's gathered weights are freed after the layer, also in forward "
+        "(fully_shard; ZeRO 3)"
+    ),
 }
 IGNORED = -100  # a label that does not count
 
@@ -45,4 +68,6 @@ IGNORED = -100  # a label that does not count
 def choose(what: str, value, names) -> None:
     """Raise ``ValueError`` for a ``value`` that is not one of ``names``."""
     if value not in names:
-        raise ValueError(f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}"
+        )

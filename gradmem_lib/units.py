@@ -6,11 +6,14 @@ from typing import Any, TypeGuard
 KiB, MiB, GiB, TiB = (1024**n for n in (1, 2, 3, 4))
 _FACTORS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
 _FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE = re.compile(r"(?i)\s*([0-9][0-9_]*(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*")
+_SIZE = re.compile(
+    r"(?i)\s*([0-9][0-9_]*(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*"
+)
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """Bytes of ``size``: a whole number of bytes, or text such as ``"2 GiB"``, ``"500 MB"`` or ``"1.5e9"``.
+    """Bytes of ``size``: a whole number of bytes, or text such as ``"2 GiB"``, ``"500 MB"`` or
+    ``"1.5e9"``.
 
     Units: B, KB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any letter case.
     Raises ``ValueError`` for anything else, zero and negative numbers included.
@@ -21,10 +24,16 @@ def parse_bytes(size: int | float | str) -> int:
         match = _SIZE.fullmatch(size)
         factor = _FACTORS.get((match[2] or "b").lower()) if match else None
         amount = float(re.sub("[_,]", "", match[1])) if factor else None
-    if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 < amount * factor < 2**63:
+    if (
+        not isinstance(amount, (int, float))
+        or isinstance(amount, bool)
+        or not 0 < amount * factor < 2**63
+    ):
         raise ValueError(
-            f"cannot read {size!r} as a number of bytes: give a positive number of bytes, such as 2147483648, or a number "
-            'with a unit, such as "2 GiB" (units: B, KB, MB, GB, TB in powers of 1000; KiB, MiB, GiB, TiB in powers of 1024)'
+            f"cannot read {size!r} as a number of bytes: give a positive number of bytes, such as "
+            "2147483648, or a number "
+            'with a unit, such as "2 GiB" (units: B, KB, MB, GB, TB in powers of 1000; KiB, MiB, '
+            "GiB, TiB in powers of 1024)"
         )
     return round(amount * factor)
 
@@ -43,7 +52,10 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def whole(name: str, value: Any, example: int, what: str = "") -> int:
-    """Return ``value`` if it is a whole number of at least 1. Else raise a ``ValueError`` that says ``name`` and ``what``."""
+    """Return ``value`` if it is a whole number of at least 1.
+
+    Else raise a ``ValueError`` that says ``name`` and ``what``.
+    """
     if not is_whole(value):
         of = f" of {what}, at least 1" if what else " of at least 1"
         raise ValueError(f"{name}={value!r}: give a whole number{of}, such as {name}={example}")

@@ -1,10 +1,13 @@
-"""Builds the course's site from what is stored: nothing is executed, and nothing is loaded from a network.
+"""Builds the course's site from what is stored: nothing is executed, and nothing is loaded from a
+network.
 
-    make site                            build it into build/site/html, check it, and look at it in a browser
-    python site/build.py                 the first two, with the Python of requirements-site.txt
+    make site                            build it into build/site/html, check it, and look at it in
+    a browser python site/build.py                 the first two, with the Python of
+    requirements-site.txt
 
-The pages' sources are gathered in build/site/source: those of site/pages, and what has its home elsewhere: the README, the
-solutions' notebooks with their stored outputs, LEDGER.md, and the library's docstrings, which Sphinx reads by itself.
+The pages' sources are gathered in build/site/source: those of site/pages, and what has its home
+elsewhere: the README, the solutions' notebooks with their stored outputs, LEDGER.md, and the
+library's docstrings, which Sphinx reads by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ BUILD = ROOT / "build" / "site"
 FITS = ROOT / "benchmarks" / "results" / "fits.json"
 FLOORS = ("measure", "techniques", "training", "prediction", "planning", "view", "course")
 MARK = re.compile(r"^ *### (BEGIN|END) SOLUTION *\n?| *# SOLUTION *$", re.MULTILINE)
-# The pages that other files of the repository have become: what a link names, and where it leads from a page at the top.
+# The pages that other files of the repository have become: what a link names, and where it leads
+# from a page at the top.
 MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
     (r"docs/sheets/?", "sheets.md"),
@@ -37,7 +41,9 @@ MOVED = (
 
 
 def relinked(text: str, up: str = "") -> str:
-    """``text`` (Markdown) with links to files of the repository turned into links to the pages made of them."""
+    """``text`` (Markdown) with links to files of the repository turned into links to the pages made
+    of them.
+    """
     for old, new in MOVED:
         text = re.sub(
             rf"\]\((?:\.\./)*{old}(#[\w-]+)?\)",
@@ -48,7 +54,9 @@ def relinked(text: str, up: str = "") -> str:
 
 
 def lesson(notebook: dict, name: str, images: Path) -> dict:
-    """A solution's notebook as a page: answers folded, pictures as files in ``images``, and a line on how to work in it."""
+    """A solution's notebook as a page: answers folded, pictures as files in ``images``, and a line
+    on how to work in it.
+    """
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -58,21 +66,30 @@ def lesson(notebook: dict, name: str, images: Path) -> dict:
             cell["source"] = MARK.sub("", source)
             cell["metadata"] = {
                 "tags": ["hide-input"],
-                "mystnb": {"code_prompt_show": "Show the answer", "code_prompt_hide": "Hide the answer"},
+                "mystnb": {
+                    "code_prompt_show": "Show the answer",
+                    "code_prompt_hide": "Hide the answer",
+                },
             }
         for output in cell["outputs"]:
             _picture(output, images)
-    where = f"Work in it: <a href='../notebooks/{name}.ipynb' download>{name}.ipynb</a>, the notebook without answers."
+    where = (
+        f"Work in it: <a href='../notebooks/{name}.ipynb' download>{name}.ipynb</a>, the "
+        "notebook without answers."
+    )
     first = notebook["cells"][0]
     title, rest = first["source"].split("\n", 1)
     first["source"] = (
-        f"{title}\n\n<p class='work'>{where} Here every answer is folded, and outputs are stored ones.</p>\n{rest}"
+        f"{title}\n\n<p class='work'>{where} Here every answer is folded, and outputs are stored "
+        f"ones.</p>\n{rest}"
     )
     return notebook
 
 
 def _picture(output: dict, images: Path) -> None:
-    """A stored PNG becomes a file beside the pages, shown in its own size and with its words for who does not see it."""
+    """A stored PNG becomes a file beside the pages, shown in its own size and with its words for
+    who does not see it.
+    """
     png = output.get("data", {}).get("image/png")
     if png is None:
         return
@@ -87,25 +104,36 @@ def _picture(output: dict, images: Path) -> None:
 
 
 def floor_page(floor: str) -> str:
-    """The reference of one folder of the library: every module's docstring, and those of its public names."""
+    """The reference of one folder of the library: every module's docstring, and those of its public
+    names.
+    """
     lines = [floor, "=" * len(floor), ""]
     for module in sorted((ROOT / "gradmem_lib" / floor).glob("[!_]*.py")):
         if module.stem == "pictures":  # has nothing of its own
             continue
         name = f"gradmem_lib.{floor}.{module.stem}"
-        lines += [module.stem, "-" * len(module.stem), "", f".. automodule:: {name}", "   :members:", ""]
+        lines += [
+            module.stem,
+            "-" * len(module.stem),
+            "",
+            f".. automodule:: {name}",
+            "   :members:",
+            "",
+        ]
     return "\n".join(lines)
 
 
 def names_list() -> str:
-    """The names that ``gradmem_lib`` itself gives, each with its home and the first sentence of its docstring."""
+    """The names that ``gradmem_lib`` itself gives, each with its home and the first sentence of its
+    docstring.
+    """
     import gradmem_lib
 
     found = []
     for name, home in sorted(gradmem_lib._HOME.items()):
-        words = " ".join((getattr(gradmem_lib, name).__doc__ or "").split("\n\n")[0].split()).replace(
-            "``", "`"
-        )
+        words = " ".join(
+            (getattr(gradmem_lib, name).__doc__ or "").split("\n\n")[0].split()
+        ).replace("``", "`")
         if (
             name.isupper() or home.split(".")[0] not in FLOORS
         ):  # a table, which has no words of its own, or no page
@@ -119,19 +147,26 @@ def sheets() -> str:
     """The sheets for the wall, small; each leads to the file to print."""
     files = sorted((ROOT / "docs" / "sheets").glob("*.svg"))
     shown = (
-        f'<a href="sheets/{file.name}"><img src="sheets/{file.name}" alt="The sheet of lesson {file.stem}" loading="lazy"></a>'
+        (
+            f'<a href="sheets/{file.name}"><img src="sheets/{file.name}" alt="The sheet of lesson '
+            f'{file.stem}" loading="lazy"></a>'
+        )
         for file in files
     )
     return "\n".join(["<div class='sheets'>", *shown, "</div>"])
 
 
 def ledger(page: str) -> str:
-    """LEDGER.md with the place above its table into which the page's script puts search and filters."""
+    """LEDGER.md with the place above its table into which the page's script puts search and
+    filters.
+    """
     return page.replace("\n| Claim |", '\n<div id="ledger-filter" hidden></div>\n\n| Claim |', 1)
 
 
 def gather() -> None:
-    """Write all sources: pages into build/site/source, what they show into static, notebooks to download into extra."""
+    """Write all sources: pages into build/site/source, what they show into static, notebooks to
+    download into extra.
+    """
     shutil.rmtree(BUILD, ignore_errors=True)
     source, images = BUILD / "source", BUILD / "static" / "outputs"
     shutil.copytree(HERE / "pages", source)
@@ -150,7 +185,9 @@ def gather() -> None:
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):
         page = lesson(json.loads(path.read_text(encoding="utf-8")), path.stem, images)
         (source / "lessons" / path.name).write_text(json.dumps(page), encoding="utf-8")
-    shutil.copytree(ROOT / "lessons", BUILD / "extra" / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(
+        ROOT / "lessons", BUILD / "extra" / "notebooks", ignore=shutil.ignore_patterns(".*")
+    )
     shutil.copytree(ROOT / "docs" / "sheets", BUILD / "extra" / "sheets")
     for floor in FLOORS:
         (source / "reference" / f"{floor}.rst").write_text(floor_page(floor), encoding="utf-8")
@@ -168,7 +205,9 @@ def _insert(page: Path, text: str, where: str = "INSERT") -> None:
 
 
 def fits_data(path: Path) -> str:
-    """What the page "what fits my card" shows, as a script, since a page opened from a folder may read no other file."""
+    """What the page "what fits my card" shows, as a script, since a page opened from a folder may
+    read no other file.
+    """
     from gradmem_lib.view.style import COLORS
     from gradmem_lib.view.svg import svg_pattern
 
@@ -185,10 +224,23 @@ def main() -> int:
 
     gather()
     html = BUILD / "html"
-    failed = sphinx(["-c", str(HERE), "-W", "--keep-going", "-q", "-d", str(BUILD / "doctrees"), str(BUILD / "source"), str(html)])  # fmt: skip
+    failed = sphinx(
+        [
+            "-c",
+            str(HERE),
+            "-W",
+            "--keep-going",
+            "-q",
+            "-d",
+            str(BUILD / "doctrees"),
+            str(BUILD / "source"),
+            str(html),
+        ]
+    )
     found = problems(html)
     print(
-        "\n".join(found) or f"No link is broken, and nothing is loaded from elsewhere. The site is in {html}"
+        "\n".join(found)
+        or f"No link is broken, and nothing is loaded from elsewhere. The site is in {html}"
     )
     return int(bool(failed or found))
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parent.parent
-# The docstrings are the imported library's: its packages are those of .venv, behind the ones of this environment.
+# The docstrings are the imported library's: its packages are those of .venv, behind the ones of
+# this environment.
 sys.path.insert(0, str(ROOT))
 sys.path += map(str, (ROOT / ".venv").glob("[Ll]ib/**/site-packages"))
 

@@ -1,4 +1,6 @@
-"""What is wrong with a built site: a link or a picture that leads nowhere, something loaded from a network, too many bytes."""
+"""What is wrong with a built site: a link or a picture that leads nowhere, something loaded from a
+network, too many bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ class Page(HTMLParser):
         self.ids |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
-        elif tag == "link" and "href" in given and given.get("rel") not in ("canonical", "next", "prev"):
+        elif (
+            tag == "link"
+            and "href" in given
+            and given.get("rel") not in ("canonical", "next", "prev")
+        ):
             self.loads.append(given["href"])
         elif tag in LOADED and "src" in given:
             self.loads.append(given["src"])
@@ -51,7 +57,11 @@ def problems(site: Path) -> list[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 found.append(f"{here}: {url} leads nowhere")
-            elif parts.fragment and target in pages and not _has(pages[target], unquote(parts.fragment)):
+            elif (
+                parts.fragment
+                and target in pages
+                and not _has(pages[target], unquote(parts.fragment))
+            ):
                 found.append(f"{here}: {url} names no place on that page")
     for path in sorted(site.rglob("*.css")):
         if REMOTE_CSS.search(path.read_text(encoding="utf-8")):

@@ -1,6 +1,8 @@
-"""Opens every page of the built site in a real browser that has no network, and uses what has a script: python site/look.py
+"""Opens every page of the built site in a real browser that has no network, and uses what has a
+script: python site/look.py
 
-On a phone's width and in dark mode as well, nothing may be wider than the screen, and no page may say anything on the console.
+On a phone's width and in dark mode as well, nothing may be wider than the screen, and no page may
+say anything on the console.
 """
 
 from __future__ import annotations
@@ -18,16 +20,20 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 def look(browser, folder: Path | None = None) -> list[str]:
-    """What is wrong, in words; ``folder`` gets a screenshot of every page but the library's source and what is for paper."""
+    """What is wrong, in words; ``folder`` gets a screenshot of every page but the library's source
+    and what is for paper.
+    """
     wrong: list[str] = []
     for name, size, scheme in (("phone", PHONE, "dark"), ("desk", DESK, "light")):
         context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
         page = context.new_page()
         page.on(
-            "request", lambda request: request.url.startswith("file:") or wrong.append(f"loads {request.url}")
+            "request",
+            lambda request: request.url.startswith("file:") or wrong.append(f"loads {request.url}"),
         )
         context.on(
-            "console", lambda said: said.type == "error" and wrong.append(f"{said.page.url}: {said.text}")
+            "console",
+            lambda said: said.type == "error" and wrong.append(f"{said.page.url}: {said.text}"),
         )
         context.on("weberror", lambda error: wrong.append(f"{error.page.url}: {error.error}"))
         for path in sorted(SITE.rglob("*.html")):
@@ -39,10 +45,13 @@ def look(browser, folder: Path | None = None) -> list[str]:
                 wrong.append(f"{path.relative_to(SITE)}: {wide} pixels wider than a {name}")
             if folder:
                 page.screenshot(
-                    path=folder / f"{path.parent.name}-{path.stem}-{name}.png", full_page="--full" in sys.argv
+                    path=folder / f"{path.parent.name}-{path.stem}-{name}.png",
+                    full_page="--full" in sys.argv,
                 )
         context.close()
-    return wrong + [f"{check.__name__}: {words}" for check in (fits, ledger) for words in check(browser)]
+    return wrong + [
+        f"{check.__name__}: {words}" for check in (fits, ledger) for words in check(browser)
+    ]
 
 
 def fits(browser) -> list[str]:
@@ -61,7 +70,10 @@ def fits(browser) -> list[str]:
     wrong = [] if page.evaluate("document.activeElement.name") == "card" else ["the focus is lost"]
     again = context.new_page()
     again.goto(page.url)
-    if again.locator("#fits h2").first.text_content() != page.locator("#fits h2").first.text_content():
+    if (
+        again.locator("#fits h2").first.text_content()
+        != page.locator("#fits h2").first.text_content()
+    ):
         wrong.append("a link does not lead to what it was copied from")
     again.locator("#fits td.yes a").first.press("Enter")
     again.locator("#fits button.copy").press("Enter")
@@ -84,7 +96,11 @@ def ledger(browser) -> list[str]:
     page.get_by_role("searchbox", name="Search", exact=True).fill("bert-large")
     both = shown.count()
     page.close()
-    return [] if every > refuted > both > 0 else [f"{every}, then {refuted}, then {both} claims are shown"]
+    return (
+        []
+        if every > refuted > both > 0
+        else [f"{every}, then {refuted}, then {both} claims are shown"]
+    )
 
 
 if __name__ == "__main__":

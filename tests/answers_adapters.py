@@ -1,4 +1,6 @@
-"""Answers to the exercises of lesson 09 about adapters, 4 bits and the loss as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 09 about adapters, 4 bits and the loss as people write them;
+see answers_numbers.py.
+"""
 
 import math
 
@@ -139,15 +141,20 @@ RIGHT["9.6"] = {
     "ceil": _nf4,
     "floor of the negative": lambda n, b, g: -(-n // 2) + -(-n // b) + 4 * (1 - (-n // b) // g),
     "tensors": lambda n, b, g: torch.tensor(_nf4(n, b, g)),
-    "loop": lambda n, b, g: len(range(0, n, 2)) + len(range(0, n, b)) + 4 * len(range(0, len(range(0, n, b)), g)) + 4,
-}  # fmt: skip
+    "loop": lambda n, b, g: (
+        len(range(0, n, 2)) + len(range(0, n, b)) + 4 * len(range(0, len(range(0, n, b)), g)) + 4
+    ),
+}
 WRONG["9.6"] = {
     "once": (lambda n, b, g: -(-n // 2) + 4 * -(-n // b), "float32|double|byte"),
     "no offset": (lambda n, b, g: _nf4(n, b, g) - 4, "mean|offset|4 bytes"),
     "rounded down": (lambda n, b, g: n // 2 + n // b + 4 * (n // b // g) + 4, "up|last"),
     "a byte each": (lambda n, b, g: _nf4(n, b, g) - -(-n // 2) + n, "half|4 bits|two"),
     "groups of weights": (lambda n, b, g: -(-n // 2) + -(-n // b) + 4 * -(-n // g) + 4, "group"),
-    "half": (lambda n, b, g: _nf4(n, b, g) - 2 * math.ceil(math.ceil(n / b) / g), "float32|4 bytes|2 bytes"),
+    "half": (
+        lambda n, b, g: _nf4(n, b, g) - 2 * math.ceil(math.ceil(n / b) / g),
+        "float32|4 bytes|2 bytes",
+    ),
     "a mean": (lambda n, b, g: n * (0.5 + 1 / b + 4 / (b * g)), "whole|fraction"),
     "bits": (lambda n, b, g: 8 * _nf4(n, b, g), "8 times"),
 }
@@ -190,17 +197,33 @@ class _Chunked(torch.autograd.Function):
         return d_hidden * d_loss, d_weight * d_loss, None, None
 
 
-def _by_hand(*, cap_in_gradient=True, count=lambda labels: (labels != -100).sum(), capped=True, size=64, masked=True,
-             chunk_mean=False, keeps_on=None):  # fmt: skip
+def _by_hand(
+    *,
+    cap_in_gradient=True,
+    count=lambda labels: (labels != -100).sum(),
+    capped=True,
+    size=64,
+    masked=True,
+    chunk_mean=False,
+    keeps_on=None,
+):
     def forward(ctx, hidden, weight, labels, cap):
         n = count(labels)
-        total, d_hidden, d_weight = hidden.new_zeros(()), torch.empty_like(hidden), torch.zeros_like(weight)
+        total, d_hidden, d_weight = (
+            hidden.new_zeros(()),
+            torch.empty_like(hidden),
+            torch.zeros_like(weight),
+        )
         chunks = math.ceil(len(hidden) / size)
         for i in range(0, len(hidden), size):
             rows, target = hidden[i : i + size], labels[i : i + size]
             t = torch.tanh(rows @ weight.T / cap) if capped else None
             log_p = (cap * t if capped else rows @ weight.T).log_softmax(1)
-            good = (target != -100)[:, None] if masked else torch.ones_like(target, dtype=bool)[:, None]
+            good = (
+                (target != -100)[:, None]
+                if masked
+                else torch.ones_like(target, dtype=bool)[:, None]
+            )
             share = 1 / (good.sum() * chunks) if chunk_mean else 1 / n
             index = target.clamp(min=0)[:, None]
             total -= (log_p.gather(1, index) * good).sum() * share
@@ -248,7 +271,10 @@ WRONG["9.7"] = {
     "chunk too large": (_function(_by_hand(size=600)), "bytes"),
     "cap not derived": (_function(_by_hand(cap_in_gradient=False)), "tanh"),
     "no cap": (_function(_by_hand(capped=False)), "cap"),
-    "upstream": (_function(_by_hand(), lambda ctx, d: (*ctx.saved_tensors, None, None)), "backward"),
+    "upstream": (
+        _function(_by_hand(), lambda ctx, d: (*ctx.saved_tensors, None, None)),
+        "backward",
+    ),
     "all rows": (_function(_by_hand(count=len)), "-100|ignored"),
     "unmasked": (_function(_by_hand(masked=False)), "-100|ignored"),
     "means": (_function(_by_hand(chunk_mean=True)), "mean"),
@@ -259,7 +285,13 @@ WRONG["9.7"] = {
     ),
 }
 
-_FULL = dict(precision="bf16", optimizer="adafactor-torch", in_backward=True, checkpointing="per-layer", chunked_loss=True)  # fmt: skip
+_FULL = dict(
+    precision="bf16",
+    optimizer="adafactor-torch",
+    in_backward=True,
+    checkpointing="per-layer",
+    chunked_loss=True,
+)
 _LORA = dict(
     precision="bf16",
     optimizer="adamw",
@@ -291,6 +323,9 @@ WRONG["9.8"] = {
     "adapters twice": (lambda: (_under()()[1], _under()()[1]), "every weight"),
     "not checkpointed": (_under(None, {"checkpointing": None}), "checkpoint"),
     "another rank": (_under(None, {"lora_rank": 4}), "16"),
-    "attention alone": (_under(None, {"lora_targets": ("q_proj", "v_proj")}), "all linear|every linear"),
+    "attention alone": (
+        _under(None, {"lora_targets": ("q_proj", "v_proj")}),
+        "all linear|every linear",
+    ),
     "one": (lambda: Recipe(**_FULL), "two"),
 }

@@ -16,7 +16,9 @@ def _error(asked, total, free, process, allocated, idle, *, context=None, others
         "context": process - allocated - idle
         if context is None
         else context(total, free, process, allocated, idle),
-        "others": total - free - process if others is None else others(total, free, process, allocated, idle),
+        "others": total - free - process
+        if others is None
+        else others(total, free, process, allocated, idle),
         "in_pieces": free + idle >= asked if pieces is None else pieces(asked, total, free, idle),
     }
 
@@ -24,7 +26,11 @@ def _error(asked, total, free, process, allocated, idle, *, context=None, others
 def _reserved_first(asked, total, free, process, allocated, idle):
     reserved = allocated + idle
     used = total - free
-    return {"others": used - process, "in_pieces": not asked > free + idle, "context": process - reserved}
+    return {
+        "others": used - process,
+        "in_pieces": not asked > free + idle,
+        "context": process - reserved,
+    }
 
 
 RIGHT["6.1"] = {
@@ -40,16 +46,27 @@ WRONG["6.1"] = {
     ),
     "all that is used": (partial(_error, others=lambda t, f, p, a, i: t - f), "this process"),
     "free too": (partial(_error, others=lambda t, f, p, a, i: t - p), "free bytes"),
-    "beside the tensors": (partial(_error, others=lambda t, f, p, a, i: t - f - a), "allocated|this process"),
+    "beside the tensors": (
+        partial(_error, others=lambda t, f, p, a, i: t - f - a),
+        "allocated|this process",
+    ),
     "idle alone": (partial(_error, pieces=lambda asked, t, f, i: i >= asked), "free"),
     "always": (partial(_error, pieces=lambda asked, t, f, i: True), "True whatever|in_pieces"),
-    "too little free": (partial(_error, pieces=lambda asked, t, f, i: asked > f), "every such error|asked"),
-    "to the byte": (partial(_error, pieces=lambda asked, t, f, i: f + i > asked), "'in_pieces': got False"),
+    "too little free": (
+        partial(_error, pieces=lambda asked, t, f, i: asked > f),
+        "every such error|asked",
+    ),
+    "to the byte": (
+        partial(_error, pieces=lambda asked, t, f, i: f + i > asked),
+        "'in_pieces': got False",
+    ),
     "a tuple": (lambda *six: tuple(_error(*six).values()), "dict|sequence"),
 }
 
 
-def _rows(moments, rows, new, *, grows=("activations", "temporaries", "other"), steps=(), which=max):
+def _rows(
+    moments, rows, new, *, grows=("activations", "temporaries", "other"), steps=(), which=max
+):
     def at(phase):
         names = grows if phase != "optimizer_step" else steps
         return sum(n * (new / rows if name in names else 1) for name, n in moments[phase].items())
@@ -93,7 +110,10 @@ WRONG["6.2"] = {
     "the step's too": (partial(_rows, steps=("temporaries",)), "optimizer's step|own"),
     "one moment": (_only_the_peak, "moment"),
     "a sum": (partial(_rows, which=sum), "sum|one after"),
-    "nothing": (lambda moments, rows, new: max(sum(m.values()) for m in moments.values()), "rows|new"),
+    "nothing": (
+        lambda moments, rows, new: max(sum(m.values()) for m in moments.values()),
+        "rows|new",
+    ),
     "upside down": (lambda moments, rows, new: _rows(moments, new, rows), "upside|new / rows"),
     "the ids stay": (partial(_rows, grows=("activations", "temporaries")), "`other`"),
 }
@@ -127,7 +147,9 @@ def _library(model, optimizer, images, labels):
     def loss_and_count(micro):
         return _loss(model, *micro, "sum"), len(micro[1])
 
-    found = accumulate_gradients(split((images, labels), 6), loss_and_count, total_items=len(labels))
+    found = accumulate_gradients(
+        split((images, labels), 6), loss_and_count, total_items=len(labels)
+    )
     _end(optimizer)
     return found.loss
 
@@ -145,7 +167,17 @@ def _by_hand(model, optimizer, images, labels):
 
 
 def _pieces(
-    model, optimizer, images, labels, *, size=8, share=None, steps=False, zero=True, once=False, auto=False
+    model,
+    optimizer,
+    images,
+    labels,
+    *,
+    size=8,
+    share=None,
+    steps=False,
+    zero=True,
+    once=False,
+    auto=False,
 ):
     total, losses = 0.0, []
     for x, y in split((images, labels), size):
@@ -239,9 +271,9 @@ def _t5_library(model, optimizer, batch):
 
 
 def _t5_switch(model, optimizer, batch):
-    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
-        model.gradient_checkpointing_enable()
-    )
+    model.activation_checkpointing_enable() if hasattr(
+        model, "activation_checkpointing_enable"
+    ) else (model.gradient_checkpointing_enable())
     return _t5(model, optimizer, batch, size=3, every=None)
 
 
@@ -257,7 +289,10 @@ WRONG["6.4"] = {
     "checkpoints alone": (partial(_t5, size=16), "checkpoint"),
     "pieces alone": (partial(_t5, every=None), "4 rows"),
     "encoder alone": (partial(_t5, size=8, only="encoder"), "decoder"),
-    "shifted": (partial(_t5, count=lambda labels: int((labels[:, 1:] != -100).sum())), "position 0|shift"),
+    "shifted": (
+        partial(_t5, count=lambda labels: int((labels[:, 1:] != -100).sum())),
+        "position 0|shift",
+    ),
     "padding": (partial(_t5, count=lambda labels: labels.numel()), "padding|same weight"),
     "by K": (partial(_t5, k=True), "same weight|mean of means"),
     "steps": (partial(_t5, steps=True), "4 updates"),
@@ -275,7 +310,9 @@ def _recipe(micro=1, **choices):
 
 
 def _all_at_once(**choices):
-    return _recipe(8, **{"in_backward": True, "optimizer": "adafactor", "chunked_loss": True, **choices})
+    return _recipe(
+        8, **{"in_backward": True, "optimizer": "adafactor", "chunked_loss": True, **choices}
+    )
 
 
 RIGHT["6.5"] = {
@@ -285,7 +322,10 @@ RIGHT["6.5"] = {
 }
 WRONG["6.5"] = {
     "full": (_recipe(), "weights and gradients alone"),
-    "full, no states": (_recipe(8, optimizer="sgd", chunked_loss=True), "weights and gradients alone"),
+    "full, no states": (
+        _recipe(8, optimizer="sgd", chunked_loss=True),
+        "weights and gradients alone",
+    ),
     "the ladder's": (_recipe(lora_rank=16), "every weight"),
     "AdamW": (_all_at_once(optimizer="adamw-8bit"), "next to nothing"),
     "no checkpoints": (_all_at_once(checkpointing=None), "checkpointing='per-layer'"),
@@ -319,7 +359,9 @@ def _next(
     states = parts["optimizer"] + step * parts["temporaries"]
     lora = states + parts["gradients"]
     takes = {
-        "micro-batches": passes * (rows > 1 or not one_row) * (parts["activations"] + parts["temporaries"]),
+        "micro-batches": passes
+        * (rows > 1 or not one_row)
+        * (parts["activations"] + parts["temporaries"]),
         "checkpointing": passes * (parts["activations"] + logits * parts["temporaries"]),
         "8-bit states": states + sum(parts[name] for name in eight),
         "LoRA": lora + base * parts["parameters"],

@@ -24,7 +24,12 @@ def _function(forward=None, backward=None):
 
 
 def _again(
-    ctx, gradient, *, change=lambda x: x.detach().requires_grad_(), back=lambda x: (None, x.grad), times=1
+    ctx,
+    gradient,
+    *,
+    change=lambda x: x.detach().requires_grad_(),
+    back=lambda x: (None, x.grad),
+    times=1,
 ):
     x = change(ctx.saved_tensors[0])
     for _ in range(times):
@@ -89,10 +94,16 @@ WRONG["4.1"] = {
     "no output": (_function(_no_output), "output is not that of run"),
     "everything": (_function(_everything), "keep"),
     "twice again": (_function(backward=partial(_again, times=2)), "more often than needed"),
-    "the incoming": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, g))), "not that of x"),
-    "swapped": (_function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))), "in their order"),
+    "the incoming": (
+        _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (None, g))),
+        "not that of x",
+    ),
+    "swapped": (
+        _function(backward=lambda ctx, g: _again(ctx, g, back=lambda x: (x.grad, None))),
+        "in their order",
+    ),
     "no detach": (_function(backward=partial(_again, change=lambda x: x)), "detach|earlier layers"),
-}  # fmt: skip
+}
 
 
 def _safe(before=torch.get_rng_state, backward=None, run=lambda run, x: run(x)):
@@ -149,12 +160,17 @@ WRONG["4.2"] = {
     "not put back": (_safe(backward=_not_put_back), "rest of the program"),
     "seeded": (_safe(run=_seeded), "first run"),
     "run twice": (_safe(run=_twice), "first run"),
-    "initial seed": (_safe(lambda: torch.Generator().manual_seed(torch.initial_seed() % 1000).get_state()), "other masks"),
+    "initial seed": (
+        _safe(lambda: torch.Generator().manual_seed(torch.initial_seed() % 1000).get_state()),
+        "other masks",
+    ),
     "plain": (_safe(backward=_again), "other (dropout )?masks"),
-}  # fmt: skip
+}
 
 
-def _frozen(embedding, layers, ids, *, first=lambda x: x.requires_grad_(), each=None, reentrant=True):
+def _frozen(
+    embedding, layers, ids, *, first=lambda x: x.requires_grad_(), each=None, reentrant=True
+):
     x = first(embedding(ids))
     for i, layer in enumerate(layers):
         x = each(i, layer, x) if each else checkpoint(layer, x, use_reentrant=reentrant)
@@ -190,20 +206,58 @@ WRONG["4.3"] = {
     "other kind": (partial(_frozen, first=lambda x: x, reentrant=False), "non-reentrant"),
     "other kind, required": (partial(_frozen, reentrant=False), "non-reentrant"),
     "trap": (partial(_frozen, first=lambda x: x), "no layer gets a gradient"),
-    "early": (lambda e, layers, ids: _frozen(e, layers[:1], ids), "layer 2 and layer 3 and layer 4 never run"),
+    "early": (
+        lambda e, layers, ids: _frozen(e, layers[:1], ids),
+        "layer 2 and layer 3 and layer 4 never run",
+    ),
     "backwards": (lambda e, layers, ids: _frozen(e, layers[::-1], ids), "wrong order"),
     "no grad": (lambda *a: torch.no_grad()(_frozen)(*a), r"torch.no_grad\(\)"),
     "plain": (partial(_frozen, each=lambda i, layer, x: layer(x)), "nothing is checkpointed"),
-    "last plain": (partial(_frozen, each=lambda i, layer, x: layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)), "layer 4 runs once"),
-    "one for all": (lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True), "have its own"),
-    "all from the first": (_all_from_the_first, "not yet: layer 1 and layer 2 and layer 3 get no gradient"),
-    "detached once": (partial(_frozen, each=_detached_once), "not yet: layer 1 and layer 2 get no gradient"),
+    "last plain": (
+        partial(
+            _frozen,
+            each=lambda i, layer, x: (
+                layer(x) if i == 3 else checkpoint(layer, x, use_reentrant=True)
+            ),
+        ),
+        "layer 4 runs once",
+    ),
+    "one for all": (
+        lambda e, layers, ids: checkpoint(layers, e(ids).requires_grad_(), use_reentrant=True),
+        "have its own",
+    ),
+    "all from the first": (
+        _all_from_the_first,
+        "not yet: layer 1 and layer 2 and layer 3 get no gradient",
+    ),
+    "detached once": (
+        partial(_frozen, each=_detached_once),
+        "not yet: layer 1 and layer 2 get no gradient",
+    ),
     "looked at before": (partial(_frozen, each=_looked_at_before), "not yet: layer 1 runs 3 times"),
     "each twice": (partial(_frozen, each=_each_twice), "not yet: layer 1 runs 4 times"),
-    "outputs alone": (partial(_frozen, first=lambda x: x, each=lambda i, layer, x: checkpoint(layer, x, use_reentrant=True).requires_grad_()), "the first layer gets no gradient"),
-    "two and two": (lambda e, layers, ids: _frozen(e, [layers[:2], layers[2:]], ids), "several layers are in one checkpoint"),
-    "detached in between": (partial(_frozen, each=lambda i, layer, x: checkpoint(layer, x.detach().requires_grad_(), use_reentrant=True)), "cuts the chain"),
-}  # fmt: skip
+    "outputs alone": (
+        partial(
+            _frozen,
+            first=lambda x: x,
+            each=lambda i, layer, x: checkpoint(layer, x, use_reentrant=True).requires_grad_(),
+        ),
+        "the first layer gets no gradient",
+    ),
+    "two and two": (
+        lambda e, layers, ids: _frozen(e, [layers[:2], layers[2:]], ids),
+        "several layers are in one checkpoint",
+    ),
+    "detached in between": (
+        partial(
+            _frozen,
+            each=lambda i, layer, x: checkpoint(
+                layer, x.detach().requires_grad_(), use_reentrant=True
+            ),
+        ),
+        "cuts the chain",
+    ),
+}
 
 
 def _segments(
@@ -245,17 +299,36 @@ RIGHT["4.4"] = {
     "as it stands": _segments,
 }
 WRONG["4.4"] = {
-    "floor": (partial(_segments, starts=lambda n, k: range(0, n - n % k, k)), "left out|IndexError|never run"),
+    "floor": (
+        partial(_segments, starts=lambda n, k: range(0, n - n % k, k)),
+        "left out|IndexError|never run",
+    ),
     "one too short": (partial(_segments, length=lambda k: k - 1), "left out"),
     "overlap": (partial(_segments, length=lambda k: k + 1), "run|layers|segments"),
     "reentrant": (partial(_segments, reentrant=True), "use_reentrant=False"),
-    "required": (partial(_segments, reentrant=True, before=lambda x: x if x.requires_grad else x.requires_grad_()), "use_reentrant=False"),
-    "not handed on": (lambda layers, x, k: [checkpoint(layers[i : i + k], x, use_reentrant=False) for i in range(0, len(layers), k)][-1], "what the one before returned"),
-    "unused": (lambda layers, x, k: (_segments(layers, x, k), x)[1], "not what the last checkpoint returned"),
+    "required": (
+        partial(
+            _segments, reentrant=True, before=lambda x: x if x.requires_grad else x.requires_grad_()
+        ),
+        "use_reentrant=False",
+    ),
+    "not handed on": (
+        lambda layers, x, k: [
+            checkpoint(layers[i : i + k], x, use_reentrant=False) for i in range(0, len(layers), k)
+        ][-1],
+        "what the one before returned",
+    ),
+    "unused": (
+        lambda layers, x, k: (_segments(layers, x, k), x)[1],
+        "not what the last checkpoint returned",
+    ),
     "detached": (partial(_segments, before=lambda x: x.detach().requires_grad_()), "detach"),
     "layer by layer": (lambda layers, x, k: _segments(layers, x, 1), r"your segments have \[1, 1"),
-    "all at once": (lambda layers, x, k: checkpoint(layers, x, use_reentrant=False), r"your segments have \[8\]"),
-}  # fmt: skip
+    "all at once": (
+        lambda layers, x, k: checkpoint(layers, x, use_reentrant=False),
+        r"your segments have \[8\]",
+    ),
+}
 
 RIGHT["4.5"] = {
     "loop": lambda m, a, x: max([m[i] * a + x * i for i in range(len(m))]),
@@ -264,7 +337,10 @@ RIGHT["4.5"] = {
 }
 WRONG["4.5"] = {
     "sum": (lambda m, a, x: sum(m) * a, "all layers"),
-    "from one": (lambda m, a, x: max(i * x + n * a for i, n in enumerate(m, 1)), "own boundary twice"),
+    "from one": (
+        lambda m, a, x: max(i * x + n * a for i, n in enumerate(m, 1)),
+        "own boundary twice",
+    ),
     "longest": (lambda m, a, x: max(m) * a, "segment that runs again"),
     "first": (lambda m, a, x: (len(m) - 1) * x + m[0] * a, "first length"),
     "mean": (lambda m, a, x: (len(m) - 1) * x + sum(m) / len(m) * a, "mean length"),
@@ -282,10 +358,21 @@ def _root(n, a, x, whole=round):
 
 
 RIGHT["4.6"] = {
-    "by trying": lambda n, a, x: min(range(1, n + 1), key=lambda k: max(i * x + m * a for i, m in enumerate(uniform_segments(n, k)))),
-    "numpy": lambda n, a, x: np.argmin([max(i * x + m * a for i, m in enumerate(uniform_segments(n, k))) for k in range(1, n + 1)]) + 1,
+    "by trying": lambda n, a, x: min(
+        range(1, n + 1),
+        key=lambda k: max(i * x + m * a for i, m in enumerate(uniform_segments(n, k))),
+    ),
+    "numpy": lambda n, a, x: (
+        np.argmin(
+            [
+                max(i * x + m * a for i, m in enumerate(uniform_segments(n, k)))
+                for k in range(1, n + 1)
+            ]
+        )
+        + 1
+    ),
     "float": lambda n, a, x: float(RIGHT["4.6"]["by trying"](n, a, x)),
-}  # fmt: skip
+}
 WRONG["4.6"] = {
     "ceil": (partial(_root, whole=math.ceil), "rounds up"),
     "floor": (partial(_root, whole=math.floor), "rounds down"),
@@ -331,16 +418,27 @@ RIGHT["4.7"] = {
     "with": _step,
     "by hand": _filled,
     "head apart": _head_apart,
-    "logits three times": partial(_step, every=best_segments(64, internal=[4] * 63 + [15], boundary=1)),
+    "logits three times": partial(
+        _step, every=best_segments(64, internal=[4] * 63 + [15], boundary=1)
+    ),
 }
 WRONG["4.7"] = {
-    "layers alone": (partial(_step, every=best_segments(64, internal=4, boundary=1)), "layers alone"),
-    "logits twice": (partial(_step, every=best_segments(64, internal=[4] * 63 + [10], boundary=1)), "17 boundaries are kept"),
+    "layers alone": (
+        partial(_step, every=best_segments(64, internal=4, boundary=1)),
+        "layers alone",
+    ),
+    "logits twice": (
+        partial(_step, every=best_segments(64, internal=[4] * 63 + [10], boundary=1)),
+        "17 boundaries are kept",
+    ),
     "sixes": (partial(_step, every=6), "equal segments of 6"),
     "layers": (partial(_step, every=1), "its own segment"),
     "reversed": (partial(_step, every=COUNTED[::-1]), "15 boundaries|gradients take"),
-    "too long": (partial(_step, every=best_segments(64, internal=[4] * 63 + [22], boundary=1)), "gradients take"),
+    "too long": (
+        partial(_step, every=best_segments(64, internal=[4] * 63 + [22], boundary=1)),
+        "gradients take",
+    ),
     "sum": (partial(_step, loss=lambda out: out.square().sum()), "loss"),
     "measured": (partial(_step, every="best"), "times, and twice is the limit"),
     "no backward": (lambda layers, x: layers(x).square().mean().item(), "gradient of the input"),
-}  # fmt: skip
+}

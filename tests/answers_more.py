@@ -1,4 +1,6 @@
-"""More answers to lessons 08 and 09: those that a check once judged wrongly, or answered with a number alone."""
+"""More answers to lessons 08 and 09: those that a check once judged wrongly, or answered with a
+number alone.
+"""
 
 import math
 from types import SimpleNamespace
@@ -42,10 +44,13 @@ def _policy(*, counted=lambda op: op in PRODUCTS, again=True, rest=AGAIN):
 
 
 WRONG["8.1"] = {
-    "attention counts too": (_policy(counted=lambda op: op in PRODUCTS or "attention" in str(op)), "fused attention is counted as a product"),
+    "attention counts too": (
+        _policy(counted=lambda op: op in PRODUCTS or "attention" in str(op)),
+        "fused attention is counted as a product",
+    ),
     "None for the rest": (_policy(rest=None), "the policy returns None for some operations"),
     "nothing in the second run": (_policy(again=False), "the second run gets other answers"),
-}  # fmt: skip
+}
 
 
 def _count(step, formula):
@@ -72,7 +77,7 @@ WRONG["8.2"] = {
     "four products": (_flops(lambda b, h, q, d, k: 8 * b * h * q * d * k), "counts twice"),
     "one counter": (_one_counter, "the sum of both steps is counted"),
     "not called": (lambda plain, checkpointed: 0, "no operation is counted"),
-}  # fmt: skip
+}
 
 
 class _ByShape(lesson_08_moving.Disk):
@@ -86,7 +91,11 @@ class _ByShape(lesson_08_moving.Disk):
 
 class _InNumpy(lesson_08_moving.Disk):
     def pack(self, tensor):
-        return tensor if tensor.untyped_storage().data_ptr() in self.stay else tensor.detach().clone().numpy()
+        return (
+            tensor
+            if tensor.untyped_storage().data_ptr() in self.stay
+            else tensor.detach().clone().numpy()
+        )
 
 
 WRONG["8.3"] = {
@@ -119,11 +128,16 @@ RIGHT["8.5"] = {
     "numpy": lambda peak, layers, budget: _halve(peak, layers, budget, np.int64),
 }
 WRONG["8.5"] = {
-    "asks twice": (lambda *given: _halve(*given, asks=2), "the number is right, but it took more than 8"),
+    "asks twice": (
+        lambda *given: _halve(*given, asks=2),
+        "the number is right, but it took more than 8",
+    ),
     "never ends": (lambda *given: _halve(*given, up=0), "does not get smaller"),
     "the largest that fits": (_largest, "the search ends in the wrong place"),
     "steps of eight": (
-        lambda peak, layers, budget: next(k for k in [*range(0, layers, 8), layers] if peak(k) <= budget),
+        lambda peak, layers, budget: next(
+            k for k in [*range(0, layers, 8), layers] if peak(k) <= budget
+        ),
         "the search ends in the wrong place",
     ),
 }
@@ -132,13 +146,18 @@ WRONG["8.5"] = {
 def _tiles(dim=1, joined=1, join=torch.cat, **settings):
     def tiled(mlp, x, tiles):
         settings.setdefault("use_reentrant", False)
-        return join([checkpoint(mlp, part, **settings) for part in x.tensor_split(tiles, dim)], joined)
+        return join(
+            [checkpoint(mlp, part, **settings) for part in x.tensor_split(tiles, dim)], joined
+        )
 
     return tiled
 
 
 WRONG["8.6"] = {
-    "other random numbers": (_tiles(preserve_rng_state=False), "dropout draws other random numbers"),
+    "other random numbers": (
+        _tiles(preserve_rng_state=False),
+        "dropout draws other random numbers",
+    ),
     "checkpoint of checkpoints": (
         lambda mlp, x, tiles: checkpoint(lambda x: _tiles()(mlp, x, tiles), x, use_reentrant=False),
         "a checkpoint around the checkpoints",
@@ -146,9 +165,8 @@ WRONG["8.6"] = {
     "joined along rows": (_tiles(joined=0), "not joined along the dimension"),
     "stacked": (_tiles(join=torch.stack), "not joined along the dimension"),
     "the width is cut": (_tiles(2, 2), "the width is cut, so"),
-    "x detached": (
-        lambda mlp, x, tiles: _tiles()(mlp, x.detach(), tiles), "x gets no gradient"),
-}  # fmt: skip
+    "x detached": (lambda mlp, x, tiles: _tiles()(mlp, x.detach(), tiles), "x gets no gradient"),
+}
 
 
 def _cache(of):
@@ -159,26 +177,45 @@ def _cache(of):
 
 WRONG["8.7"] = {
     "one token": (_cache(lambda right, config, tokens: right // tokens), "one token is counted"),
-    "one token fewer": (_cache(lambda right, config, tokens: right // tokens * (tokens - 1)), "the last token is missing"),
+    "one token fewer": (
+        _cache(lambda right, config, tokens: right // tokens * (tokens - 1)),
+        "the last token is missing",
+    ),
     "queries": (
-        _cache(lambda right, config, tokens: right + right // 2 // config.num_key_value_heads * config.num_attention_heads),
+        _cache(
+            lambda right, config, tokens: (
+                right + right // 2 // config.num_key_value_heads * config.num_attention_heads
+            )
+        ),
         "queries are counted as well",
     ),
-    "heads of one number": (_cache(lambda right, config, tokens: right // config.head_dim), "the width of a head is missing"),
+    "heads of one number": (
+        _cache(lambda right, config, tokens: right // config.head_dim),
+        "the width of a head is missing",
+    ),
     "MiB": (_cache(lambda right, config, tokens: right / 2**20), "return bytes"),
     "bits": (_cache(lambda right, config, tokens: 8 * right), "these are bits"),
-}  # fmt: skip
+}
 
 
 def _blocks(
-    *, least=1e-30, dtype=torch.uint8, cut=True, border=2.0, back=lambda code, i, absmax: code[i] * absmax
+    *,
+    least=1e-30,
+    dtype=torch.uint8,
+    cut=True,
+    border=2.0,
+    back=lambda code, i, absmax: code[i] * absmax,
 ):
     def quantize(x, code, block):
         rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
         absmax = rows.abs().amax(1, keepdim=True)
         indices = torch.bucketize(rows / absmax.clamp(min=least), (code[1:] + code[:-1]) / border)
         n = len(x) if cut else None
-        return indices.flatten()[:n].to(dtype), absmax[:, 0], back(code, indices, absmax).flatten()[:n]
+        return (
+            indices.flatten()[:n].to(dtype),
+            absmax[:, 0],
+            back(code, indices, absmax).flatten()[:n],
+        )
 
     return quantize
 
@@ -197,11 +234,17 @@ WRONG["9.1"] = {
     "eps 1e-3": (_blocks(least=1e-3), "small numbers are lost"),
     "int8": (_blocks(dtype=torch.int8), "uint8 goes from 0 to 255"),
     "padded": (_blocks(cut=False), "the padding is still there"),
-    "last block dropped": (_in_order(0, 1, 2, given=lambda x, block: x[: len(x) // block * block]), "the last block is missing"),
+    "last block dropped": (
+        _in_order(0, 1, 2, given=lambda x, block: x[: len(x) // block * block]),
+        "the last block is missing",
+    ),
     "another order": (_in_order(0, 2, 1), "in this order"),
-    "index read back": (_blocks(back=lambda code, i, absmax: i * absmax), "the indices are right, but back is not"),
+    "index read back": (
+        _blocks(back=lambda code, i, absmax: i * absmax),
+        "the indices are right, but back is not",
+    ),
     "border at the value": (_blocks(border=1.0), "not that of the nearest value"),
-}  # fmt: skip
+}
 
 
 def _second_moment(
@@ -217,18 +260,30 @@ def _second_moment(
             vector.copy_(value if keep else vector)
         return v(*new, squares)
 
-    return moment  # fmt: skip
+    return moment
 
 
 RIGHT["9.2"] = {"an array": lambda *given: _second_moment()(*given).numpy()}
 WRONG["9.2"] = {
-    "weights swapped": (_second_moment(share=lambda beta2: beta2), "beta2 and 1 - beta2 are swapped"),
+    "weights swapped": (
+        _second_moment(share=lambda beta2: beta2),
+        "beta2 and 1 - beta2 are swapped",
+    ),
     "row not kept": (_second_moment(keeps=(False, True)), "row has not changed"),
-    "transposed": (_second_moment(v=lambda row, column, squares: torch.outer(column, row) / row.sum()), "along its rows"),
-    "this step's sum": (_second_moment(v=lambda row, column, squares: torch.outer(row, column) / squares.sum()), "this step's squares"),
-    "states returned": (_second_moment(v=lambda row, column, squares: (row, column)), "return only v"),
+    "transposed": (
+        _second_moment(v=lambda row, column, squares: torch.outer(column, row) / row.sum()),
+        "along its rows",
+    ),
+    "this step's sum": (
+        _second_moment(v=lambda row, column, squares: torch.outer(row, column) / squares.sum()),
+        "this step's squares",
+    ),
+    "states returned": (
+        _second_moment(v=lambda row, column, squares: (row, column)),
+        "return only v",
+    ),
     "without end": (lambda *given: range(10**12), "return only v, a tensor"),
-}  # fmt: skip
+}
 
 
 class _Steps(lesson_09_lion.Lion):
@@ -286,14 +341,23 @@ class _Zeroes(_Steps):
 WRONG["9.3"] = {
     "no decay": (_decay(lambda lr, decay: 1), "p does not shrink"),
     "decay without lr": (_decay(lambda lr, decay: 1 - decay), "p shrinks by the wrong factor"),
-    "decay last": (_decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay), "p must shrink first"),
+    "decay last": (
+        _decay(lambda lr, decay: 1, lambda lr, decay: 1 - lr * decay),
+        "p must shrink first",
+    ),
     "m updated first": (_lion(_updated_first), "the sign of another blend"),
     "blend kept": (_decay(blend=torch.Tensor.lerp_), "blended twice"),
     "gradient as scratch": (_lion(_gradient_as_scratch), r"step\(\) changes gradients"),
     "zeroes": (_Zeroes, r"step\(\) changes gradients"),
-    "stops at None": (type("Lion", (_Steps,), {"none": "stop"}), "a parameter without a gradient stops the loop"),
-    "a new p": (_lion(lambda self, p, g, m, lr, *rest: p - lr * m.lerp(g, 0.1).sign()), "no weight has moved"),
-}  # fmt: skip
+    "stops at None": (
+        type("Lion", (_Steps,), {"none": "stop"}),
+        "a parameter without a gradient stops the loop",
+    ),
+    "a new p": (
+        _lion(lambda self, p, g, m, lr, *rest: p - lr * m.lerp(g, 0.1).sign()),
+        "no weight has moved",
+    ),
+}
 
 
 def _clip(
@@ -315,7 +379,11 @@ def _clip(
             p.add_(p.grad, alpha=-(lr if rate else 1) * factor)
             p.grad = None
 
-        handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters() if p.requires_grad]
+        handles = [
+            p.register_post_accumulate_grad_hook(hook)
+            for p in model.parameters()
+            if p.requires_grad
+        ]
         loss_of(model).backward()
         norm = whole(found)
         factor, looks = min(1.0, max_norm / norm), again
@@ -324,11 +392,14 @@ def _clip(
             handle.remove()
         return given(whole(found), max_norm)
 
-    return clip  # fmt: skip
+    return clip
 
 
 WRONG["9.4"] = {
-    "sum of norms": (_clip(look=lambda g: g.norm().item(), whole=sum), "all gradients as one vector"),
+    "sum of norms": (
+        _clip(look=lambda g: g.norm().item(), whole=sum),
+        "all gradients as one vector",
+    ),
     "mean squares": (_clip(look=lambda g: g.square().mean().item()), "all gradients as one vector"),
     "squares of both passes": (_clip(again=True), "the squares of both passes"),
     "first pass moves": (_clip(first=1.0), "the first pass only measures"),
@@ -338,7 +409,9 @@ WRONG["9.4"] = {
 
 
 def _adapter(
-    begin=lambda layer: None, forward=lesson_09_adapters.LoRA.forward, scale=lambda rank, alpha: alpha / rank
+    begin=lambda layer: None,
+    forward=lesson_09_adapters.LoRA.forward,
+    scale=lambda rank, alpha: alpha / rank,
 ):
     def init(self, base, rank, alpha):
         lesson_09_adapters.LoRA.__init__(self, base, rank, alpha)
@@ -361,12 +434,20 @@ def _no_grad_base(self, x):
 
 WRONG["9.5"] = {
     "A zero": (_adapter(_other_way_round), "at the start A zero and B random"),
-    "A ones": (_adapter(lambda layer: nn.init.ones_(layer.A)), "at the start A all the same and B zero"),
+    "A ones": (
+        _adapter(lambda layer: nn.init.ones_(layer.A)),
+        "at the start A all the same and B zero",
+    ),
     "base under no_grad": (_adapter(forward=_no_grad_base), "x gets no gradient from the base"),
     "rank / alpha": (_adapter(scale=lambda rank, alpha: rank / alpha), "times what it should be"),
     "whole number": (_adapter(scale=lambda rank, alpha: alpha // rank), "times what it should be"),
-    "bias lost": (_adapter(forward=lambda self, x: x @ self.base.weight.T + self.scale * (x @ self.A.T) @ self.B.T), "with its bias"),
-}  # fmt: skip
+    "bias lost": (
+        _adapter(
+            forward=lambda self, x: x @ self.base.weight.T + self.scale * (x @ self.A.T) @ self.B.T
+        ),
+        "with its bias",
+    ),
+}
 
 
 def _up(n, by):
@@ -400,7 +481,10 @@ def _chunks(*, bend=lambda z, cap: cap * torch.tanh(z / cap), whole=False, last=
                 of_chunk = weight.detach().requires_grad_()
                 with torch.enable_grad():
                     z = (own if detach else hidden)[start : start + 64] @ of_chunk.T
-                    loss = F.cross_entropy(bend(z, cap), labels[start : start + 64], reduction="sum") / count
+                    loss = (
+                        F.cross_entropy(bend(z, cap), labels[start : start + 64], reduction="sum")
+                        / count
+                    )
                     loss.backward()
                 gradients = of_chunk.grad if last else gradients.add_(of_chunk.grad)
                 total += loss.detach()
@@ -442,7 +526,9 @@ WRONG["9.7"] = {
 
 
 def _any_number(number):
-    return lambda: tuple((number(layers), recipe) for layers, recipe in lesson_09_capstone.under_300())
+    return lambda: tuple(
+        (number(layers), recipe) for layers, recipe in lesson_09_capstone.under_300()
+    )
 
 
 RIGHT["9.8"] = {"tensors": _any_number(torch.tensor), "numpy": _any_number(np.int64)}

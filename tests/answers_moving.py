@@ -14,7 +14,11 @@ from families import OLDER
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 RIGHT, WRONG, aten = {}, {}, torch.ops.aten
@@ -23,7 +27,12 @@ SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(
-    *, is_product=lambda op: op in PRODUCTS, odd=1, run=lambda ctx: ctx.is_recompute, rest=AGAIN, save=SAVE
+    *,
+    is_product=lambda op: op in PRODUCTS,
+    odd=1,
+    run=lambda ctx: ctx.is_recompute,
+    rest=AGAIN,
+    save=SAVE,
 ):
     counts = {}
 
@@ -33,7 +42,7 @@ def _policy(
         counts[run(ctx)] = counts.get(run(ctx), 0) + 1
         return save if counts[run(ctx)] % 2 == odd else AGAIN
 
-    return policy  # fmt: skip
+    return policy
 
 
 class _Policy:
@@ -63,21 +72,29 @@ RIGHT["8.1"] = {
     "counts": lambda: _policy(),
     "an object": lambda: _Policy(),
     "by name": lambda: _policy(is_product=lambda op: "mm" in str(op)),
-    "prefers": lambda: _policy(save=CheckpointPolicy.PREFER_SAVE, rest=CheckpointPolicy.MUST_RECOMPUTE),
+    "prefers": lambda: _policy(
+        save=CheckpointPolicy.PREFER_SAVE, rest=CheckpointPolicy.MUST_RECOMPUTE
+    ),
 }
 WRONG["8.1"] = {
     "every second operation": (lambda: _policy(is_product=lambda op: True), "operation"),
     "the others": (lambda: _policy(odd=0), "first"),
-    "all": (lambda: lambda ctx, op, *args, **kwargs: SAVE if op in PRODUCTS else AGAIN, "every product|all"),
+    "all": (
+        lambda: lambda ctx, op, *args, **kwargs: SAVE if op in PRODUCTS else AGAIN,
+        "every product|all",
+    ),
     "one count": (lambda: _policy(run=lambda ctx: 0), "second run|is_recompute"),
     "one for all": (lambda: SHARED, "second run" if OLDER else "policy of its own|layer"),
     "by kind": (_by_kind, "kind"),
-    "packets": (lambda: _policy(is_product=lambda op: op in (aten.mm, aten.addmm, aten.bmm)), "default"),
+    "packets": (
+        lambda: _policy(is_product=lambda op: op in (aten.mm, aten.addmm, aten.bmm)),
+        "default",
+    ),
     "the rest too": (lambda: _policy(rest=SAVE), "other operations than products"),
     "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
     "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
     "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
-}  # fmt: skip
+}
 
 
 def _fused(query, key, value, *args, factor=4, keys=lambda q, k: k[2], out_val=None, **kwargs):
@@ -139,14 +156,25 @@ WRONG["8.2"] = {
     "blind": (_blind, "fused attention"),
     "blind by overload": (partial(_repeated, op=FUSED.default), "fused attention"),
     "one product": (partial(_repeated, formula=partial(_fused, factor=2)), "two products"),
-    "multiplications": (partial(_repeated, of=lambda more, less: (more - less) // 2), "addition|too small"),
+    "multiplications": (
+        partial(_repeated, of=lambda more, less: (more - less) // 2),
+        "addition|too small",
+    ),
     "whole step": (partial(_repeated, of=lambda more, less: more), "whole step|difference"),
     "plain step": (partial(_repeated, of=lambda more, less: less), "without its checkpoint"),
     "turned round": (partial(_repeated, of=lambda more, less: less - more), "sign|negative|round"),
     "square": (partial(_repeated, formula=partial(_fused, keys=lambda q, k: q[2])), "keys"),
-    "a head": (partial(_repeated, formula=lambda q, k, v, *a, out_val=None, **kw: 4 * q[0] * q[2] * k[2] * q[3]), "head"),
-    "a share": (partial(_repeated, of=lambda more, less: more / less - 1), "share|fraction|operations"),
-}  # fmt: skip
+    "a head": (
+        partial(
+            _repeated, formula=lambda q, k, v, *a, out_val=None, **kw: 4 * q[0] * q[2] * k[2] * q[3]
+        ),
+        "head",
+    ),
+    "a share": (
+        partial(_repeated, of=lambda more, less: more / less - 1),
+        "share|fraction|operations",
+    ),
+}
 
 
 class _Disk:
@@ -161,7 +189,8 @@ class _Disk:
     def pack(self, tensor):
         if self.stays and tensor.untyped_storage().data_ptr() in self.weights:
             return tensor
-        path = f"{self.folder}/{self.file.format(n=next(self.numbers), id=id(tensor), shape=tuple(tensor.shape))}.pt"
+        name = self.file.format(n=next(self.numbers), id=id(tensor), shape=tuple(tensor.shape))
+        path = f"{self.folder}/{name}.pt"
         if self.keeps:
             self.kept[path] = tensor
         torch.save(self.written(tensor.detach()), path)
@@ -187,7 +216,9 @@ def _disk(**switches):
 
 
 class _Paths:
-    """By pathlib and names by chance; files go when they are read, weights are known as parameters."""
+    """By pathlib and names by chance; files go when they are read, weights are known as
+    parameters.
+    """
 
     def __init__(self, folder, weights):
         self.folder = Path(folder)
@@ -238,7 +269,11 @@ class _Once(_Disk):
         return path, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed):
-        return packed if isinstance(packed, torch.Tensor) else torch.load(packed[0]).as_strided(*packed[1:])
+        return (
+            packed
+            if isinstance(packed, torch.Tensor)
+            else torch.load(packed[0]).as_strided(*packed[1:])
+        )
 
 
 class _Memory(_Disk):
@@ -324,7 +359,11 @@ def _recursive(peak, layers, budget, low=0):
     if low == layers:
         return low
     middle = (low + layers) // 2
-    return _recursive(peak, middle, budget, low) if peak(middle) <= budget else _recursive(peak, layers, budget, middle + 1)  # fmt: skip
+    return (
+        _recursive(peak, middle, budget, low)
+        if peak(middle) <= budget
+        else _recursive(peak, layers, budget, middle + 1)
+    )
 
 
 def _between(peak, layers, budget, *, low=0, high=None, fits=lambda found, budget: found <= budget):
@@ -347,9 +386,13 @@ def _straight(peak, layers, budget):
 RIGHT["8.5"] = {
     "loop": _bisected,
     "recursive": _recursive,
-    "bisect": lambda peak, layers, budget: bisect.bisect_left(range(layers), True, key=lambda k: peak(k) <= budget),
-    "ends first": lambda peak, layers, budget: 0 if peak(0) <= budget else _between(peak, layers, budget, low=1),
-}  # fmt: skip
+    "bisect": lambda peak, layers, budget: bisect.bisect_left(
+        range(layers), True, key=lambda k: peak(k) <= budget
+    ),
+    "ends first": lambda peak, layers, budget: (
+        0 if peak(0) <= budget else _between(peak, layers, budget, low=1)
+    ),
+}
 WRONG["8.5"] = {
     "scan": (_scanned, "one after another|calls"),
     "below": (partial(_between, fits=lambda found, budget: found < budget), "exactly|at most"),
@@ -357,11 +400,20 @@ WRONG["8.5"] = {
     "none": (lambda peak, layers, budget: 0, "none|budget|whatever"),
     "straight": (_straight, "same|line|unequal"),
     "at least one": (partial(_between, low=1), "0|nothing"),
-    "never all": (lambda peak, layers, budget: _between(peak, layers, budget, high=layers - 1), "all|last"),
-    "last that fails": (lambda peak, layers, budget: max(_bisected(peak, layers, budget) - 1, 0), "does not fit|over"),
-    "one more": (lambda peak, layers, budget: min(_bisected(peak, layers, budget) + 1, layers), "one layer too many"),
+    "never all": (
+        lambda peak, layers, budget: _between(peak, layers, budget, high=layers - 1),
+        "all|last",
+    ),
+    "last that fails": (
+        lambda peak, layers, budget: max(_bisected(peak, layers, budget) - 1, 0),
+        "does not fit|over",
+    ),
+    "one more": (
+        lambda peak, layers, budget: min(_bisected(peak, layers, budget) + 1, layers),
+        "one layer too many",
+    ),
     "the peak": (lambda peak, layers, budget: peak(_bisected(peak, layers, budget)), "peak|bytes"),
-}  # fmt: skip
+}
 
 
 def _tiled(mlp, x, tiles, *, dim=1, run=None, cut=None, join=torch.cat):
@@ -405,19 +457,40 @@ WRONG["8.6"] = {
     "tiles in one checkpoint": (_tiled_twice, "each tile|one checkpoint"),
     "rows": (partial(_tiled, dim=0), "rows|dim"),
     "rest dropped": (partial(_tiled, cut=_even), "left out|missing|rest|tokens"),
-    "no grad": (lambda mlp, x, tiles: _tiled(mlp, x, tiles, run=lambda mlp, part: mlp(part).detach()), "detach|gradient"),
+    "no grad": (
+        lambda mlp, x, tiles: _tiled(mlp, x, tiles, run=lambda mlp, part: mlp(part).detach()),
+        "detach|gradient",
+    ),
     "input cut off": (lambda mlp, x, tiles: _tiled(mlp, x.detach(), tiles), "x gets no gradient"),
     "plain": (lambda mlp, x, tiles: mlp(x), "checkpoint|tile"),
-    "size": (lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.split(tiles, 1)), "number of tiles|tokens each|length|runs"),
+    "size": (
+        lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.split(tiles, 1)),
+        "number of tiles|tokens each|length|runs",
+    ),
     "reentrant": (partial(_tiled, run=partial(checkpoint, use_reentrant=True)), "reentrant"),
-}  # fmt: skip
+}
 
 
 def _cache(
-    config, rows, tokens, bytes_per_number, *, both=2, heads="num_key_value_heads", layers=True, size=None
+    config,
+    rows,
+    tokens,
+    bytes_per_number,
+    *,
+    both=2,
+    heads="num_key_value_heads",
+    layers=True,
+    size=None,
 ):
     width = getattr(config, heads) * (size(config) if size else config.head_dim)
-    return both * (config.num_hidden_layers if layers else 1) * width * rows * tokens * bytes_per_number
+    return (
+        both
+        * (config.num_hidden_layers if layers else 1)
+        * width
+        * rows
+        * tokens
+        * bytes_per_number
+    )
 
 
 def _real_size(config):
@@ -434,17 +507,22 @@ def _measured_cache(config, rows, tokens, bytes_per_number):
 RIGHT["8.7"] = {
     "plain": _cache,
     "tensors": _measured_cache,
-    "or": lambda c, r, t, b: _cache(c, r, t, b, size=lambda c: getattr(c, "head_dim", None) or _real_size(c)),
+    "or": lambda c, r, t, b: _cache(
+        c, r, t, b, size=lambda c: getattr(c, "head_dim", None) or _real_size(c)
+    ),
 }
 WRONG["8.7"] = {
     "keys alone": (partial(_cache, both=1), "values"),
     "every head": (partial(_cache, heads="num_attention_heads"), "grouped|share|key_value"),
     "one layer": (partial(_cache, layers=False), "layer"),
     "hidden / heads": (partial(_cache, size=_real_size), "head_dim"),
-    "hidden / shared heads": (partial(_cache, size=lambda c: c.hidden_size // c.num_key_value_heads), "num_key_value_heads|hidden"),
+    "hidden / shared heads": (
+        partial(_cache, size=lambda c: c.hidden_size // c.num_key_value_heads),
+        "num_key_value_heads|hidden",
+    ),
     "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
     "numbers": (lambda c, r, t, b: _cache(c, r, t, 1), "bytes"),
     "always bf16": (lambda c, r, t, b: _cache(c, r, t, 2), "bytes_per_number|two bytes"),
     "square": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens|square"),
     "queries too": (partial(_cache, both=3), "queries"),
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""Answers to exercise 9.9 as people write them, and such to 1.2, 2.3, 8.2 and 9.3 as heard too little; see answers_numbers.py."""
+"""Answers to exercise 9.9 as people write them, and such to 1.2, 2.3, 8.2 and 9.3 as heard too
+little; see answers_numbers.py.
+"""
 
 from functools import partial
 
@@ -18,8 +20,21 @@ def adam(g, state, beta1=0.9, beta2=0.999, eps=1e-8):
 
 
 @torch.no_grad()
-def _plain(p, state, rank, every, lr, scale, *, cut=torch.clone, due=lambda n, every: n % every == 0,
-           wide=lambda G: G.shape[0] <= G.shape[1], factor=lambda lr, scale: lr * scale, last=False, adam=adam):  # fmt: skip
+def _plain(
+    p,
+    state,
+    rank,
+    every,
+    lr,
+    scale,
+    *,
+    cut=torch.clone,
+    due=lambda n, every: n % every == 0,
+    wide=lambda G: G.shape[0] <= G.shape[1],
+    factor=lambda lr, scale: lr * scale,
+    last=False,
+    adam=adam,
+):
     G, n = p.grad, state.get("n", 0)
     if due(n, every) or n == 0:
         U, _, Vh = torch.linalg.svd(G, full_matrices=False)
@@ -72,7 +87,9 @@ def _own_moments(p, state, rank, every, lr, scale):
     g = Pt @ G if G.shape[0] <= G.shape[1] else G @ Pt.T
     state["m"] = 0.9 * state["m"] + 0.1 * g
     state["v"] = 0.999 * state["v"] + 0.001 * g**2
-    u = (state["m"] / (1 - 0.9 ** state["t"])) / ((state["v"] / (1 - 0.999 ** state["t"])) ** 0.5 + 1e-8)
+    u = (state["m"] / (1 - 0.9 ** state["t"])) / (
+        (state["v"] / (1 - 0.999 ** state["t"])) ** 0.5 + 1e-8
+    )
     p.sub_(lr * scale * (Pt.T @ u if G.shape[0] <= G.shape[1] else u @ Pt))
 
 
@@ -114,7 +131,9 @@ def _vh_for_v(p, state, rank, every, lr, scale):
             state["P"] = (U if wide else Vh)[:, :rank].clone()
         state["n"] += 1
         P = state["P"]
-        p.sub_(lr * scale * (P @ adam(P.T @ p.grad, state) if wide else adam(p.grad @ P, state) @ P.T))
+        p.sub_(
+            lr * scale * (P @ adam(P.T @ p.grad, state) if wide else adam(p.grad @ P, state) @ P.T)
+        )
 
 
 @torch.no_grad()
@@ -165,7 +184,10 @@ def _frees(p, state, *settings):
 
 
 WRONG["9.9"] = {
-    "the other side": (partial(_plain, wide=lambda G: G.shape[0] > G.shape[1]), "wrong side|shorter side"),
+    "the other side": (
+        partial(_plain, wide=lambda G: G.shape[0] > G.shape[1]),
+        "wrong side|shorter side",
+    ),
     "always left": (partial(_plain, wide=lambda G: True), "tall"),
     "always right": (partial(_plain, wide=lambda G: False), "wide"),
     "not mapped back": (_not_back, "map(ped)? .*back"),
@@ -192,13 +214,17 @@ WRONG["9.9"] = {
 
 
 def _count(step, formula):
-    with FlopCounterMode(display=False, custom_mapping={FUSED: formula} if formula else {}) as counter:
+    with FlopCounterMode(
+        display=False, custom_mapping={FUSED: formula} if formula else {}
+    ) as counter:
         step()
     return counter.get_total_flops()
 
 
 def _repeated(of, *, first=True, second=True):
-    """``of(rows, heads, queries, size, keys)``: the formula, which the plain step's counter has, and the other step's."""
+    """``of(rows, heads, queries, size, keys)``: the formula, which the plain step's counter has,
+    and the other step's.
+    """
 
     def formula(query, key, value, *args, out_val=None, **kwargs):
         return of(*query, key[2])
@@ -225,23 +251,38 @@ def _not_called(plain, again):
 
 WRONG["8.2"] = {
     "fewer arguments": (_with(lambda query, key, value, *args: 0), r"\*\*kwargs"),
-    "shapes of shapes": (_with(lambda query, *rest, **kwargs: query.shape[0]), "are shapes, not tensors"),
+    "shapes of shapes": (
+        _with(lambda query, *rest, **kwargs: query.shape[0]),
+        "are shapes, not tensors",
+    ),
     "no return": (_with(lambda *shapes, **kwargs: None), "returns nothing"),
     "the number itself": (_with(4), "without calling it"),
     "total not called": (_not_called, "call it"),
     "keys squared": (_repeated(lambda b, h, q, d, k: 4 * b * h * k * k * d), "squares the keys"),
     "size for keys": (_repeated(lambda b, h, q, d, k: 4 * b * h * q * d * d), r"key\[2\]"),
     "a quarter": (_repeated(lambda b, h, q, d, k: b * h * q * d * k), "a quarter"),
-    "softmax too": (_repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k), "must return 3,600, but returns 3,750"),
+    "softmax too": (
+        _repeated(lambda b, h, q, d, k: _exact(b, h, q, d, k) + b * h * q * k),
+        "must return 3,600, but returns 3,750",
+    ),
     "one counter with it": (_repeated(_exact, first=False), "one of the two counters"),
-    "the other counter with it": (_repeated(_exact, second=False), r"given only to plain\(\)'s counter"),
-}  # fmt: skip
+    "the other counter with it": (
+        _repeated(_exact, second=False),
+        r"given only to plain\(\)'s counter",
+    ),
+}
 
 
-def _lion(momentum=lambda self, p: self.state[p].setdefault("exp_avg", torch.zeros_like(p)), *,
-          decay=lambda p, lr, share: p.mul_(1 - lr * share), blend=lambda m, g, beta: m.lerp(g, 1 - beta),
-          move=lambda p, blend, lr: p.sub_(lr * blend.sign()), keep=lambda m, g, beta: m.lerp_(g, 1 - beta),
-          groups=lambda self: self.param_groups, betas=None):  # fmt: skip
+def _lion(
+    momentum=lambda self, p: self.state[p].setdefault("exp_avg", torch.zeros_like(p)),
+    *,
+    decay=lambda p, lr, share: p.mul_(1 - lr * share),
+    blend=lambda m, g, beta: m.lerp(g, 1 - beta),
+    move=lambda p, blend, lr: p.sub_(lr * blend.sign()),
+    keep=lambda m, g, beta: m.lerp_(g, 1 - beta),
+    groups=lambda self: self.param_groups,
+    betas=None,
+):
     """A ``Lion``, by its parts."""
 
     def init(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
@@ -272,19 +313,34 @@ WRONG["8.5"] = {"those that stay": (_others, "layers that do not run again")}
 
 WRONG["9.3"] = {
     "no momentum made": (_lion(lambda self, p: self.state[p]["exp_avg"]), "empty at first"),
-    "one momentum for all": (_lion(lambda self, p: self.state.setdefault("m", torch.zeros_like(p))), "its own momentum"),
+    "one momentum for all": (
+        _lion(lambda self, p: self.state.setdefault("m", torch.zeros_like(p))),
+        "its own momentum",
+    ),
     "never updated": (_lion(keep=lambda m, g, beta: m.lerp(g, 1 - beta)), "never updated"),
-    "beta2 of the gradient": (_lion(keep=lambda m, g, beta: m.lerp_(g, beta)), "takes beta2 of the gradient"),
+    "beta2 of the gradient": (
+        _lion(keep=lambda m, g, beta: m.lerp_(g, beta)),
+        "takes beta2 of the gradient",
+    ),
     "a sum": (_lion(keep=lambda m, g, beta: m.mul_(beta).add_(g)), "the whole gradient"),
-    "kept by beta1": (_lion(blend=lambda m, g, beta: m.lerp_(g, 1 - beta), keep=lambda m, g, beta: m), "takes 1 - beta1"),
+    "kept by beta1": (
+        _lion(blend=lambda m, g, beta: m.lerp_(g, 1 - beta), keep=lambda m, g, beta: m),
+        "takes 1 - beta1",
+    ),
     "default betas": (_lion(betas=(0.9, 0.99)), r"group\["),
-    "sign in the momentum": (_lion(keep=lambda m, g, beta: m.lerp_(g.sign(), 1 - beta)), "takes the gradient's sign"),
+    "sign in the momentum": (
+        _lion(keep=lambda m, g, beta: m.lerp_(g.sign(), 1 - beta)),
+        "takes the gradient's sign",
+    ),
     "old momentum alone": (_lion(blend=lambda m, g, beta: m), "first step"),
     "no lr": (_lion(move=lambda p, blend, lr: p.sub_(blend.sign())), "moves by 1 where lr is 0.1"),
-    "less, whatever p is": (_lion(decay=lambda p, lr, share: p.sub_(lr * share)), "itself is subtracted"),
+    "less, whatever p is": (
+        _lion(decay=lambda p, lr, share: p.sub_(lr * share)),
+        "itself is subtracted",
+    ),
     "shrinks by lr": (_lion(decay=lambda p, lr, share: p.mul_(1 - lr)), "without decay"),
     "first group": (_lion(groups=lambda self: self.param_groups[:1]), "only one group moves"),
-}  # fmt: skip
+}
 
 
 def _by_the_formula(step):
@@ -302,17 +358,37 @@ def _of_an_empty_state(p, grad, state, lr, beta1, beta2, eps):
 
 
 WRONG["2.3"] = {
-    "of an empty state": (_of_an_empty_state, "not yet: `state` is an empty dict before the first step.*KeyError at line"),
-    "corrections swapped": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)), "not yet: the corrections are swapped"),
-    "the gradient for m": (_by_the_formula(lambda m, v, c1, c2, eps, g: g / c1 / ((v / c2).sqrt() + eps)), "not yet: the gradient is corrected here"),
-    "root of m's": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)), "not yet: m is divided by the root of its correction"),
-    "precedence": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps), "look at what eps is added to"),
-    "root first": (_by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v.sqrt() / c2 + eps)), "the root is taken before the correction"),
-}  # fmt: skip
+    "of an empty state": (
+        _of_an_empty_state,
+        "not yet: `state` is an empty dict before the first step.*KeyError at line",
+    ),
+    "corrections swapped": (
+        _by_the_formula(lambda m, v, c1, c2, eps, g: m / c2 / ((v / c1).sqrt() + eps)),
+        "not yet: the corrections are swapped",
+    ),
+    "the gradient for m": (
+        _by_the_formula(lambda m, v, c1, c2, eps, g: g / c1 / ((v / c2).sqrt() + eps)),
+        "not yet: the gradient is corrected here",
+    ),
+    "root of m's": (
+        _by_the_formula(lambda m, v, c1, c2, eps, g: m / c1**0.5 / ((v / c2).sqrt() + eps)),
+        "not yet: m is divided by the root of its correction",
+    ),
+    "precedence": (
+        _by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v / c2).sqrt() + eps),
+        "look at what eps is added to",
+    ),
+    "root first": (
+        _by_the_formula(lambda m, v, c1, c2, eps, g: m / c1 / (v.sqrt() / c2 + eps)),
+        "the root is taken before the correction",
+    ),
+}
 
 
 def _packed(size, *, key=lambda t: t.untyped_storage().data_ptr(), own=False, again=False):
-    """``saved_bytes`` by a hook that writes a saved tensor's ``size`` down under its ``key``, or each time ``again``."""
+    """``saved_bytes`` by a hook that writes a saved tensor's ``size`` down under its ``key``, or
+    each time ``again``.
+    """
 
     def saved(model, x):
         counted, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -334,10 +410,28 @@ def _whole(t):
 
 
 WRONG["1.2"] = {
-    "each time, weights too": (_packed(_whole, own=True, again=True), "not yet: this counts a storage as often.*And this counts the parameters"),
-    "each time, of the view": (_packed(lambda t: t.nbytes, again=True), "not yet: this counts a storage as often"),
-    "weights too, of the view": (_packed(lambda t: t.nbytes, own=True), "not yet: this counts the parameters too"),
-    "weights too, elements": (_packed(lambda t: _whole(t) // t.itemsize, own=True), "not yet: this counts the parameters.*And this counts elements"),
-    "elements of the view": (_packed(torch.numel), "not yet: this counts the view.*And this counts elements"),
-    "all of it": (_packed(torch.numel, own=True, again=True), "not yet: this counts a storage.*And this counts the parameters.*And this counts elements"),
-}  # fmt: skip
+    "each time, weights too": (
+        _packed(_whole, own=True, again=True),
+        "not yet: this counts a storage as often.*And this counts the parameters",
+    ),
+    "each time, of the view": (
+        _packed(lambda t: t.nbytes, again=True),
+        "not yet: this counts a storage as often",
+    ),
+    "weights too, of the view": (
+        _packed(lambda t: t.nbytes, own=True),
+        "not yet: this counts the parameters too",
+    ),
+    "weights too, elements": (
+        _packed(lambda t: _whole(t) // t.itemsize, own=True),
+        "not yet: this counts the parameters.*And this counts elements",
+    ),
+    "elements of the view": (
+        _packed(torch.numel),
+        "not yet: this counts the view.*And this counts elements",
+    ),
+    "all of it": (
+        _packed(torch.numel, own=True, again=True),
+        "not yet: this counts a storage.*And this counts the parameters.*And this counts elements",
+    ),
+}

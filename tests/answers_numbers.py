@@ -1,4 +1,5 @@
-"""Answers to exercises of lessons 00 to 02 as people write them: right ones in several forms, wrong ones with what helps them.
+"""Answers to exercises of lessons 00 to 02 as people write them: right ones in several forms, wrong
+ones with what helps them.
 
 ``WRONG[id][name]`` is the answer and a pattern: what a message about it must say.
 """
@@ -16,16 +17,27 @@ RIGHT, WRONG = {}, {}
 RIGHT["0.1"] = {
     "reduce": lambda shape, size: reduce(lambda a, b: a * b, shape, size),
     "numpy": lambda shape, size: np.prod(shape, dtype=np.int64) * size,
-    "a meta tensor": lambda shape, size: torch.empty(shape, dtype=torch.int8, device="meta").numel() * size,
+    "a meta tensor": lambda shape, size: (
+        torch.empty(shape, dtype=torch.int8, device="meta").numel() * size
+    ),
 }
 WRONG["0.1"] = {
     "8 bytes": (lambda shape, size: math.prod(shape) * 8, r"`bytes_per_element` has no effect"),
     "first side": (lambda shape, size: shape[0] * size, "any number of sides"),
     "last side": (lambda shape, size: (shape[-1] if shape else 1) * size, "only the last side"),
-    "all but the first": (lambda shape, size: math.prod(shape[1:]) * size, "first side is left out"),
+    "all but the first": (
+        lambda shape, size: math.prod(shape[1:]) * size,
+        "first side is left out",
+    ),
     "max": (lambda shape, size: max(shape) * size, r"shape|sides"),
-    "square": (lambda shape, size: math.prod(shape) * size**2, r"twice the `bytes_per_element`|too large"),
-    "kilobytes": (lambda shape, size: math.prod(shape) * size / 1024, r"1024 times too small|fraction"),
+    "square": (
+        lambda shape, size: math.prod(shape) * size**2,
+        r"twice the `bytes_per_element`|too large",
+    ),
+    "kilobytes": (
+        lambda shape, size: math.prod(shape) * size / 1024,
+        r"1024 times too small|fraction",
+    ),
     "a tuple": (lambda shape, size: (math.prod(shape), size), "return one number"),
     "bits": (lambda shape, size: math.prod(shape) * size * 8, "bits"),
 }
@@ -69,14 +81,23 @@ WRONG["1.1"] = {
     "eight": (lambda model: _resident(model, step=8), "step counters have 8 bytes"),
     "one moment": (lambda model: _resident(model, moments=1), "one moment"),
     "frozen": (lambda model: _resident(model, trained=lambda p: True), "frozen"),
-    "4 bytes": (lambda model: _resident(model, parameters=lambda p: 4 * p.numel()), "bf16 MLP, entry 'parameters'"),
-    "frozen moments": (
-        lambda model: _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}, "neither gradient"
+    "4 bytes": (
+        lambda model: _resident(model, parameters=lambda p: 4 * p.numel()),
+        "bf16 MLP, entry 'parameters'",
     ),
-    "trained alone": (lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]}, "take memory too"),
+    "frozen moments": (
+        lambda model: (
+            _resident(model) | {"optimizer": _resident(model, trained=lambda p: True)["optimizer"]}
+        ),
+        "neither gradient",
+    ),
+    "trained alone": (
+        lambda model: _resident(model) | {"parameters": _resident(model)["gradients"]},
+        "take memory too",
+    ),
     "tuple": (lambda model: tuple(_resident(model).values()), "a dict"),
     "buffers": (lambda model: _resident(model) | {"buffers": 0}, "this name was not asked for"),
-}  # fmt: skip
+}
 
 
 def _saved(
@@ -90,7 +111,9 @@ def _saved(
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(x)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} if own is None else own
-    return sum({key(t): size(t) for t in kept if t.untyped_storage().data_ptr() not in own}.values())
+    return sum(
+        {key(t): size(t) for t in kept if t.untyped_storage().data_ptr() not in own}.values()
+    )
 
 
 RIGHT["1.2"] = {
@@ -147,14 +170,19 @@ RIGHT["1.5"] = {
 WRONG["1.5"] = {
     "bf16 master": (lambda recipe: _PER[recipe] - 4 * (recipe == "float32-master"), "master"),
     "weights": (lambda recipe: _PER[recipe] // 4, "gradient and its two moments|4 times too small"),
-    "half moments": (lambda recipe: _PER[recipe] - 4 * (recipe == "autocast-bf16"), "autocast-bf16: 4 bytes too few"),
+    "half moments": (
+        lambda recipe: _PER[recipe] - 4 * (recipe == "autocast-bf16"),
+        "autocast-bf16: 4 bytes too few",
+    ),
     "double": (lambda recipe: 2 * _PER[recipe], "2 times too large"),
     "always": (lambda recipe: 16, "bf16"),
     "key": (lambda recipe: {"fp32": 16}[recipe], "KeyError"),
-}  # fmt: skip
+}
 
 
-def _train(model, optimizer, batches, *, keep=lambda losses, out: losses.append(out.loss.item()), **options):
+def _train(
+    model, optimizer, batches, *, keep=lambda losses, out: losses.append(out.loss.item()), **options
+):
     losses = []
     for ids in batches:
         if options.get("first", False):
@@ -183,7 +211,9 @@ def _same_batch(model, optimizer, batches):
 
 RIGHT["1.6"] = {
     "zero first": lambda m, o, b: _train(m, o, b, first=True),
-    "detached losses": lambda m, o, b: _train(m, o, b, keep=lambda kept, out: kept.append(out.loss.detach())),
+    "detached losses": lambda m, o, b: _train(
+        m, o, b, keep=lambda kept, out: kept.append(out.loss.detach())
+    ),
     "array": lambda m, o, b: np.array(_train(m, o, b)),
 }
 WRONG["1.6"] = {
@@ -211,9 +241,16 @@ def _gpt2(b, s, hidden, heads, size=4, norm=2, **rows):
 def _asked_of_torch(b, s, hidden, heads):
     norm = _saved(torch.nn.LayerNorm(hidden), torch.randn(b, s, hidden))
     inner = torch.empty(b, s, 4 * hidden, device="meta").nbytes
-    found = {"attn": inner + torch.empty(b, heads, s).nbytes, "attn.c_proj": 0, "ln_1": norm, "ln_2": norm}
+    found = {
+        "attn": inner + torch.empty(b, heads, s).nbytes,
+        "attn.c_proj": 0,
+        "ln_1": norm,
+        "ln_2": norm,
+    }
     found |= dict.fromkeys(("mlp.act", "mlp.c_proj"), inner)
-    return found | dict.fromkeys(("attn.c_attn", "attn.resid_dropout", "mlp.c_fc", "mlp.dropout"), inner // 4)
+    return found | dict.fromkeys(
+        ("attn.c_attn", "attn.resid_dropout", "mlp.c_fc", "mlp.dropout"), inner // 4
+    )
 
 
 RIGHT["1.7"] = {
@@ -223,19 +260,36 @@ RIGHT["1.7"] = {
     "backwards": lambda *sizes: dict(reversed(_gpt2(*sizes).items())),
 }
 WRONG["1.7"] = {
-    "outputs": (lambda *a: _gpt2(*a, attn__c_attn=lambda t, x: 3 * x, mlp__c_fc=lambda t, x: 4 * x), r"attn\.c_attn.*3 \* hidden"),
-    "the result twice": (lambda *a: _gpt2(*a, attn__c_proj=lambda t, x: x), "counted already|twice"),
+    "outputs": (
+        lambda *a: _gpt2(*a, attn__c_attn=lambda t, x: 3 * x, mlp__c_fc=lambda t, x: 4 * x),
+        r"attn\.c_attn.*3 \* hidden",
+    ),
+    "the result twice": (
+        lambda *a: _gpt2(*a, attn__c_proj=lambda t, x: x),
+        "counted already|twice",
+    ),
     "a narrow GELU": (lambda *a: _gpt2(*a, mlp__act=lambda t, x: x), r"mlp\.act.*4 \* hidden"),
-    "no dropout": (lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: 0, mlp__dropout=lambda t, x: 0), "mask"),
-    "a bit of dropout": (lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: x / 4, mlp__dropout=lambda t, x: x / 4), "byte"),
-    "scores": (lambda b, s, h, n: _gpt2(b, s, h, n, attn=lambda t, x: 4 * x + n * t * s), r"scores|square"),
+    "no dropout": (
+        lambda *a: _gpt2(*a, attn__resid_dropout=lambda t, x: 0, mlp__dropout=lambda t, x: 0),
+        "mask",
+    ),
+    "a bit of dropout": (
+        lambda *a: _gpt2(
+            *a, attn__resid_dropout=lambda t, x: x / 4, mlp__dropout=lambda t, x: x / 4
+        ),
+        "byte",
+    ),
+    "scores": (
+        lambda b, s, h, n: _gpt2(b, s, h, n, attn=lambda t, x: 4 * x + n * t * s),
+        r"scores|square",
+    ),
     "no log-sum-exp": (lambda *a: _gpt2(*a, attn=lambda t, x: 4 * x), "log-sum-exp"),
     "one sum": (lambda *a: sum(_gpt2(*a).values()), "a dict"),
     "bf16": (lambda *a: _gpt2(*a, size=2), "2 times too small|half"),
     "no mean": (lambda *a: _gpt2(*a, norm=1), r"ln_1.*mean"),
     "one sequence": (lambda b, s, h, n: _gpt2(1, s, h, n), "batch"),
     "empty": (lambda *a: {}, "ln_1|missing|entries"),
-}  # fmt: skip
+}
 
 
 def _momentum(p, grad, state, lr, beta, *, take=None, move=None, key="m"):
@@ -263,22 +317,43 @@ def _not_at_first(p, grad, state, lr, beta):
 
 RIGHT["2.1"] = {
     "new tensors": _momentum,
-    "lists": lambda p, g, s, lr, b: p.sub_(lr * s.setdefault("m", [torch.zeros_like(p)])[0].mul_(b).add_(g * (1 - b))),
-    "lerp": lambda p, g, s, lr, b: p.add_(s.setdefault(0, torch.zeros_like(p)).lerp_(g, 1 - b), alpha=-lr),
-}  # fmt: skip
+    "lists": lambda p, g, s, lr, b: p.sub_(
+        lr * s.setdefault("m", [torch.zeros_like(p)])[0].mul_(b).add_(g * (1 - b))
+    ),
+    "lerp": lambda p, g, s, lr, b: p.add_(
+        s.setdefault(0, torch.zeros_like(p)).lerp_(g, 1 - b), alpha=-lr
+    ),
+}
 WRONG["2.1"] = {
     "a half": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, 0.5), "fixed|settings|p"),
     "sum": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=1.0), "whole gradient"),
-    "nesterov": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: b * m + (1 - b) * g), "Nesterov"),
-    "old": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: old), "step before"),
+    "nesterov": (
+        lambda p, g, s, lr, b: _momentum(
+            p, g, s, lr, b, move=lambda old, m, g: b * m + (1 - b) * g
+        ),
+        "Nesterov",
+    ),
+    "old": (
+        lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, move=lambda old, m, g: old),
+        "step before",
+    ),
     "global": (_by_name, "because each parameter has its own"),
-    "by shape": (lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape), "wrong for two in turn"),
-    "starts at the gradient": (lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0), "first gradient"),
+    "by shape": (
+        lambda p, g, s, lr, b, G={}: _momentum(p, g, G, lr, b, key=p.shape),
+        "wrong for two in turn",
+    ),
+    "starts at the gradient": (
+        lambda p, g, s, lr, b: _momentum(p, g, s, lr, b, take=None if s else 1.0),
+        "first gradient",
+    ),
     "not at first": (_not_at_first, "first step does not change p"),
-    "sum, uphill": (lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0), "two things.*whole gradient.*increases the loss"),
+    "sum, uphill": (
+        lambda p, g, s, lr, b: _momentum(p, g, s, -lr, b, take=1.0),
+        "two things.*whole gradient.*increases the loss",
+    ),
     "sgd": (lambda p, g, s, lr, b: p.sub_(lr * g), "not the gradient"),
     "not in place": (lambda p, g, s, lr, b: p - lr * g, "in place"),
-}  # fmt: skip
+}
 
 
 def _v(p, grad, state, lr, beta, eps, divide=lambda v, eps, grad, t: v.sqrt() + eps, share=None):
@@ -310,7 +385,10 @@ WRONG["2.2"] = {
         lambda *a: _v(*a, divide=lambda v, eps, g, t: v.mean().sqrt() + eps),
         "divided by the same",
     ),
-    "this gradient": (lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps), "the current gradient"),
+    "this gradient": (
+        lambda *a: _v(*a, divide=lambda v, eps, g, t: g.abs() + eps),
+        "the current gradient",
+    ),
     "corrected": (
         lambda *a: _v(*a, divide=lambda v, eps, g, t: (v / (1 - a[4] ** t)).sqrt() + eps),
         "corrects v",
@@ -318,8 +396,21 @@ WRONG["2.2"] = {
 }
 
 
-def _adam(p, grad, state, lr, b1, b2, eps, wd=0.0, *, change=lambda m, v, c1, c2, eps: (m / c1) / ((v / c2).sqrt() + eps),
-          decay=lambda p, lr, wd: p.mul_(1 - lr * wd), later=None, t0=0):  # fmt: skip
+def _adam(
+    p,
+    grad,
+    state,
+    lr,
+    b1,
+    b2,
+    eps,
+    wd=0.0,
+    *,
+    change=lambda m, v, c1, c2, eps: (m / c1) / ((v / c2).sqrt() + eps),
+    decay=lambda p, lr, wd: p.mul_(1 - lr * wd),
+    later=None,
+    t0=0,
+):
     t = state.get("t", t0) + 1
     m = b1 * state.get("m", 0.0) + (1 - b1) * grad
     v = b2 * state.get("v", 0.0) + (1 - b2) * grad * grad
@@ -338,7 +429,9 @@ RIGHT["2.3"] = {
     "new tensors": _adam,
     "folded": _changed(lambda m, v, c1, c2, eps: m * (c2**0.5 / c1) / (v.sqrt() + eps * c2**0.5)),
     "numpy": _changed(
-        lambda m, v, c1, c2, eps: torch.from_numpy((m.numpy() / c1) / (np.sqrt(v.numpy() / c2) + eps))
+        lambda m, v, c1, c2, eps: torch.from_numpy(
+            (m.numpy() / c1) / (np.sqrt(v.numpy() / c2) + eps)
+        )
     ),
 }
 WRONG["2.3"] = {
@@ -350,7 +443,10 @@ WRONG["2.3"] = {
     ),
     "no root": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2 + eps)), "root is missing"),
     "no eps": (_changed(lambda m, v, c1, c2, eps: m / c1 / (v / c2).sqrt()), "eps is left out"),
-    "uphill": (_changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)), "increases the loss"),
+    "uphill": (
+        _changed(lambda m, v, c1, c2, eps: -m / c1 / ((v / c2).sqrt() + eps)),
+        "increases the loss",
+    ),
     "t from 1": (lambda *a: _adam(*a, t0=1), "t begins at 2"),
     "uncorrected, no root": (
         _changed(lambda m, v, c1, c2, eps: m / (v + eps)),
@@ -379,17 +475,34 @@ WRONG["2.3"] = {
 RIGHT["2.4"] = {
     "new tensors": _adam,
     "subtracted": lambda *a: _adam(*a, decay=lambda p, lr, wd: p.sub_(lr * wd * p)),
-    "lerp to zero": lambda *a: _adam(*a, decay=lambda p, lr, wd: p.lerp_(torch.zeros_like(p), lr * wd)),
+    "lerp to zero": lambda *a: _adam(
+        *a, decay=lambda p, lr, wd: p.lerp_(torch.zeros_like(p), lr * wd)
+    ),
 }
 WRONG["2.4"] = {
     "no lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - wd)), "has no learning rate"),
-    "none": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p * (1 - lr * wd)), "decay has no effect"),
-    "afterwards": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - lr * wd)), "after the step"),
+    "none": (
+        lambda *a: _adam(*a, decay=lambda p, lr, wd: p * (1 - lr * wd)),
+        "decay has no effect",
+    ),
+    "afterwards": (
+        lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - lr * wd)),
+        "after the step",
+    ),
     "grows": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 + lr * wd)), "larger"),
-    "afterwards, no lr": (lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - wd)), "two things.*learning rate.*after the step"),
-    "twice lr": (lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - lr * lr * wd)), "learning rate twice"),
-    "l2": (lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps), "added to the gradient"),
-}  # fmt: skip
+    "afterwards, no lr": (
+        lambda *a: _adam(*a, decay=lambda *b: None, later=lambda p, lr, wd: p.mul_(1 - wd)),
+        "two things.*learning rate.*after the step",
+    ),
+    "twice lr": (
+        lambda *a: _adam(*a, decay=lambda p, lr, wd: p.mul_(1 - lr * lr * wd)),
+        "learning rate twice",
+    ),
+    "l2": (
+        lambda p, g, s, lr, b1, b2, eps, wd: _adam(p, g + wd * p, s, lr, b1, b2, eps),
+        "added to the gradient",
+    ),
+}
 
 RIGHT["2.5"] = {
     "powers": lambda x: next(2.0**e for e in itertools.count(-200) if x < 2.0 ** (e + 9)),

@@ -1,4 +1,6 @@
-"""Answers to the exercises of lesson 09 about optimizers as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 09 about optimizers as people write them; see
+answers_numbers.py.
+"""
 
 import math
 from functools import partial
@@ -10,7 +12,9 @@ from torch.nn.utils import clip_grad_norm_
 RIGHT, WRONG = {}, {}
 
 
-def _quantize(x, code, block, *, size=lambda part: part.abs().max(), pick=None, dtype=torch.uint8, read=None):
+def _quantize(
+    x, code, block, *, size=lambda part: part.abs().max(), pick=None, dtype=torch.uint8, read=None
+):
     indices, absmax, back = [], [], []
     for part in x.split(block):
         largest = size(part)
@@ -40,7 +44,11 @@ def _unguarded(x, code, block):
     rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
     absmax = rows.abs().amax(1, keepdim=True)
     indices = torch.bucketize(rows / absmax, (code[1:] + code[:-1]) / 2).to(torch.uint8)
-    return indices.flatten()[: len(x)], absmax.flatten(), (code[indices.long()] * absmax).flatten()[: len(x)]
+    return (
+        indices.flatten()[: len(x)],
+        absmax.flatten(),
+        (code[indices.long()] * absmax).flatten()[: len(x)],
+    )
 
 
 def _not_a_number(x, code, block):
@@ -54,7 +62,11 @@ def _not_a_number(x, code, block):
 
 def _nothing_back(x, code, block):
     indices, absmax, back = _quantize(x, code, block)
-    return indices, absmax, torch.cat([b / a * a for a, b in zip(absmax, back.split(block), strict=True)])
+    return (
+        indices,
+        absmax,
+        torch.cat([b / a * a for a, b in zip(absmax, back.split(block), strict=True)]),
+    )
 
 
 RIGHT["9.1"] = {
@@ -67,20 +79,41 @@ WRONG["9.1"] = {
     "0 / 0": (_unguarded, "0 / 0"),
     "0 / 0, the first index": (_not_a_number, "0 / 0"),
     "nothing read back from zeros": (_nothing_back, "0 / 0"),
-    "one for all": (lambda x, code, block: _by_padding(x, code, len(x)), "each block|every block|one number for"),
+    "one for all": (
+        lambda x, code, block: _by_padding(x, code, len(x)),
+        "each block|every block|one number for",
+    ),
     "no magnitude": (partial(_quantize, size=lambda part: part.max()), "abs|magnitude"),
-    "next above": (partial(_quantize, pick=lambda s, c: torch.bucketize(s, c).clamp(max=len(c) - 1)), "nearest"),
+    "next above": (
+        partial(_quantize, pick=lambda s, c: torch.bucketize(s, c).clamp(max=len(c) - 1)),
+        "nearest",
+    ),
     "long": (partial(_quantize, dtype=torch.int64), "uint8|8 bytes"),
     "not scaled back": (partial(_quantize, read=lambda c, i, m: c[i]), "absmax|multiply"),
-    "no code": (lambda x, code, block: _quantize(x, torch.linspace(-1, 1, len(code)), block), "code"),
+    "no code": (
+        lambda x, code, block: _quantize(x, torch.linspace(-1, 1, len(code)), block),
+        "code",
+    ),
     "divided": (partial(_quantize, read=lambda c, i, m: c[i] / m.clamp(min=1e-9)), "back"),
     "given back": (lambda x, code, block: (*_quantize(x, code, block)[:2], x.clone()), "back"),
     "two things": (lambda x, code, block: _quantize(x, code, block)[:2], "three"),
-}  # fmt: skip
+}
 
 
-def _factored(g, row, column, beta2, eps, *, square=True, total=torch.sum, average=True, keep=True, outside=0.0,
-              reduce=torch.sum):  # fmt: skip
+def _factored(
+    g,
+    row,
+    column,
+    beta2,
+    eps,
+    *,
+    square=True,
+    total=torch.sum,
+    average=True,
+    keep=True,
+    outside=0.0,
+    reduce=torch.sum,
+):
     g2 = (g * g if square else g.abs()) + eps
     share = 1 - beta2 if average else 1.0
     r = row * beta2 + share * reduce(g2, 1)
@@ -228,7 +261,9 @@ class _LionFloat32(_Lion):
         state.setdefault("exp_avg", torch.zeros(p.shape))
         b1, b2 = group["betas"]
         m, g = state["exp_avg"], g.float()
-        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * (b1 * m + (1 - b1) * g).sign())
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+            group["lr"] * (b1 * m + (1 - b1) * g).sign()
+        )
         m.mul_(b2).add_(g, alpha=1 - b2)
 
 
@@ -258,7 +293,16 @@ WRONG["9.3"] = {
 
 
 def _clip(
-    model, loss_of, lr, max_norm, *, coefficient=None, unhook=True, free=True, norm_of=math.sqrt, rate=1.0
+    model,
+    loss_of,
+    lr,
+    max_norm,
+    *,
+    coefficient=None,
+    unhook=True,
+    free=True,
+    norm_of=math.sqrt,
+    rate=1.0,
 ):
     trained = [p for p in model.parameters() if p.requires_grad]
     squares = []
@@ -346,7 +390,9 @@ def _clip_grad(model, loss_of, lr, max_norm):
     """Norm from autograd.grad, parameter by parameter: many backwards, nothing kept."""
     trained = [p for p in model.parameters() if p.requires_grad]
     loss = loss_of(model)
-    squares = [torch.autograd.grad(loss, p, retain_graph=True)[0].square().sum().item() for p in trained]
+    squares = [
+        torch.autograd.grad(loss, p, retain_graph=True)[0].square().sum().item() for p in trained
+    ]
     del loss
     norm = math.sqrt(sum(squares))
     factor = min(1.0, max_norm / (norm + 1e-6))
@@ -368,14 +414,21 @@ def _clip_frozen(model, loss_of, lr, max_norm):
     return math.sqrt(sum(g.square().sum().item() for g in gradients))
 
 
-RIGHT["9.4"] = {"two passes": _clip, "optimizers": _clip_sgd, "a backward for each norm": _clip_grad}
+RIGHT["9.4"] = {
+    "two passes": _clip,
+    "optimizers": _clip_sgd,
+    "a backward for each norm": _clip_grad,
+}
 WRONG["9.4"] = {
     "waits": (_clip_waiting, "bytes|wait"),
     "each its own": (_clip_each, "own norm|whole"),
     "so far": (partial(_clip_each, so_far=True), "so far|whole|first pass"),
     "hooks stay": (partial(_clip, unhook=False), "hook"),
     "not freed": (partial(_clip, free=False), "first pass|twice|freed|p.grad"),
-    "always": (partial(_clip, coefficient=lambda norm, most: most / (norm + 1e-6)), "below|larger|small"),
+    "always": (
+        partial(_clip, coefficient=lambda norm, most: most / (norm + 1e-6)),
+        "below|larger|small",
+    ),
     "no root": (partial(_clip, norm_of=lambda total: total), "root"),
     "never": (partial(_clip, coefficient=lambda norm, most: 1.0), "max_norm|clip"),
     "uphill": (partial(_clip, rate=-1.0), "sign|uphill"),

@@ -25,9 +25,14 @@ def _lost_loop(g, dtype, scale):
 RIGHT["7.1"] = {
     "plain": _lost,
     "loop": _lost_loop,
-    "selected": lambda g, dtype, scale: 1 - (lambda x: ((x != 0) & (x.abs() < math.inf)).float().mean())((g[g != 0] * scale).to(dtype)),
+    "selected": lambda g, dtype, scale: (
+        1
+        - (lambda x: ((x != 0) & (x.abs() < math.inf)).float().mean())(
+            (g[g != 0] * scale).to(dtype)
+        )
+    ),
     "double": lambda g, dtype, scale: _lost(g.double(), dtype, scale),
-}  # fmt: skip
+}
 WRONG["7.1"] = {
     "of all": (partial(_lost, among=lambda g: torch.ones_like(g, dtype=torch.bool)), "zero"),
     "no overflow": (partial(_lost, gone=lambda x: x == 0), "overflow|inf"),
@@ -137,18 +142,35 @@ def _noise(x, generator, shape=lambda x: x.shape):
 RIGHT["7.3"] = {"bits": _by_bits, "neighbours": _by_neighbours, "nextafter": _by_nextafter}
 WRONG["7.3"] = {
     "nearest": (lambda x, generator: x.bfloat16(), "nearest"),
-    "coin": (partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)), "the same chance"),
-    "other way": (partial(_by_neighbours, gap=lambda share: (1 - share) * (share > 0)), "nearer|other way|chance"),
-    "down": (lambda x, generator: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(), "cut|toward"),
+    "coin": (
+        partial(_by_neighbours, gap=lambda share: torch.where(share > 0, 0.5, 0.0)),
+        "the same chance",
+    ),
+    "other way": (
+        partial(_by_neighbours, gap=lambda share: (1 - share) * (share > 0)),
+        "nearer|other way|chance",
+    ),
+    "down": (
+        lambda x, generator: (x.view(torch.int32) & -65536).view(torch.float32).bfloat16(),
+        "cut|toward",
+    ),
     "no generator": (lambda x, generator: _by_bits(x, None), "generator"),
-    "one for all": (partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)), "one random number|whole tensor"),
+    "one for all": (
+        partial(_by_neighbours, chance=lambda x, g: torch.rand(1, generator=g)),
+        "one random number|whole tensor",
+    ),
     "one int for all": (_one_for_all, "one random number decides"),
     "noise for all": (partial(_noise, shape=lambda x: (1,)), "one random number decides"),
     "noise as large as x": (_noise, "this is right near a power of 2"),
     "float32": (lambda x, generator: _by_bits(x, generator).float(), "dtype|float32"),
-    "noise": (lambda x, generator: (x + (torch.rand(x.shape, generator=generator) - 0.5) / 128).bfloat16(), "gap|size"),
+    "noise": (
+        lambda x, generator: (
+            x + (torch.rand(x.shape, generator=generator) - 0.5) / 128
+        ).bfloat16(),
+        "gap|size",
+    ),
     "up": (lambda x, generator: _by_bits(x, generator) + 1, "got|neighbour"),
-}  # fmt: skip
+}
 
 
 def _master(weights, masters, lr, *, change=None, write=True):
@@ -218,20 +240,35 @@ WRONG["7.4"] = {
     "from the weights": (_masters_from_weights, "from the weight|forgotten"),
     "masters alone": (partial(_master, write=False), "never written"),
     "at once": (_master_at_once, "at a time|at once"),
-    "product in bf16": (lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.sub_(lr * g)), "bf16"),
+    "product in bf16": (
+        lambda ws, ms, lr: _master(ws, ms, lr, change=lambda m, g: m.sub_(lr * g)),
+        "bf16",
+    ),
     "uphill": (lambda ws, ms, lr: _master(ws, ms, -lr), "sign|uphill"),
     "twice": (lambda ws, ms, lr: _master(ws, ms, 2 * lr), "times too|got"),
     "every weight has a gradient": (_master_unasked, "got no gradient in this step"),
     "ends at the first without": (_master_ends, "skip only that weight"),
-}  # fmt: skip
+}
 
 
 def _gradients(optimizer):
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
 
 
-def _scaled(optimizer, scale, good, patience, *, finite=lambda gs: all(bool(g.isfinite().all()) for g in gs), divide=True,
-            skip=True, streak=True, first=False):  # fmt: skip
+def _scaled(
+    optimizer,
+    scale,
+    good,
+    patience,
+    *,
+    finite=lambda gs: all(bool(g.isfinite().all()) for g in gs),
+    divide=True,
+    skip=True,
+    streak=True,
+    first=False,
+):
     gradients = _gradients(optimizer)
     ok = finite(gradients[:1] if first else gradients)
     if divide:
@@ -273,7 +310,10 @@ WRONG["7.5"] = {
     "never divides": (partial(_scaled, divide=False), "divide"),
     "first alone": (partial(_scaled, first=True), "every gradient|one parameter"),
     "streak": (partial(_scaled, streak=False), "in a row"),
-    "inf alone": (partial(_scaled, finite=lambda gs: not any(bool(g.isinf().any()) for g in gs)), "NaN|nan"),
+    "inf alone": (
+        partial(_scaled, finite=lambda gs: not any(bool(g.isinf().any()) for g in gs)),
+        "NaN|nan",
+    ),
     "never grows": (lambda o, s, g, p: (_scaled(o, s, g, 10**9), 0)[0], "doubl|got"),
     "swapped": (lambda o, s, g, p: _scaled(o, s, g, p)[::-1], "got|expected"),
     "stays": (lambda o, s, g, p: (s, _scaled(o, s, g, p)[1]), "entry 'scale'"),
@@ -330,4 +370,4 @@ WRONG["7.6"] = {
     "cast": (_features_cast, "model|weights"),
     "copied": (_features_copied, "copy|over|budget|weights"),
     "float16 cached": (partial(_features, dtype=torch.float16, cache=True), "float16|cache"),
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""Answers to lesson 11's puzzles: recipes that fit in other ways than the planner's, and tempting ones that do not."""
+"""Answers to lesson 11's puzzles: recipes that fit in other ways than the planner's, and tempting
+ones that do not.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,10 @@ def rows(n):
 
 
 RIGHT = {
-    f"11.{i}": {"the planner's": puzzle(f"11.{i}").best()[0], "as a dict": vars(puzzle(f"11.{i}").best()[0])}
+    f"11.{i}": {
+        "the planner's": puzzle(f"11.{i}").best()[0],
+        "as a dict": vars(puzzle(f"11.{i}").best()[0]),
+    }
     for i in range(1, 12)
 }
 RIGHT["11.1"] |= {
@@ -57,11 +62,16 @@ WRONG = {f"11.{i}": _OWN | (_ONE_CARD if i < 10 else _CARDS) for i in range(1, 1
 WRONG["11.1"] = WRONG["11.1"] | {
     "float32": (Recipe(), "the weights alone"),
     "every weight": (Recipe(**BF16), "weights and gradients alone"),
-    "every weight, in pieces": (Recipe(**BF16 | AGAIN | CHUNKS | rows(4)), "weights and gradients alone"),
+    "every weight, in pieces": (
+        Recipe(**BF16 | AGAIN | CHUNKS | rows(4)),
+        "weights and gradients alone",
+    ),
     "all rows": (Recipe(**LORA), "activations"),
 }
 WRONG["11.2"] = WRONG["11.2"] | _FULL
-WRONG["11.3"] = WRONG["11.3"] | _FULL | {"accumulated": (IN_BACKWARD | rows(8), "choose one of the two")}
+WRONG["11.3"] = (
+    WRONG["11.3"] | _FULL | {"accumulated": (IN_BACKWARD | rows(8), "choose one of the two")}
+)
 WRONG["11.4"] = WRONG["11.4"] | {"4 bits": (QLORA | AGAIN | rows(8), "4 bits")}
 WRONG["11.5"] = WRONG["11.5"] | {
     "checkpoints": (QLORA | {"every_n_layers": 2} | rows(8), "no layer may run twice")
@@ -70,9 +80,13 @@ WRONG["11.6"] = WRONG["11.6"] | {
     "moved": (QLORA | AGAIN | CHUNKS | {"offload": "boundaries"} | rows(8), "nothing may wait")
 }
 WRONG["11.7"] = WRONG["11.7"] | {"4 bits": (QLORA | AGAIN | rows(8), "4 bits")}
-WRONG["11.8"] = WRONG["11.8"] | {"in pieces": (QLORA | AGAIN | rows(4), "does not cut 1 row evenly")}
+WRONG["11.8"] = WRONG["11.8"] | {
+    "in pieces": (QLORA | AGAIN | rows(4), "does not cut 1 row evenly")
+}
 WRONG["11.10"] = (
-    WRONG["11.10"] | _FULL | {"8-bit states": ({**BF16, **FSDP, "optimizer": "adamw-8bit"}, "whole weights")}
+    WRONG["11.10"]
+    | _FULL
+    | {"8-bit states": ({**BF16, **FSDP, "optimizer": "adamw-8bit"}, "whole weights")}
 )
 WRONG["11.11"] = WRONG["11.11"] | {"in chunks": (QLORA | FSDP | CHUNKS, "refuses chunked_loss")}
 WRONG["11.12"] = {

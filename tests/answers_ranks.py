@@ -44,9 +44,14 @@ def _parts(weights=2, gradients=2, states=12, *, order=("zero1", "zero2", "fsdp"
 RIGHT["10.1"] = {
     "table": _table,
     "loop": _loop,
-    "tensor": lambda P, N, way: torch.tensor([2.0, 2, 12], dtype=torch.float64) * P / torch.tensor(
-        {"ddp": [1, 1, 1], "zero1": [1, 1, N], "zero2": [1, N, N], "fsdp": [N, N, N]}[way]),
-}  # fmt: skip
+    "tensor": lambda P, N, way: (
+        torch.tensor([2.0, 2, 12], dtype=torch.float64)
+        * P
+        / torch.tensor(
+            {"ddp": [1, 1, 1], "zero1": [1, 1, N], "zero2": [1, N, N], "fsdp": [N, N, N]}[way]
+        )
+    ),
+}
 WRONG["10.1"] = {
     "no copy": (_parts(states=8), "copy"),
     "float32": (_parts(4, 4, 8), "bf16"),
@@ -58,10 +63,13 @@ WRONG["10.1"] = {
     "nothing cut": (lambda P, N, way: (2 * P, 2 * P, 12 * P), "ranks|cut"),
     "all cut": (lambda P, N, way: (2 * P / N, 2 * P / N, 12 * P / N), "everything is cut"),
     "fsdp keeps the weights": (lambda P, N, way: (2 * P, *_table(P, N, way)[1:]), "weights"),
-    "cut twice": (lambda P, N, way: tuple(n / (N if way == "fsdp" else 1) for n in _table(P, N, way)), "for|got"),
+    "cut twice": (
+        lambda P, N, way: tuple(n / (N if way == "fsdp" else 1) for n in _table(P, N, way)),
+        "for|got",
+    ),
     "moments in bf16": (_parts(states=4), "float32|bf16|copy"),
     "GB": (lambda P, N, way: tuple(n / 1e9 for n in _table(P, N, way)), "not kB"),
-}  # fmt: skip
+}
 
 
 def _trained(model):
@@ -118,7 +126,9 @@ def _objects(model):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     for i, p in enumerate(_trained(model)):
-        total = sum(torch.tensor(each[i], dtype=torch.float64) for each in everyone if each[i] is not None)
+        total = sum(
+            torch.tensor(each[i], dtype=torch.float64) for each in everyone if each[i] is not None
+        )
         p.grad = (total / len(everyone)).to(p.dtype)
 
 
@@ -175,7 +185,10 @@ RIGHT["10.2"] = {
 WRONG["10.2"] = {
     "sum": (_each(_sum), "sum"),
     "by 2": (lambda model: _bucket(model, scale=2), "2"),
-    "bucket not written back": (lambda model: _bucket(model, back=False), "write|have not changed|copy"),
+    "bucket not written back": (
+        lambda model: _bucket(model, back=False),
+        "write|have not changed|copy",
+    ),
     "where there is one": (_where_there_is_one, "zeros"),
     "frozen too": (_each(_mean, of=lambda model: model.parameters()), "[Ff]rozen"),
     "rank 0 alone": (_each(_on_rank_0), "rank 0"),
@@ -186,8 +199,11 @@ WRONG["10.2"] = {
     "one rank": (_only_one_rank, "same calls"),
     "largest": (_each(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)), "for|got|tensor"),
     "None": (lambda model: [_mean(p) for p in model.parameters()], "None"),
-    "copied, and left": (_each(lambda p: p.grad.clone()), "not yet: the gradients have not changed: all_reduce"),
-}  # fmt: skip
+    "copied, and left": (
+        _each(lambda p: p.grad.clone()),
+        "not yet: the gradients have not changed: all_reduce",
+    ),
+}
 
 
 def _labels(micro_batches):
@@ -207,7 +223,11 @@ def _by_objects(micro_batches):
 
 
 def _on_rank_zero(micro_batches):
-    return dist.get_world_size() / _labels(micro_batches) if dist.get_rank() else _everyone(micro_batches)
+    return (
+        dist.get_world_size() / _labels(micro_batches)
+        if dist.get_rank()
+        else _everyone(micro_batches)
+    )
 
 
 def _everyone(micro_batches):
@@ -228,9 +248,13 @@ def _gathered_counts(micro_batches):
 RIGHT["10.5"] = {
     "objects": _by_objects,
     "gathered": _gathered_counts,
-    "one over the mean": lambda micro_batches: 1 / _sent(_labels(micro_batches).double(), dist.ReduceOp.AVG),
-    "bincount": lambda m: dist.get_world_size() / _sent(torch.cat([x.flatten() for x in m]).ne(-100).count_nonzero()),
-}  # fmt: skip
+    "one over the mean": lambda micro_batches: (
+        1 / _sent(_labels(micro_batches).double(), dist.ReduceOp.AVG)
+    ),
+    "bincount": lambda m: (
+        dist.get_world_size() / _sent(torch.cat([x.flatten() for x in m]).ne(-100).count_nonzero())
+    ),
+}
 WRONG["10.5"] = {
     "own": (lambda m: 1 / max(int(_labels(m)), 1), "own|mean of means"),
     "own times ranks": (lambda m: dist.get_world_size() / max(int(_labels(m)), 1), "own"),
@@ -239,8 +263,14 @@ WRONG["10.5"] = {
     "the divisor": (lambda m: _sent(_labels(m)) / dist.get_world_size(), "factor"),
     "all labels": (lambda m: dist.get_world_size() / _sent(sum(x.numel() for x in m)), "-100"),
     "rows": (lambda m: dist.get_world_size() / _sent(sum(len(x) for x in m)), "rows"),
-    "the largest": (lambda m: dist.get_world_size() / _sent(_labels(m), dist.ReduceOp.MAX), "for|got"),
-    "one micro-batch": (lambda m: dist.get_world_size() / _sent((m[0] != -100).sum()), "micro-batch"),
+    "the largest": (
+        lambda m: dist.get_world_size() / _sent(_labels(m), dist.ReduceOp.MAX),
+        "for|got",
+    ),
+    "one micro-batch": (
+        lambda m: dist.get_world_size() / _sent((m[0] != -100).sum()),
+        "micro-batch",
+    ),
     "by micro-batches too": (lambda m: _everyone(m) / len(m), "micro-batch"),
     "each micro-batch by itself": (_each_micro_batch, "same calls|as often"),
     "two ranks": (lambda m: 2 / _sent(_labels(m)), "2|ranks|for"),
@@ -250,8 +280,11 @@ WRONG["10.5"] = {
     "a share": (lambda m: _labels(m) / _sent(_labels(m)), "share"),
     "one over micro-batches": (lambda m: 1 / len(m), "micro-batches are counted"),
     "nan": (lambda m: float("nan"), "not yet: the result is not a number"),
-    "ranks over micro-batches": (lambda m: dist.get_world_size() / len(m), "micro-batches are counted"),
-}  # fmt: skip
+    "ranks over micro-batches": (
+        lambda m: dist.get_world_size() / len(m),
+        "micro-batches are counted",
+    ),
+}
 
 
 def _passes(way, k):
@@ -269,27 +302,56 @@ def _ring(way, nbytes, ranks, micro_batches, bandwidth):
 RIGHT["10.6"] = {
     "ring": _ring,
     "dictionary": lambda way, n, N, k, b: _passes(way, k) * n * (1 - 1 / N) / b,
-    "tensor": lambda way, n, N, k, b: torch.tensor(float(n), dtype=torch.float64) * _passes(way, k) * (N - 1) / (N * b),
-}  # fmt: skip
+    "tensor": lambda way, n, N, k, b: (
+        torch.tensor(float(n), dtype=torch.float64) * _passes(way, k) * (N - 1) / (N * b)
+    ),
+}
 WRONG["10.6"] = {
-    "ddp each time": (lambda way, n, N, k, b: (2 if way != "fsdp" else 3) * k * n * (N - 1) / N / b, "no_sync|micro-batch"),
-    "once": (lambda way, n, N, k, b: _passes(way, 1) * n * (N - 1) / N / b, "once an update|micro-batch"),
+    "ddp each time": (
+        lambda way, n, N, k, b: (2 if way != "fsdp" else 3) * k * n * (N - 1) / N / b,
+        "no_sync|micro-batch",
+    ),
+    "once": (
+        lambda way, n, N, k, b: _passes(way, 1) * n * (N - 1) / N / b,
+        "once an update|micro-batch",
+    ),
     "no share": (lambda way, n, N, k, b: _passes(way, k) * n / b, "share"),
     "everyone to everyone": (lambda way, n, N, k, b: _passes(way, k) * n * (N - 1) / b, "ring"),
-    "gathered once": (lambda way, n, N, k, b: (2 if way == "ddp" else 2 * k) * n * (N - 1) / N / b, "twice|again"),
-    "one pass": (lambda way, n, N, k, b: (_passes(way, k) - (way == "ddp")) * n * (N - 1) / N / b, "two passes"),
+    "gathered once": (
+        lambda way, n, N, k, b: (2 if way == "ddp" else 2 * k) * n * (N - 1) / N / b,
+        "twice|again",
+    ),
+    "one pass": (
+        lambda way, n, N, k, b: (_passes(way, k) - (way == "ddp")) * n * (N - 1) / N / b,
+        "two passes",
+    ),
     "bits": (lambda way, n, N, k, b: 8 * _ring(way, n, N, k, b), "bits"),
     "bytes": (lambda way, n, N, k, b: _ring(way, n, N, k, b) * b, "bytes"),
     "both ways at once": (lambda way, n, N, k, b: _ring(way, n, N, k, b) / 2, "half"),
-    "zero2 as fsdp": (lambda way, n, N, k, b: _ring("fsdp" if way == "zero2" else way, n, N, k, b), "zero2|stay"),
-    "zero2 reduced once": (lambda way, n, N, k, b: (k + 1 if way == "zero2" else _passes(way, k)) * n * (N - 1) / N / b, "as fsdp"),
-    "reduced once": (lambda way, n, N, k, b: {"ddp": 2, "zero2": k + 1, "fsdp": 2 * k + 1}[way] * n * (N - 1) / N / b, "every micro-batch|reduce"),
+    "zero2 as fsdp": (
+        lambda way, n, N, k, b: _ring("fsdp" if way == "zero2" else way, n, N, k, b),
+        "zero2|stay",
+    ),
+    "zero2 reduced once": (
+        lambda way, n, N, k, b: (
+            (k + 1 if way == "zero2" else _passes(way, k)) * n * (N - 1) / N / b
+        ),
+        "as fsdp",
+    ),
+    "reduced once": (
+        lambda way, n, N, k, b: (
+            {"ddp": 2, "zero2": k + 1, "fsdp": 2 * k + 1}[way] * n * (N - 1) / N / b
+        ),
+        "every micro-batch|reduce",
+    ),
     "a GB/s": (lambda way, n, N, k, b: _ring(way, n, N, k, b) / 1e9, "small"),
     "ways forgotten": (lambda way, n, N, k, b: 2 * n * (N - 1) / N / b, "zero2|fsdp|way|micro"),
-}  # fmt: skip
+}
 
 
-_TWO = dict(precision="bf16", sharding="fsdp", lora_rank=16, quantized_base=True, checkpointing="per-layer")
+_TWO = dict(
+    precision="bf16", sharding="fsdp", lora_rank=16, quantized_base=True, checkpointing="per-layer"
+)
 
 
 def _recipe(**changed):

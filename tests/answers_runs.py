@@ -17,7 +17,11 @@ EVAL = "per_device_eval_batch_size"
 
 def _card(arguments, gpus, fits, *, micro=None, steps=None, **more):
     batch = arguments[TRAIN] * arguments[STEPS] * gpus
-    size = micro(batch, fits) if micro else max(m for m in range(1, min(fits, batch) + 1) if batch % m == 0)
+    size = (
+        micro(batch, fits)
+        if micro
+        else max(m for m in range(1, min(fits, batch) + 1) if batch % m == 0)
+    )
     steps = steps(batch, size) if steps else batch // size
     return {**arguments, TRAIN: size, STEPS: steps, EVAL: size, **more}
 
@@ -33,7 +37,9 @@ def _downwards(arguments, gpus, fits):
 
 RIGHT["5.1"] = {
     "downwards": _downwards,
-    "tensors": lambda a, g, f: {k: torch.tensor(v, dtype=torch.float64) for k, v in _card(a, g, f).items()},
+    "tensors": lambda a, g, f: {
+        k: torch.tensor(v, dtype=torch.float64) for k, v in _card(a, g, f).items()
+    },
     "copied": lambda a, g, f: dict(_card(dict(a), g, f)),
 }
 WRONG["5.1"] = {
@@ -57,7 +63,10 @@ WRONG["5.1"] = {
     ),
     "power of two": (
         partial(
-            _card, micro=lambda batch, fits: max(2**i for i in range(5) if 2**i <= fits and batch % 2**i == 0)
+            _card,
+            micro=lambda batch, fits: max(
+                2**i for i in range(5) if 2**i <= fits and batch % 2**i == 0
+            ),
         ),
         "more rows at a time would fit",
     ),
@@ -91,20 +100,33 @@ def _flags(model):
 
 RIGHT["5.2"] = {
     "old name": lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": False}),
-    "after": lambda model: (model.gradient_checkpointing_enable({"use_reentrant": False}), model.train())[1],
+    "after": lambda model: (
+        model.gradient_checkpointing_enable({"use_reentrant": False}),
+        model.train(),
+    )[1],
     "modules": _each_layer,
 }
 WRONG["5.2"] = {
-    "eval": (lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}), "eval mode"),
+    "eval": (
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+        "eval mode",
+    ),
     "train alone": (lambda model: model.train(), "no layer of this model"),
     "attribute": (_flags, "no layer|attribute"),
-    "reentrant": (lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": True}), "use_reentrant=True"),
+    "reentrant": (
+        lambda model: _on(model, gradient_checkpointing_kwargs={"use_reentrant": True}),
+        "use_reentrant=True",
+    ),
     "bf16": (lambda model: (_on(model), model.to(torch.bfloat16))[1], "rounded to bf16"),
     "embedding frozen": (
-        lambda model: (_on(model), model.get_input_embeddings().requires_grad_(False))[0], "another requires_grad"
+        lambda model: (_on(model), model.get_input_embeddings().requires_grad_(False))[0],
+        "another requires_grad",
     ),
-    "fewer": (lambda model: (model.train(), setattr(model.model, "layers", model.model.layers[:2]))[1], "layers|loss"),
-}  # fmt: skip
+    "fewer": (
+        lambda model: (model.train(), setattr(model.model, "layers", model.model.layers[:2]))[1],
+        "layers|loss",
+    ),
+}
 
 
 def _epoch(optimizer, mbs, window, warmup, accumulate, *, n=None, warm=None, body=None, each=False):
@@ -153,10 +175,15 @@ def _by_lambda(optimizer, mbs, window, warmup, accumulate):
 RIGHT["5.3"] = {
     "lambda": _by_lambda,
     "scheduler": _epoch,
-    "zero kept": partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad(set_to_none=False), s.step())),
+    "zero kept": partial(
+        _epoch, body=lambda o, s: (o.step(), o.zero_grad(set_to_none=False), s.step())
+    ),
 }
 WRONG["5.3"] = {
-    "no zero": (partial(_epoch, body=lambda o, s: (o.step(), s.step())), r"zero_grad\(\) is missing"),
+    "no zero": (
+        partial(_epoch, body=lambda o, s: (o.step(), s.step())),
+        r"zero_grad\(\) is missing",
+    ),
     "zero first": (
         partial(_epoch, body=lambda o, s: (o.zero_grad(), o.step(), s.step())),
         "finds its gradient empty",
@@ -165,7 +192,10 @@ WRONG["5.3"] = {
         partial(_epoch, body=lambda o, s: (s.step(), o.step(), o.zero_grad())),
         "optimizer first",
     ),
-    "no schedule": (partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad())), "schedule never steps"),
+    "no schedule": (
+        partial(_epoch, body=lambda o, s: (o.step(), o.zero_grad())),
+        "schedule never steps",
+    ),
     "no step": (partial(_epoch, body=lambda o, s: s.step()), "no update"),
     "decay left": (_leaves("weight_decay"), "`optimizer` with another weight_decay"),
     "micro-batches": (partial(_epoch, n=lambda n, k: n), "length is counted in micro-batches"),
@@ -207,7 +237,9 @@ def _summed(model, window):
 
 
 RIGHT["5.4"] = {
-    "library": lambda model, window: accumulate_gradients(window, lambda m: next_token_loss(model, m)).loss,
+    "library": lambda model, window: (
+        accumulate_gradients(window, lambda m: next_token_loss(model, m)).loss
+    ),
     "told": lambda model, window: _log(
         model, window, count=lambda m: int((m["labels"][:, 1:] != -100).sum())
     ),
@@ -225,8 +257,20 @@ WRONG["5.4"] = {
 }
 
 
-def _mixed(model, batches, lr, *, cast=lambda m: m.float(), auto=True, zero=True, rate=1.0, make=torch.optim.AdamW, dtype=torch.bfloat16,
-           after=lambda m: None, sign=1):  # fmt: skip
+def _mixed(
+    model,
+    batches,
+    lr,
+    *,
+    cast=lambda m: m.float(),
+    auto=True,
+    zero=True,
+    rate=1.0,
+    make=torch.optim.AdamW,
+    dtype=torch.bfloat16,
+    after=lambda m: None,
+    sign=1,
+):
     cast(model)
     optimizer = make(model.parameters(), lr=lr * rate)
     for batch in batches:
@@ -257,7 +301,9 @@ WRONG["5.5"] = {
 }
 
 
-def _lora(model, names, rank, lr, *, freeze=True, make=torch.optim.AdamW, thaw=(), only=lambda path: True):
+def _lora(
+    model, names, rank, lr, *, freeze=True, make=torch.optim.AdamW, thaw=(), only=lambda path: True
+):
     if freeze:
         model.requires_grad_(False)
     for path in [p for p, _ in model.named_modules() if p.split(".")[-1] in names and only(p)]:
@@ -280,7 +326,10 @@ def _lora_backwards(model, names, rank, lr):
 RIGHT["5.6"] = {
     "children": _lora_backwards,
     "set_submodule": _lora,
-    "all handed over": lambda m, n, r, lr: (_lora(m, n, r, lr), torch.optim.AdamW(m.parameters(), lr=lr))[1],
+    "all handed over": lambda m, n, r, lr: (
+        _lora(m, n, r, lr),
+        torch.optim.AdamW(m.parameters(), lr=lr),
+    )[1],
 }
 WRONG["5.6"] = {
     "not frozen": (partial(_lora, freeze=False), "rest of the model is trained"),
@@ -293,8 +342,19 @@ WRONG["5.6"] = {
 }
 
 
-def _held_out(model, rows, *, size=4, weigh=lambda m: count_targets(m["labels"]), mode=False, back=True, first=None, cache=False, auto=False,
-              add=lambda total, n: total / n):  # fmt: skip
+def _held_out(
+    model,
+    rows,
+    *,
+    size=4,
+    weigh=lambda m: count_targets(m["labels"]),
+    mode=False,
+    back=True,
+    first=None,
+    cache=False,
+    auto=False,
+    add=lambda total, n: total / n,
+):
     model.train(mode)
     total = n = 0.0
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=auto):
@@ -328,8 +388,19 @@ WRONG["5.7"] = {
 }
 
 
-def _backward(model, lr, steps, *, kind=torch.optim.AdamW, decay=None, on=lambda p: p.requires_grad, order=("step", "free"), rate=lambda t, n: 1 - t / n,
-              put="register_post_accumulate_grad_hook", back=lambda dummy, optimizers: dummy):  # fmt: skip
+def _backward(
+    model,
+    lr,
+    steps,
+    *,
+    kind=torch.optim.AdamW,
+    decay=None,
+    on=lambda p: p.requires_grad,
+    order=("step", "free"),
+    rate=lambda t, n: 1 - t / n,
+    put="register_post_accumulate_grad_hook",
+    back=lambda dummy, optimizers: dummy,
+):
     from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
     more = {} if decay is None else {"weight_decay": decay}
@@ -370,21 +441,31 @@ RIGHT["5.9"] = {
     "closures": _backward,
     "fused": partial(_backward, kind=partial(torch.optim.AdamW, fused=True)),
     "its own dummy": partial(
-        _backward, back=lambda dummy, optimizers: torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+        _backward,
+        back=lambda dummy, optimizers: torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1),
     ),
 }
 WRONG["5.9"] = {
     "one rate": (lambda m, lr, n: _backward(m, 1e-3, n), "use both `lr`"),
-    "ordinary": (lambda m, lr, n: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr), "ordinary AdamW"),
+    "ordinary": (
+        lambda m, lr, n: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr),
+        "ordinary AdamW",
+    ),
     "not freed": (partial(_backward, order=("step",)), "free each one in its hook"),
     "freed first": (partial(_backward, order=("free", "step")), "no weight has moved"),
     "frozen too": (partial(_backward, on=lambda p: True), "frozen parameter"),
-    "vectors alone": (partial(_backward, on=lambda p: p.requires_grad and p.dim() == 1), "17 of 75 parameters"),
+    "vectors alone": (
+        partial(_backward, on=lambda p: p.requires_grad and p.dim() == 1),
+        "17 of 75 parameters",
+    ),
     "SGD": (partial(_backward, kind=torch.optim.SGD), "not as under torch's AdamW"),
     "no decay": (partial(_backward, decay=0.0), "not as under torch's AdamW"),
     "square": (partial(_backward, rate=lambda t, n: (1 - t / n) ** 2), "falls in a line"),
     "no schedule": (partial(_backward, rate=lambda t, n: 1), "learning rate never falls"),
     "a list": (partial(_backward, back=lambda dummy, optimizers: optimizers), "takes an optimizer"),
-    "nothing": (partial(_backward, back=lambda dummy, optimizers: None), "takes an optimizer|return"),
+    "nothing": (
+        partial(_backward, back=lambda dummy, optimizers: None),
+        "takes an optimizer|return",
+    ),
     "all at the end": (_all_in_the_last_hook, "not yet: for the card.*budget"),
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""Answers to the exercises of lesson 10 about weights that are cut, as people write them; see answers_numbers.py."""
+"""Answers to the exercises of lesson 10 about weights that are cut, as people write them; see
+answers_numbers.py.
+"""
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _by_checkpoint(self, x):
-    return checkpoint(lambda x, own: F.linear(x, _Gather.apply(own)), x, self.own, use_reentrant=False)
+    return checkpoint(
+        lambda x, own: F.linear(x, _Gather.apply(own)), x, self.own, use_reentrant=False
+    )
 
 
 def _in_sight(self, x):
@@ -74,7 +78,9 @@ def _in_sight(self, x):
 
 def _but(**wrong):
     """A function with another ``forward`` or ``backward``."""
-    function = type(torch.autograd.Function)("Product", (_Product,), {k: staticmethod(f) for k, f in wrong.items()})  # fmt: skip
+    function = type(torch.autograd.Function)(
+        "Product", (_Product,), {k: staticmethod(f) for k, f in wrong.items()}
+    )
     return _cut(lambda self, x: function.apply(x, self.own))
 
 
@@ -87,11 +93,15 @@ def _backward(of):
 
 
 class _Hooked(nn.Module):
-    """The shard is a plain parameter, its gradient comes from a hook on the whole weight, which a checkpoint makes again."""
+    """The shard is a plain parameter, its gradient comes from a hook on the whole weight, which a
+    checkpoint makes again.
+    """
 
     def __init__(self, linear):
         super().__init__()
-        own = linear.weight.detach().view(dist.get_world_size(), -1, linear.in_features)[dist.get_rank()]
+        own = linear.weight.detach().view(dist.get_world_size(), -1, linear.in_features)[
+            dist.get_rank()
+        ]
         self.weight = nn.Parameter(own.clone())
 
     def forward(self, x):
@@ -114,13 +124,17 @@ def _rows(weight):
 
 def _columns(self, linear):
     nn.Module.__init__(self)
-    self.own = nn.Parameter(linear.weight.detach().T.chunk(dist.get_world_size())[dist.get_rank()].clone())
+    self.own = nn.Parameter(
+        linear.weight.detach().T.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    )
 
 
 def _reversed(self, linear):
     nn.Module.__init__(self)
     ranks = dist.get_world_size()
-    self.own = nn.Parameter(linear.weight.detach().chunk(ranks)[ranks - 1 - dist.get_rank()].clone())
+    self.own = nn.Parameter(
+        linear.weight.detach().chunk(ranks)[ranks - 1 - dist.get_rank()].clone()
+    )
 
 
 class _Once(_Product):
@@ -153,19 +167,42 @@ RIGHT["10.3"] = {
 }
 WRONG["10.3"] = {
     "kept for backward": (_cut(_in_sight), "kept|again|bytes"),
-    "not reduced": (_but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), _rows(dw)))), "other ranks|reduce_scatter"),
-    "sum": (_but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), _mine(dw, mean=False)))), "sum"),
-    "no gradient for x": (_but(backward=_backward(lambda x, own, d, dw: (None, _mine(dw)))), "x.grad"),
-    "no gradient for the shard": (_but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), None))), "shard"),
-    "swapped": (_but(backward=_backward(lambda x, own, d, dw: (_mine(dw), d @ _whole(own)))), "shape|order|gradient"),
+    "not reduced": (
+        _but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), _rows(dw)))),
+        "other ranks|reduce_scatter",
+    ),
+    "sum": (
+        _but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), _mine(dw, mean=False)))),
+        "sum",
+    ),
+    "no gradient for x": (
+        _but(backward=_backward(lambda x, own, d, dw: (None, _mine(dw)))),
+        "x.grad",
+    ),
+    "no gradient for the shard": (
+        _but(backward=_backward(lambda x, own, d, dw: (d @ _whole(own), None))),
+        "shard",
+    ),
+    "swapped": (
+        _but(backward=_backward(lambda x, own, d, dw: (_mine(dw), d @ _whole(own)))),
+        "shape|order|gradient",
+    ),
     "autograd": (_cut(lambda self, x: F.linear(x, _whole(self.own))), "autograd|gather"),
     "the whole as well": (_cut(__init__=_keeps_all), "more than"),
     "columns": (_cut(__init__=_columns), "rows|shape|transpose"),
     "another order": (_cut(__init__=_reversed), "order"),
     "stale": (_Stale, "anew|update|kept"),
     "only its own rows": (_cut(lambda self, x: F.linear(x, self.own)), "output|shape"),
-    "flat x alone": (_but(backward=lambda ctx, d: (d @ _whole(ctx.saved_tensors[1]), _mine(d.T @ ctx.saved_tensors[0]))), "dimensions|shape"),
-}  # fmt: skip
+    "flat x alone": (
+        _but(
+            backward=lambda ctx, d: (
+                d @ _whole(ctx.saved_tensors[1]),
+                _mine(d.T @ ctx.saved_tensors[0]),
+            )
+        ),
+        "dimensions|shape",
+    ),
+}
 
 
 def _wrapped(
@@ -196,7 +233,9 @@ def _ends_too(model, mesh):
 def _by_hand(model, mesh):
     for layer in model.model.layers:
         forward = layer.forward
-        layer.forward = lambda *args, forward=forward, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)  # fmt: skip
+        layer.forward = lambda *args, forward=forward, **kwargs: checkpoint(
+            forward, *args, use_reentrant=False, **kwargs
+        )
     return _wrapped(model, mesh, checkpoints=False)
 
 
@@ -242,15 +281,27 @@ WRONG["10.4"] = {
     "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
     "root alone": (_but_wrapped(layers=False), "one unit|layer"),
     "layers alone": (_but_wrapped(root=False), "whole on every rank"),
-    "gathered until backward": (_but_wrapped(reshard_after_forward=False), "reshard_after_forward|stays? whole"),
+    "gathered until backward": (
+        _but_wrapped(reshard_after_forward=False),
+        "reshard_after_forward|stays? whole",
+    ),
     "bf16": (_but_wrapped(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "bf16"),
     "root first": (_root_first, "layers come first"),
     "every linear layer": (_every_linear, "small|one unit"),
     "all layers in one": (_all_in_one, "bytes|one unit"),
-    "checkpoints alone": (lambda model, mesh: model.gradient_checkpointing_enable(), "nothing is sharded|whole"),
+    "checkpoints alone": (
+        lambda model, mesh: model.gradient_checkpointing_enable(),
+        "nothing is sharded|whole",
+    ),
     "ddp": (lambda model, mesh: shard(model, "ddp", mesh=mesh), "whole|sharded"),
-    "head frozen": (lambda model, mesh: (model.lm_head.requires_grad_(False), _wrapped(model, mesh))[1], "gradients|requires_grad"),
+    "head frozen": (
+        lambda model, mesh: (model.lm_head.requires_grad_(False), _wrapped(model, mesh))[1],
+        "gradients|requires_grad",
+    ),
     "in eval": (_evaluated, "bytes|checkpoint|train"),
     "no mesh is one": (lambda model, mesh: fully_shard(model, mesh=2), "ndim"),
-    "forgot the model's": (lambda model, mesh: [fully_shard(layer, mesh=mesh) for layer in model.model.layers], "return|whole|list"),
-}  # fmt: skip
+    "forgot the model's": (
+        lambda model, mesh: [fully_shard(layer, mesh=mesh) for layer in model.model.layers],
+        "return|whole|list",
+    ),
+}

@@ -19,14 +19,22 @@ def _plan(t, m, s, g, *, up=math.ceil, at_once=None):
 
 
 RIGHT["3.1"] = {
-    "plus one less": lambda t, m, s, g: ((t + m * s * g - 1) // (m * s * g), (t + m * s * g - 1) // (m * s * g) * m * s * g),
-    "loop": lambda t, m, s, g: next((k, k * m * s * g) for k in range(1, t + 1) if k * m * s * g >= t),
+    "plus one less": lambda t, m, s, g: (
+        (t + m * s * g - 1) // (m * s * g),
+        (t + m * s * g - 1) // (m * s * g) * m * s * g,
+    ),
+    "loop": lambda t, m, s, g: next(
+        (k, k * m * s * g) for k in range(1, t + 1) if k * m * s * g >= t
+    ),
     "array": lambda t, m, s, g: np.array(_plan(t, m, s, g)),
-}  # fmt: skip
+}
 WRONG["3.1"] = {
     "down": (partial(_plan, up=math.floor), "rounds down"),
     "one GPU": (lambda t, m, s, g: _plan(t, m, s, 1), "forgets the GPUs"),
-    "plus one": (partial(_plan, up=lambda n: int(n) + 1), "even where the division has no remainder"),
+    "plus one": (
+        partial(_plan, up=lambda n: int(n) + 1),
+        "even where the division has no remainder",
+    ),
     "fraction": (partial(_plan, up=lambda n: n), "fraction"),
     "steps alone": (lambda t, m, s, g: math.ceil(t / (m * s * g)), "list|sequence"),
     "swapped": (lambda t, m, s, g: _plan(t, m, s, g)[::-1], "reverse order"),
@@ -109,7 +117,10 @@ RIGHT["3.3"] = {
 }
 WRONG["3.3"] = {
     "by K": (partial(_window, part=lambda loss, n, total, k: loss / max(n, 1) / k), "same weight"),
-    "summed means": (partial(_window, part=lambda loss, n, total, k: loss / max(n, 1)), "adds up the means"),
+    "summed means": (
+        partial(_window, part=lambda loss, n, total, k: loss / max(n, 1)),
+        "adds up the means",
+    ),
     "sum over K": (partial(_window, part=lambda loss, n, total, k: loss / k), "gradient|comes out"),
     "uphill": (partial(_window, part=lambda loss, n, total, k: -loss / total), "wrong sign"),
     "twice": (lambda mbs, f: (_window(mbs, f), _window(mbs, f))[0], "twice"),
@@ -120,8 +131,19 @@ WRONG["3.3"] = {
 }
 
 
-def _epoch(model, optimizer, micro_batches, window, f, *, fill=lambda held, window: True, one=_window, zero=True, step=True,
-           says=None):  # fmt: skip
+def _epoch(
+    model,
+    optimizer,
+    micro_batches,
+    window,
+    f,
+    *,
+    fill=lambda held, window: True,
+    one=_window,
+    zero=True,
+    step=True,
+    says=None,
+):
     losses, rest = [], iter(micro_batches)
     while held := list(islice(rest, window)):
         if fill(held, window):
@@ -178,7 +200,10 @@ def _by_all(model, optimizer, micro_batches, window, f):
 
 
 def _by_length(model, optimizer, micro_batches, window, f):
-    return [_step(optimizer, micro_batches[i : i + window], f) for i in range(0, len(micro_batches), window)]
+    return [
+        _step(optimizer, micro_batches[i : i + window], f)
+        for i in range(0, len(micro_batches), window)
+    ]
 
 
 def _after_the_update(model, optimizer, micro_batches, window, f):
@@ -197,32 +222,63 @@ def _as_they_come(model, optimizer, micro_batches, window, f):
 RIGHT["3.4"] = {
     "counted": _counted,
     "tuple": partial(_epoch, says=tuple),
-    "listed first": lambda m, o, mbs, w, f: _epoch(m, o, list(mbs), w, f, one=_no_grad_first, says=lambda x: [float(v) for v in x]),
-}  # fmt: skip
+    "listed first": lambda m, o, mbs, w, f: _epoch(
+        m, o, list(mbs), w, f, one=_no_grad_first, says=lambda x: [float(v) for v in x]
+    ),
+}
 WRONG["3.4"] = {
-    "full windows": (partial(_epoch, fill=lambda held, window: len(held) == window), "drops the last window"),
+    "full windows": (
+        partial(_epoch, fill=lambda held, window: len(held) == window),
+        "drops the last window",
+    ),
     "no zero": (partial(_epoch, zero=False), "zero_grad between windows"),
     "no step": (partial(_epoch, step=False), r"step\(\) is missing"),
     "another optimizer": (_by_another, "not by the given optimizer"),
-    "over before it begins": (_over_before_it_begins, "not yet: nothing was read: micro_batches is an iterator"),
+    "over before it begins": (
+        _over_before_it_begins,
+        "not yet: nothing was read: micro_batches is an iterator",
+    ),
     "by all": (_by_all, "not yet: this divides by the items of all micro-batches"),
     "by length": (_by_length, "not yet: micro_batches is an iterator, which has no length"),
     "after the update": (_after_the_update, "before the update"),
-    "by K again": (partial(_epoch, one=lambda held, f: _window(held, f) / len(held)), "updates are right; the first of the losses is the mean, divided by K once more"),
-    "a loss less": (partial(_epoch, says=lambda losses: losses[:-1]), "there must be 2 entries, but there are 1"),
+    "by K again": (
+        partial(_epoch, one=lambda held, f: _window(held, f) / len(held)),
+        "updates are right; the first of the losses is the mean, divided by K once more",
+    ),
+    "a loss less": (
+        partial(_epoch, says=lambda losses: losses[:-1]),
+        "there must be 2 entries, but there are 1",
+    ),
     "yields": (_as_they_come, "`yield`.*runs nothing"),
-    "one, then three": (lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)], "first update is made of 1 micro-batch,"),
+    "one, then three": (
+        lambda m, o, mbs, w, f: [*_epoch(m, o, [next(mbs)], 1, f), *_epoch(m, o, mbs, w, f)],
+        "first update is made of 1 micro-batch,",
+    ),
     "every one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, 1, f), "steps after every micro-batch"),
     "by K": (partial(_epoch, one=WRONG["3.3"]["by K"][0]), "same weight"),
     "window less one": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, w - 1, f), "window"),
     "mean": (partial(_epoch, says=lambda x: sum(x) / len(x)), "list"),
-    "by the full": (lambda m, o, mbs, w, f: _epoch(m, o, mbs, w, f, one=lambda held, f: _window(held, f, part=lambda loss, n, t, k: loss / t * k / w)), "last window|last one"),
-}  # fmt: skip
+    "by the full": (
+        lambda m, o, mbs, w, f: _epoch(
+            m,
+            o,
+            mbs,
+            w,
+            f,
+            one=lambda held, f: _window(held, f, part=lambda loss, n, t, k: loss / t * k / w),
+        ),
+        "last window|last one",
+    ),
+}
 
 RIGHT["3.5"] = {
-    "loop": lambda means, counts: sum(means[i] * counts[i] for i in range(len(means))) / sum(counts),
+    "loop": lambda means, counts: (
+        sum(means[i] * counts[i] for i in range(len(means))) / sum(counts)
+    ),
     "numpy": lambda means, counts: np.dot(means, counts) / np.sum(counts),
-    "shares": lambda means, counts: sum(m * (c / sum(counts)) for m, c in zip(means, counts, strict=True)),
+    "shares": lambda means, counts: sum(
+        m * (c / sum(counts)) for m, c in zip(means, counts, strict=True)
+    ),
 }
 WRONG["3.5"] = {
     "mean": (lambda means, counts: np.mean(means), "without weights|same weight"),
@@ -282,15 +338,23 @@ WRONG["3.6"] = {
     "after": (partial(_clipped, clip=_after), "after clipping"),
     "loss": (partial(_clipped, back=lambda norm, loss: loss), "not the gradient's norm"),
     "no zero": (partial(_clipped, zero=False), r"zero_grad\(\) is missing"),
-    "zero before": (partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)), "zeroed before"),
+    "zero before": (
+        partial(_clipped, before=lambda o: o.zero_grad(set_to_none=False)),
+        "zeroed before",
+    ),
     "one": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, 1)), "sum of magnitudes"),
-    "inf": (partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))), "infinity norm"),
+    "inf": (
+        partial(_clipped, clip=lambda ps, n: clip_grad_norm_(ps, n, float("inf"))),
+        "infinity norm",
+    ),
 }
 
 
 def _64(model, optimizer, batch, f, *, size=8, one=None, steps=1, zero=True):
     for _ in range(steps):
-        loss = (one or (lambda mbs, f: accumulate_gradients(mbs, f).loss))(list(split(batch, size)), f)
+        loss = (one or (lambda mbs, f: accumulate_gradients(mbs, f).loss))(
+            list(split(batch, size)), f
+        )
         optimizer.step()
         if zero:
             optimizer.zero_grad()
@@ -307,7 +371,10 @@ WRONG["3.7"] = {
     "16": (partial(_64, size=16), "16 rows|16 sequences"),
     "no zero": (partial(_64, one=_window, zero=False), r"zero_grad\(\) is missing"),
     "twice": (partial(_64, steps=2), "2 updates"),
-    "a part": (lambda m, o, b, f: _64(m, o, {name: t[:8] for name, t in b.items()}, f), "8 of the 64 rows"),
+    "a part": (
+        lambda m, o, b, f: _64(m, o, {name: t[:8] for name, t in b.items()}, f),
+        "8 of the 64 rows",
+    ),
     "by K, None": (
         partial(_64, one=lambda mbs, f: WRONG["3.3"]["by K"][0](mbs, f) and None),
         "dividing by K",
@@ -319,7 +386,13 @@ WRONG["3.7"] = {
 
 
 def _asked(
-    model, batch, *, numbers=(2, 3), told=False, when=lambda a, b: math.isclose(a, b, rel_tol=1e-6), back=True
+    model,
+    batch,
+    *,
+    numbers=(2, 3),
+    told=False,
+    when=lambda a, b: math.isclose(a, b, rel_tol=1e-6),
+    back=True,
 ):
     model.eval()
     losses = [model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in numbers]
@@ -348,7 +421,21 @@ WRONG["3.8"] = {
     "true": (partial(_asked, told=True), "still multiplied"),
     "no return": (partial(_asked, back=False), "return"),
     "dropout off": (lambda model, batch: _asked(_without_dropout(model), batch), "another dropout"),
-    "first weight frozen": (lambda model, batch: (next(model.parameters()).requires_grad_(False), _asked(model, batch))[1], "another requires_grad"),
-    "cache off": (lambda model, batch: (setattr(model.config, "use_cache", not model.config.use_cache), _asked(model, batch))[1], "config.use_cache"),
-    "class": (lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1], "on the class|does use the number"),
-}  # fmt: skip
+    "first weight frozen": (
+        lambda model, batch: (next(model.parameters()).requires_grad_(False), _asked(model, batch))[
+            1
+        ],
+        "another requires_grad",
+    ),
+    "cache off": (
+        lambda model, batch: (
+            setattr(model.config, "use_cache", not model.config.use_cache),
+            _asked(model, batch),
+        )[1],
+        "config.use_cache",
+    ),
+    "class": (
+        lambda model, batch: (setattr(type(model), "accepts_loss_kwargs", False), model)[1],
+        "on the class|does use the number",
+    ),
+}

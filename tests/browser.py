@@ -1,7 +1,9 @@
-"""JupyterLab in a real browser, for tests: a server of its own, a page, and a notebook that runs in it.
+"""JupyterLab in a real browser, for tests: a server of its own, a page, and a notebook that runs in
+it.
 
-Nothing here depends on the user's Jupyter settings: configuration, data, workspaces and home are temporary folders, and
-the kernel is the Python that runs the tests. Waiting is always for a state of the page, never for an amount of time.
+Nothing here depends on the user's Jupyter settings: configuration, data, workspaces and home are
+temporary folders, and the kernel is the Python that runs the tests. Waiting is always for a state
+of the page, never for an amount of time.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OFFLINE = ROOT / "tests" / "offline"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     # Every cell stays in the page, also those out of sight.
@@ -47,7 +55,10 @@ def missing_browser() -> None:
 
 @contextmanager
 def chromium():
-    """A headless Chromium: the system's, or Playwright's own. Skips (fails under ``CI``) where there is neither."""
+    """A headless Chromium: the system's, or Playwright's own.
+
+    Skips (fails under ``CI``) where there is neither.
+    """
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -56,7 +67,9 @@ def chromium():
     with sync_playwright() as playwright:
         if found is None and not Path(playwright.chromium.executable_path).exists():
             missing_browser()
-        browser = playwright.chromium.launch(executable_path=found, headless=True, args=CHROMIUM_FLAGS)
+        browser = playwright.chromium.launch(
+            executable_path=found, headless=True, args=CHROMIUM_FLAGS
+        )
         try:
             yield browser
         finally:
@@ -64,7 +77,9 @@ def chromium():
 
 
 class Lab:
-    """A JupyterLab server on a folder of notebooks, cut off from every network; use it as a context manager."""
+    """A JupyterLab server on a folder of notebooks, cut off from every network; use it as a context
+    manager.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -79,7 +94,9 @@ class Lab:
         kernel = self._own / "data" / "kernels" / "python3" / "kernel.json"
         kernel.parent.mkdir(parents=True)
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        kernel.write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
+        kernel.write_text(
+            json.dumps({"argv": command, "display_name": "Python 3", "language": "python"})
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -88,14 +105,25 @@ class Lab:
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-                    "--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}",
-                    f"--ServerApp.root_dir={self.folder}", "--expose-app-in-browser",
+                    sys.executable,
+                    "-m",
+                    "jupyterlab",
+                    "--no-browser",
+                    "--allow-root",
+                    "--ip=127.0.0.1",
+                    f"--port={port}",
+                    "--ServerApp.port_retries=0",
+                    f"--IdentityProvider.token={self.token}",
+                    f"--ServerApp.root_dir={self.folder}",
+                    "--expose-app-in-browser",
                     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
                     "--LabApp.extension_manager=readonly",
                 ],
-                env=self._environment(), cwd=self.folder, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                env=self._environment(),
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         try:
             self._wait_until_up()
         except BaseException:
@@ -116,14 +144,23 @@ class Lab:
         import platformdirs
 
         own = self._own
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "GRADMEM_LIVE", "PYTEST"))}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("JUPYTER", "GRADMEM_LIVE", "PYTEST"))
+        }
         env |= {
-            "HOME": str(own), "IPYTHONDIR": str(own / "ipython"), "JUPYTER_CONFIG_DIR": str(own / "config"),
-            "JUPYTER_DATA_DIR": str(own / "data"), "JUPYTER_RUNTIME_DIR": str(own / "runtime"),
-            "JUPYTERLAB_SETTINGS_DIR": str(own / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(own / "workspaces"),
-            "JUPYTER_PREFER_ENV_PATH": "0", "GRADMEM_PROGRESS": str(own / "progress.json"),
+            "HOME": str(own),
+            "IPYTHONDIR": str(own / "ipython"),
+            "JUPYTER_CONFIG_DIR": str(own / "config"),
+            "JUPYTER_DATA_DIR": str(own / "data"),
+            "JUPYTER_RUNTIME_DIR": str(own / "runtime"),
+            "JUPYTERLAB_SETTINGS_DIR": str(own / "settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(own / "workspaces"),
+            "JUPYTER_PREFER_ENV_PATH": "0",
+            "GRADMEM_PROGRESS": str(own / "progress.json"),
             "GRADMEM_SIZE": "ci",
-        }  # fmt: skip
+        }
         # A model that was unpacked once need not be unpacked again.
         env.setdefault("GRADMEM_CACHE", str(platformdirs.user_cache_path("gradmem")))
         paths = (str(OFFLINE), str(ROOT), env.get("PYTHONPATH"))
@@ -140,15 +177,19 @@ class Lab:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
-                urllib.request.urlopen(f"{self.url}/api/status?token={self.token}", timeout=2).close()
+                urllib.request.urlopen(
+                    f"{self.url}/api/status?token={self.token}", timeout=2
+                ).close()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        raise RuntimeError(f"JupyterLab did not start; its log ends with:\n{self.log.read_text()[-2000:]}")
+        raise RuntimeError(
+            f"JupyterLab did not start; its log ends with:\n{self.log.read_text()[-2000:]}"
+        )
 
 
-# A notebook that does not exist, or one without a kernel's name, never gets ready: the race ends the wait, and says what
-# the page shows instead.
+# A notebook that does not exist, or one without a kernel's name, never gets ready: the race ends
+# the wait, and says what the page shows instead.
 _READY = """async (seconds) => {
   const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const ready = async () => {
@@ -171,14 +212,18 @@ _READY = """async (seconds) => {
 # Started, not awaited: the page is sampled while the cells run.
 _RUN_ALL = """() => {
   window.gradmemDone = false;
-  jupyterapp.commands.execute('notebook:run-all-cells').finally(() => { window.gradmemDone = true; });
+  const running = jupyterapp.commands.execute('notebook:run-all-cells');
+  running.finally(() => { window.gradmemDone = true; });
 }"""
 # Every canvas in a busy cell: the cell's number and the canvas's pixels.
 _SAMPLE = """() => ({
   done: window.gradmemDone,
-  frames: [...document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell')].flatMap((cell, i) =>
+  frames: [
+    ...document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell')
+  ].flatMap((cell, i) =>
     cell.querySelector('.jp-InputPrompt').textContent.includes('*')
-      ? [...cell.querySelectorAll('canvas.gm-canvas')].filter((canvas) => +canvas.dataset.points > 0)
+      ? [...cell.querySelectorAll('canvas.gm-canvas')]
+        .filter((canvas) => +canvas.dataset.points > 0)
         .map((canvas) => [i, canvas.toDataURL()])
       : []),
 })"""
@@ -210,7 +255,9 @@ class Notebook:
         shown = page.evaluate(_READY, ready_within)
         if shown is not None:
             self.context.close()
-            raise RuntimeError(f"{name} was not ready after {ready_within} s; the page shows: {shown}")
+            raise RuntimeError(
+                f"{name} was not ready after {ready_within} s; the page shows: {shown}"
+            )
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
 
     def __enter__(self) -> Notebook:
@@ -223,12 +270,15 @@ class Notebook:
             self.context.close()
 
     def _page_error(self, error) -> None:
-        # A widget's script is loaded from a blob; whatever else goes wrong in the page is JupyterLab's own.
+        # A widget's script is loaded from a blob; whatever else goes wrong in the page is
+        # JupyterLab's own.
         if "blob:" in (error.stack or ""):
             self.errors.append(f"{error.message}\n{error.stack}")
 
     def command(self, name: str, **arguments) -> None:
-        self.page.evaluate("([name, args]) => jupyterapp.commands.execute(name, args)", [name, arguments])
+        self.page.evaluate(
+            "([name, args]) => jupyterapp.commands.execute(name, args)", [name, arguments]
+        )
 
     def theme(self, name: str) -> None:
         """``"JupyterLab Dark"`` or ``"JupyterLab Light"``."""
@@ -244,7 +294,8 @@ class Notebook:
     def watch(self, *, seconds: float = 240, until=None, on_frame=None) -> int:
         """Look at the live plots of running cells until all cells are done, or ``until(n)`` holds.
 
-        Returns n, the distinct pictures that one cell showed while it ran (of the cell with the most).
+        Returns n, the distinct pictures that one cell showed while it ran (of the cell with the
+        most).
         """
         seen: dict[int, set[str]] = {}
         deadline = time.monotonic() + seconds
@@ -273,10 +324,15 @@ class Notebook:
         return self.watch(seconds=seconds)
 
     def not_run(self) -> list[str]:
-        """The code cells that did not come to their end: what follows an error is not run. A cell may be folded."""
+        """The code cells that did not come to their end: what follows an error is not run.
+
+        A cell may be folded.
+        """
         cells = self.page.evaluate(
-            """() => jupyterapp.shell.currentWidget.content.widgets.map((cell) => cell.model.sharedModel.toJSON())
-              .filter((cell) => cell.cell_type === 'code').map((cell) => [cell.execution_count, cell.source])"""
+            """() => jupyterapp.shell.currentWidget.content.widgets
+              .map((cell) => cell.model.sharedModel.toJSON())
+              .filter((cell) => cell.cell_type === 'code')
+              .map((cell) => [cell.execution_count, cell.source])"""
         )
         assert cells, "no code cell in sight"
         return [source for count, source in cells if count is None]
@@ -284,8 +340,10 @@ class Notebook:
     def failed(self) -> int:
         """How many outputs are an exception's."""
         return self.page.evaluate(
-            """() => jupyterapp.shell.currentWidget.content.widgets.filter((cell) => cell.model.type === 'code')
-              .flatMap((cell) => cell.model.outputs.toJSON()).filter((output) => output.output_type === 'error').length"""
+            """() => jupyterapp.shell.currentWidget.content.widgets
+              .filter((cell) => cell.model.type === 'code')
+              .flatMap((cell) => cell.model.outputs.toJSON())
+              .filter((output) => output.output_type === 'error').length"""
         )
 
     def output(self, cell: int):

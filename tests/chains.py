@@ -1,4 +1,6 @@
-"""Chains of small layers that write down when they run, and steps through them in checkpointed segments."""
+"""Chains of small layers that write down when they run, and steps through them in checkpointed
+segments.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class Layer(nn.Module):
     def __init__(self, index: int, calls: list[int], ratio: int = 3):
         super().__init__()
         self.index, self.calls = index, calls
-        self.inside = nn.Sequential(nn.Linear(8, 8 * ratio), nn.ReLU(inplace=True), nn.Linear(8 * ratio, 8))
+        self.inside = nn.Sequential(
+            nn.Linear(8, 8 * ratio), nn.ReLU(inplace=True), nn.Linear(8 * ratio, 8)
+        )
         self.requires_grad_(False)
 
     def forward(self, x):

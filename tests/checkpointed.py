@@ -1,4 +1,6 @@
-"""What tests of checkpointing run: a chain of layers, small models of six families, and their steps."""
+"""What tests of checkpointing run: a chain of layers, small models of six families, and their
+steps.
+"""
 
 import torch
 import transformers
@@ -8,7 +10,8 @@ from gradmem_lib.compat import stand_in
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4
-WEIGHTS = torch.rand(ROWS, WIDTH)  # so that the gradient which the loss sends back is a tensor of X bytes
+# so that the gradient which the loss sends back is a tensor of X bytes
+WEIGHTS = torch.rand(ROWS, WIDTH)
 
 
 def weighted(y):
@@ -19,42 +22,78 @@ N = 6
 HF = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=N, num_attention_heads=2,
-            num_key_value_heads=1, attention_dropout=0.2,
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=N,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attention_dropout=0.2,
         )
     ),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(
-            vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=N, num_attention_heads=2,
-            num_key_value_heads=1, attention_dropout=0.2,
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=N,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attention_dropout=0.2,
         )
     ),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=N, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, attention_dropout=0.2,
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=N,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            attention_dropout=0.2,
         )
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=N, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1)
+        transformers.GPT2Config(
+            vocab_size=50,
+            n_embd=16,
+            n_layer=N,
+            n_head=2,
+            n_positions=32,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
     ),
     "bert": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=N, num_attention_heads=2, intermediate_size=24,
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=N,
+            num_attention_heads=2,
+            intermediate_size=24,
             max_position_embeddings=32,
         )
     ),
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=16, num_hidden_layers=N, num_attention_heads=2, intermediate_size=24, image_size=8,
-            patch_size=4, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2,
+            hidden_size=16,
+            num_hidden_layers=N,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=8,
+            patch_size=4,
+            hidden_dropout_prob=0.2,
+            attention_probs_dropout_prob=0.2,
         )
     ),
-}  # fmt: skip
+}
 
 
 def block():
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 8))
+    return nn.Sequential(
+        nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 8)
+    )
 
 
 class Looped(nn.Module):

@@ -1,4 +1,6 @@
-"""What an answer of the ledger measures with, what that would have to give instead, and the verdict then."""
+"""What an answer of the ledger measures with, what that would have to give instead, and the verdict
+then.
+"""
 
 from types import SimpleNamespace
 
@@ -31,7 +33,8 @@ def tracker(peak: int):
     )
 
 
-# An answer, what it measures with (a module and a name), what that would have to give, and the verdict then.
+# An answer, what it measures with (a module and a name), what that would have to give, and the
+# verdict then.
 MOVES = [
     ("C11", lesson_07, "_mostly_activations", stub((10, 9)), "does not hold"),
     (

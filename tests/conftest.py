@@ -20,7 +20,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session) -> None:
-    """Ranks are sent what a test file defines for them: importing it, and pytest, takes each a second."""
+    """Ranks are sent what a test file defines for them: importing it, and pytest, takes each a
+    second.
+    """
     for module in {getattr(item, "module", None) for item in session.items}:
         if module is not None and module.__name__ in SENT_TO_RANKS:
             cloudpickle.register_pickle_by_value(module)
@@ -34,7 +36,9 @@ def own_progress_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C as a terminal has it, also where the test run was started in the background with interrupts ignored."""
+    """Ctrl-C as a terminal has it, also where the test run was started in the background with
+    interrupts ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,7 +59,9 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def loaded(name: str):
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"benchmark_{name}", BENCHMARKS / f"{name}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)

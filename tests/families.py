@@ -1,4 +1,6 @@
-"""Tiny configs of many transformers families, one table for the tests that go through all of them."""
+"""Tiny configs of many transformers families, one table for the tests that go through all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,34 @@ from transformers import AutoConfig, PreTrainedModel
 
 # Settings by the names that most families use; what a family does not know is left out.
 SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-PAIR = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1}  # fmt: skip
+}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+PAIR = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "d_model": 32,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "decoder_start_token_id": 1,
+}
 T5 = {
     "d_model": 32,
     "d_kv": 8,
@@ -26,70 +49,243 @@ PICTURE = {"image_size": 32, "patch_size": 8, "num_labels": 5}
 
 TWO = {
     "text_config": SMALL | {"projection_dim": 16},
-    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
-    "patch_size": 8},
-}  # fmt: skip
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+}
 
 TEXT = {
-    "llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {}, "qwen3": {}, "gemma": {}, "gemma2": {"sliding_window": 8},
-    "gemma3_text": {"sliding_window": 8}, "phi": {}, "phi3": {}, "olmo": {}, "olmo2": {}, "olmo3": {"sliding_window": 8},
-    "granite": {"logits_scaling": 2.0}, "cohere": {}, "cohere2": {"sliding_window": 8}, "glm": {}, "glm4": {},
-    "helium": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "nemotron": {}, "persimmon": {}, "gpt2": {},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8}, "gpt_neox": {}, "gptj": {"rotary_dim": 4},
-    "gpt_bigcode": {}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "bloom": {}, "falcon": {"head_dim": None}, "mpt": {"d_model": 32,
-    "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "codegen": {"rotary_dim": 4}, "biogpt": {}, "xglm": {"d_model": 32,
-    "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, "openai-gpt": {}, "ctrl": {"dff": 48}, "exaone4": {"sliding_window": 8},
-    "seed_oss": {}, "ernie4_5": {}, "arcee": {}, "apertus": {}, "diffllama": {}, "modernbert-decoder": {}, "nanochat": {},
-}  # fmt: skip
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "granite": {"logits_scaling": 2.0},
+    "cohere": {},
+    "cohere2": {"sliding_window": 8},
+    "glm": {},
+    "glm4": {},
+    "helium": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "nemotron": {},
+    "persimmon": {},
+    "gpt2": {},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gpt_neox": {},
+    "gptj": {"rotary_dim": 4},
+    "gpt_bigcode": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {},
+    "falcon": {"head_dim": None},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "codegen": {"rotary_dim": 4},
+    "biogpt": {},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "openai-gpt": {},
+    "ctrl": {"dff": 48},
+    "exaone4": {"sliding_window": 8},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "arcee": {},
+    "apertus": {},
+    "diffllama": {},
+    "modernbert-decoder": {},
+    "nanochat": {},
+}
 MIXTURES = {
-    "mixtral": {}, "qwen2_moe": {"shared_expert_intermediate_size": 16}, "qwen3_moe": {}, "olmoe": {}, "phimoe": {},
-    "granitemoe": {}, "gpt_oss": {"sliding_window": 8}, "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-    "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 4}, "jetmoe": {"kv_channels": 8}, "llama4_text": {"attention_chunk_size": 8},
-    "minimax": {}, "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-}  # fmt: skip
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": {},
+    "olmoe": {},
+    "phimoe": {},
+    "granitemoe": {},
+    "gpt_oss": {"sliding_window": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+    },
+    "jetmoe": {"kv_channels": 8},
+    "llama4_text": {"attention_chunk_size": 8},
+    "minimax": {},
+    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+}
 STATES = {
-    "mamba": {"state_size": 4}, "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
-    "falcon_mamba": {"state_size": 4}, "jamba": {"mamba_d_state": 4}, "zamba2": {"layer_types": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1, "mamba_d_state": 4, "n_mamba_heads": 8,
-    "mamba_ngroups": 1}, "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8}, "rwkv": {"attention_hidden_size": 32},
-    "bamba": {"mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}, "falcon_h1": {"mamba_d_state": 4,
-    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_ssm": 64}, "lfm2": {},
-}  # fmt: skip
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
+    "falcon_mamba": {"state_size": 4},
+    "jamba": {"mamba_d_state": 4},
+    "zamba2": {
+        "layer_types": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "num_mem_blocks": 1,
+        "mamba_d_state": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+    },
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8},
+    "rwkv": {"attention_hidden_size": 32},
+    "bamba": {"mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "falcon_h1": {
+        "mamba_d_state": 4,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_ssm": 64,
+    },
+    "lfm2": {},
+}
 MASKED = {
-    "bert": {}, "roberta": {}, "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}, "albert": {
-    "embedding_size": 16}, "electra": {"embedding_size": 16}, "deberta": {}, "deberta-v2": {}, "modernbert": {}, "mpnet": {},
-    "camembert": {}, "xlm-roberta": {}, "convbert": {"embedding_size": 16}, "squeezebert": {"embedding_size": 32, "q_groups": 1,
-    "k_groups": 1, "v_groups": 1, "post_attention_groups": 1, "intermediate_groups": 1, "output_groups": 1}, "fnet": {},
-    "big_bird": {}, "roformer": {"embedding_size": 16}, "nystromformer": {}, "rembert": {}, "megatron-bert": {}, "xlnet": {"max_position_embeddings": None,
-    "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}, "longformer": {"attention_window": 8}, "esm": {},
-}  # fmt: skip
+    "bert": {},
+    "roberta": {},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "albert": {"embedding_size": 16},
+    "electra": {"embedding_size": 16},
+    "deberta": {},
+    "deberta-v2": {},
+    "modernbert": {},
+    "mpnet": {},
+    "camembert": {},
+    "xlm-roberta": {},
+    "convbert": {"embedding_size": 16},
+    "squeezebert": {
+        "embedding_size": 32,
+        "q_groups": 1,
+        "k_groups": 1,
+        "v_groups": 1,
+        "post_attention_groups": 1,
+        "intermediate_groups": 1,
+        "output_groups": 1,
+    },
+    "fnet": {},
+    "big_bird": {},
+    "roformer": {"embedding_size": 16},
+    "nystromformer": {},
+    "rembert": {},
+    "megatron-bert": {},
+    "xlnet": {
+        "max_position_embeddings": None,
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "d_inner": 48,
+    },
+    "longformer": {"attention_window": 8},
+    "esm": {},
+}
 PAIRS = {
-    "t5": T5, "mt5": T5, "umt5": T5, "bart": PAIR, "mbart": PAIR, "pegasus": PAIR, "marian": PAIR, "blenderbot": PAIR,
-    "plbart": PAIR, "led": PAIR | {"attention_window": 8, "max_encoder_position_embeddings": 64,
-    "max_decoder_position_embeddings": 64}, "switch_transformers": T5 | {"num_experts": 4}, "longt5": T5,
-}  # fmt: skip
+    "t5": T5,
+    "mt5": T5,
+    "umt5": T5,
+    "bart": PAIR,
+    "mbart": PAIR,
+    "pegasus": PAIR,
+    "marian": PAIR,
+    "blenderbot": PAIR,
+    "plbart": PAIR,
+    "led": PAIR
+    | {
+        "attention_window": 8,
+        "max_encoder_position_embeddings": 64,
+        "max_decoder_position_embeddings": 64,
+    },
+    "switch_transformers": T5 | {"num_experts": 4},
+    "longt5": T5,
+}
 PICTURES = {
-    "vit": PICTURE, "deit": PICTURE, "beit": PICTURE, "dinov2": PICTURE, "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1],
-    "num_stages": 2}, "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, "swin": {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None, "embed_dim": 8,
-    "depths": [1, 1], "num_heads": [1, 2], "window_size": 4, "patch_size": 4, "image_size": 32}, "segformer": {"num_encoder_blocks": 2, "depths": [1, 1],
-    "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2], "decoder_hidden_size": 16}, "mobilenet_v2": {"image_size": 32}, "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16],
-    "depths": [1, 1], "groups_width": 8}, "siglip": TWO, "clip": TWO | {"projection_dim": 16},
-}  # fmt: skip
+    "vit": PICTURE,
+    "deit": PICTURE,
+    "beit": PICTURE,
+    "dinov2": PICTURE,
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    "swin": {
+        "num_attention_heads": None,
+        "num_hidden_layers": None,
+        "hidden_size": None,
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+        "window_size": 4,
+        "patch_size": 4,
+        "image_size": 32,
+    },
+    "segformer": {
+        "num_encoder_blocks": 2,
+        "depths": [1, 1],
+        "sr_ratios": [2, 1],
+        "hidden_sizes": [8, 16],
+        "patch_sizes": [7, 3],
+        "strides": [4, 2],
+        "num_attention_heads": [1, 2],
+        "mlp_ratios": [2, 2],
+        "decoder_hidden_size": 16,
+    },
+    "mobilenet_v2": {"image_size": 32},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8},
+    "siglip": TWO,
+    "clip": TWO | {"projection_dim": 16},
+}
 SOUNDS = {
-    "whisper": PAIR | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64, "pad_token_id": 0},
-    "wav2vec2": {"conv_dim": [8, 8], "conv_stride": [4, 4], "conv_kernel": [4, 4], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2},
-    "hubert": {"conv_dim": [8, 8], "conv_stride": [4, 4], "conv_kernel": [4, 4], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2},
-}  # fmt: skip
+    "whisper": PAIR
+    | {
+        "num_mel_bins": 8,
+        "max_source_positions": 16,
+        "max_target_positions": 64,
+        "pad_token_id": 0,
+    },
+    "wav2vec2": {
+        "conv_dim": [8, 8],
+        "conv_stride": [4, 4],
+        "conv_kernel": [4, 4],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+    },
+    "hubert": {
+        "conv_dim": [8, 8],
+        "conv_stride": [4, 4],
+        "conv_kernel": [4, 4],
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+    },
+}
 KINDS = {
-    "text": TEXT, "mixtures": {name: EXPERTS | more for name, more in MIXTURES.items()}, "states": STATES, "masked": MASKED,
-    "pairs": PAIRS, "pictures": PICTURES, "sounds": SOUNDS,
-}  # fmt: skip
+    "text": TEXT,
+    "mixtures": {name: EXPERTS | more for name, more in MIXTURES.items()},
+    "states": STATES,
+    "masked": MASKED,
+    "pairs": PAIRS,
+    "pictures": PICTURES,
+    "sounds": SOUNDS,
+}
 FAMILIES = {name: more for kind in KINDS.values() for name, more in kind.items()}
 
-# Before 5.23: checkpoints by another name and not of one layer in two; encoders that read a number to see whether a layer is left out.
+# Before 5.23: checkpoints by another name and not of one layer in two; encoders that read a number
+# to see whether a layer is left out.
 OLDER = not hasattr(PreTrainedModel, "activation_checkpointing_enable")
 
 

@@ -1,4 +1,6 @@
-"""Which part of a table of cases runs each time: every night, with ``GRADMEM_ALL=1``, the whole table does."""
+"""Which part of a table of cases runs each time: every night, with ``GRADMEM_ALL=1``, the whole
+table does.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The CPU allocator's own account of a step: every block taken and given back, as PyTorch's profiler saw it.
+"""The CPU allocator's own account of a step: every block taken and given back, as PyTorch's
+profiler saw it.
 
-It knows nothing of the tracker. Blocks that one operation takes and gives back before it returns are left out, since no
-dispatch mode can see them; and those that gloo takes for a collective (it copies what it gathers and scatters).
+It knows nothing of the tracker. Blocks that one operation takes and gives back before it returns
+are left out, since no dispatch mode can see them; and those that gloo takes for a collective (it
+copies what it gathers and scatters).
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ MEASURED = "the step that is measured"
 
 @cache
 def composite(name: str) -> bool:
-    """Whether an operation is made of others: what it takes and gives back between two of them can be seen."""
+    """Whether an operation is made of others: what it takes and gives back between two of them can
+    be seen.
+    """
     namespace, _, base = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), base, None) if base.isidentifier() else None
     for overload in getattr(packet, "overloads", list)():
         whole = f"{name}.{overload}".removesuffix(".default")
         if torch._C._dispatch_has_kernel(whole):
-            return torch._C._dispatch_has_kernel_for_dispatch_key(whole, "CompositeImplicitAutograd")
+            return torch._C._dispatch_has_kernel_for_dispatch_key(
+                whole, "CompositeImplicitAutograd"
+            )
     return True
 
 
@@ -43,7 +49,9 @@ def walk(nodes, inside=None):
 
 @contextmanager
 def without_collections():
-    """Tensors in a circle of references go when Python happens to collect it, which is no part of a step."""
+    """Tensors in a circle of references go when Python happens to collect it, which is no part of a
+    step.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -55,7 +63,8 @@ def without_collections():
 def allocator_peak(step, before: int = 0) -> int:
     """The most bytes above those at its start that ``step()`` takes.
 
-    ``before``: so many steps are run and profiled before it. A block's end is seen where its beginning was.
+    ``before``: so many steps are run and profiled before it. A block's end is seen where its
+    beginning was.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:

@@ -29,7 +29,9 @@ TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
 def on_targets(cases: list[tuple]) -> list[tuple]:
     """Each case with a target, the two taking turns; every night with both."""
     both = [(*case, target) for case in cases for target in ("cpu", "cuda")]
-    return both if os.environ.get("GRADMEM_ALL") else [both[2 * i + i % 2] for i in range(len(cases))]
+    return (
+        both if os.environ.get("GRADMEM_ALL") else [both[2 * i + i % 2] for i in range(len(cases))]
+    )
 
 
 def config(family: str, layers: int = 3):

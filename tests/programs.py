@@ -1,7 +1,8 @@
-"""Training steps that people write, small: what ``test_programs.py`` runs under the tracker and beside an independent counter.
+"""Training steps that people write, small: what ``test_programs.py`` runs under the tracker and
+beside an independent counter.
 
-A program is a function that builds everything and returns ``(model, optimizers, step)``. A step leaves no gradient behind,
-so that every step after the first takes the same memory.
+A program is a function that builds everything and returns ``(model, optimizers, step)``. A step
+leaves no gradient behind, so that every step after the first takes the same memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Programs by what their models are made of: layers, parametrizations, operators of autograd, functional transforms."""
+"""Programs by what their models are made of: layers, parametrizations, operators of autograd,
+functional transforms.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,17 @@ def truncated_backward_through_time():
 @program
 def convolutions_with_batch_norm():
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.SiLU(inplace=True), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.SiLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
     return classifier(model, batch(16, 3, 32, 32))
 
 
@@ -96,14 +105,20 @@ def u_net():
 def transformer_encoder():
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = nn.Sequential(
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(1024, 10)
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        nn.Flatten(),
+        nn.Linear(1024, 10),
     )
     return classifier(model, batch(16, 16, 64))
 
 
 @program
 def transformer_with_a_mask():
-    model, a, b = nn.Transformer(64, 4, 1, 1, 128, batch_first=True), batch(8, 16, 64), batch(8, 12, 64)
+    model, a, b = (
+        nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
+        batch(8, 16, 64),
+        batch(8, 12, 64),
+    )
     mask = nn.Transformer.generate_square_subsequent_mask(12)
     return usual(model, lambda: model(a, b, tgt_mask=mask).square().mean())
 
@@ -114,7 +129,9 @@ def attention_by_hand():
 
     def loss():
         q, k, v = model(x).chunk(3, -1)
-        scores = (q @ k.transpose(1, 2) / 8).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
+        scores = (q @ k.transpose(1, 2) / 8).masked_fill(
+            torch.ones(32, 32).triu(1).bool(), -torch.inf
+        )
         return F.mse_loss(scores.softmax(-1) @ v, y)
 
     return usual(model, loss)
@@ -122,7 +139,11 @@ def attention_by_hand():
 
 @program
 def mixture_of_experts():
-    router, experts, x = nn.Linear(64, 4), nn.ModuleList(mlp(64, 128, 64) for _ in range(4)), batch(128, 64)
+    router, experts, x = (
+        nn.Linear(64, 4),
+        nn.ModuleList(mlp(64, 128, 64) for _ in range(4)),
+        batch(128, 64),
+    )
 
     def loss():
         weight, chosen = router(x).softmax(-1).max(-1)
@@ -147,7 +168,11 @@ def weight_tying():
 
 @program
 def sparse_embedding():
-    table, head, ids = nn.Embedding(4096, 32, sparse=True), nn.Linear(32, 1), torch.randint(0, 4096, (64,))
+    table, head, ids = (
+        nn.Embedding(4096, 32, sparse=True),
+        nn.Linear(32, 1),
+        torch.randint(0, 4096, (64,)),
+    )
     optimizers = [SparseAdam(table.parameters()), adamw(head)]
 
     def step():

@@ -33,7 +33,9 @@ def clipped(clip):
 
 program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0)), name="clipping_by_norm_foreach")
 program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0, foreach=False)), name="clipping_by_norm")
-program(lambda: clipped(lambda p: clip_grad_value_(p, 0.1, foreach=False)), name="clipping_by_value")
+program(
+    lambda: clipped(lambda p: clip_grad_value_(p, 0.1, foreach=False)), name="clipping_by_value"
+)
 
 
 @program
@@ -199,12 +201,17 @@ def checkpointed():
 
 @program
 def checkpoints_in_sequence():
-    model, x = nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))), batch(64, 128).requires_grad_()
+    model, x = (
+        nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))),
+        batch(64, 128).requires_grad_(),
+    )
 
     def loss():
         x.grad = None
         return (
-            checkpoint_sequential(model, 2, x, use_reentrant=False, preserve_rng_state=False).square().mean()
+            checkpoint_sequential(model, 2, x, use_reentrant=False, preserve_rng_state=False)
+            .square()
+            .mean()
         )
 
     model, optimizer, step = usual(model, loss)
@@ -214,7 +221,11 @@ def checkpoints_in_sequence():
 @program
 def saved_tensors_packed_in_bf16():
     def pack(t):
-        return (t.bfloat16(), t.dtype) if t.is_floating_point() and not isinstance(t, nn.Parameter) else t
+        return (
+            (t.bfloat16(), t.dtype)
+            if t.is_floating_point() and not isinstance(t, nn.Parameter)
+            else t
+        )
 
     def unpack(kept):
         return kept[0].to(kept[1]) if isinstance(kept, tuple) else kept
@@ -250,7 +261,9 @@ OPTIMIZERS = {
 for name, make in OPTIMIZERS.items():
 
     def with_optimizer(make=make, bias=name != "muon"):
-        model = nn.Sequential(nn.Linear(128, 256, bias=bias), nn.GELU(), nn.Linear(256, 10, bias=bias))
+        model = nn.Sequential(
+            nn.Linear(128, 256, bias=bias), nn.GELU(), nn.Linear(256, 10, bias=bias)
+        )
         return classifier(model, batch(64, 128), make(model.parameters()))
 
     program(with_optimizer, name=name)

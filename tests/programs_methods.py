@@ -1,4 +1,6 @@
-"""Programs by what is learned: generative models, teachers and averages, comparisons, rewards, several optimizers."""
+"""Programs by what is learned: generative models, teachers and averages, comparisons, rewards,
+several optimizers.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def wasserstein_gan_with_gradient_penalty():
 
 @program
 def variational_autoencoder():
-    model, x = nn.ModuleDict({"encode": mlp(128, 256, 64), "decode": mlp(32, 256, 128)}), batch(64, 128)
+    model, x = (
+        nn.ModuleDict({"encode": mlp(128, 256, 64), "decode": mlp(32, 256, 128)}),
+        batch(64, 128),
+    )
 
     def loss():
         mean, log_var = model["encode"](x).chunk(2, dim=1)

@@ -1,4 +1,6 @@
-"""Run in every rank by the tests of sharding: one optimizer step of several ranks, and of one process on all their rows."""
+"""Run in every rank by the tests of sharding: one optimizer step of several ranks, and of one
+process on all their rows.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def trained(
 ):
     """Gradients of each step, the weights after the last, and the losses."""
     model = model_of(family, dtype)
-    batch = {name: t[rows].contiguous() for name, t in batch_of(model, ROWS * dist.get_world_size()).items()}
+    batch = {
+        name: t[rows].contiguous()
+        for name, t in batch_of(model, ROWS * dist.get_world_size()).items()
+    }
     torch.manual_seed(2)
     if peft:
         from peft import LoraConfig, get_peft_model
@@ -91,19 +96,34 @@ def trained(
             seen.extend(whole(p.grad).clone() for p in weights if p.grad is not None)
 
     with undo:
-        losses = [step(model, optimizer, batch, recipe, mark=mark, loss=exact_loss) for _ in range(steps)]
-    return {"gradients": seen, "weights": [whole(p.detach()) for p in model.parameters()], "losses": losses}
+        losses = [
+            step(model, optimizer, batch, recipe, mark=mark, loss=exact_loss) for _ in range(steps)
+        ]
+    return {
+        "gradients": seen,
+        "weights": [whole(p.detach()) for p in model.parameters()],
+        "losses": losses,
+    }
 
 
 def distance(family: str, recipe: Recipe, **options) -> float | str:
-    """The largest relative distance of any tensor from one process's, found by the first rank, or the sentence that refuses."""
+    """The largest relative distance of any tensor from one process's, found by the first rank, or
+    the sentence that refuses.
+    """
     try:
-        here = trained(family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options)
+        here = trained(
+            family, recipe, slice(dist.get_rank(), None, dist.get_world_size()), **options
+        )
     except ValueError as error:
         return str(error)
     if dist.get_rank():
         return 0.0
-    memory_alone = {"checkpointing": None, "every_n_layers": None, "offload": None, "accumulation": 1}
+    memory_alone = {
+        "checkpointing": None,
+        "every_n_layers": None,
+        "offload": None,
+        "accumulation": 1,
+    }
     there = one_process(family, replace(recipe, sharding=None, **memory_alone), **options)
     assert there["gradients"] or recipe.in_backward
     return max(far(here[kind], there[kind]) for kind in here if there[kind])
@@ -115,7 +135,9 @@ def one_process(family: str, recipe: Recipe, **options):
 
 
 def far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The distance of all tensors together, since some gradients are 0 but for rounding (a key's bias); bytes have to be equal."""
+    """The distance of all tensors together, since some gradients are 0 but for rounding (a key's
+    bias); bytes have to be equal.
+    """
     assert len(some) == len(others), (len(some), len(others))
     whole_numbers = [not t.is_floating_point() for t in others]
     if not all(torch.equal(a, b) for a, b, n in zip(some, others, whole_numbers, strict=True) if n):

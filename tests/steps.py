@@ -38,7 +38,14 @@ BERT = dict(
 
 
 GPT2 = dict(
-    vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    vocab_size=256,
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_positions=64,
+    resid_pdrop=0,
+    embd_pdrop=0,
+    attn_pdrop=0,
 )
 
 
@@ -63,7 +70,10 @@ class Blocks(nn.Module):
 def conv_net(checkpointed):
     blocks = [
         nn.Sequential(
-            nn.Conv2d(c, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)
+            nn.Conv2d(c, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
         )
         for c in (3, 32, 32)
     ]
@@ -71,7 +81,9 @@ def conv_net(checkpointed):
 
 
 def mlp(checkpointed):
-    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+    ]
     return Blocks(blocks, nn.Linear(256, 10), checkpointed)
 
 
@@ -79,7 +91,9 @@ def hf(model_class, config_class, config, **more):
     def build(checkpointed):
         model = model_class(config_class(**config, **more))
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         return model
 
     return build
@@ -110,14 +124,22 @@ def build(name, *, precision="float32", checkpointed=False, optimizer="adamw", s
     model = MODELS[name](checkpointed).to(dtype).train()
     opt = OPTIMIZERS[optimizer](model.parameters())
     if name in ("cnn", "mlp"):
-        x = torch.randn(32, 3, 16, 16, dtype=dtype) if name == "cnn" else torch.randn(64, 256, dtype=dtype)
+        x = (
+            torch.randn(32, 3, 16, 16, dtype=dtype)
+            if name == "cnn"
+            else torch.randn(64, 256, dtype=dtype)
+        )
         batch = (x, torch.randint(0, 10, (len(x),)))
     else:
         ids = torch.randint(0, 256, (2, seq_len))
         batch = (ids, ids.clone())
 
     def step():
-        cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
+        cast = (
+            torch.autocast("cpu", torch.bfloat16)
+            if precision == "autocast"
+            else contextlib.nullcontext()
+        )
         with cast:
             if name in ("cnn", "mlp"):
                 loss = model(*batch)

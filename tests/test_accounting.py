@@ -1,4 +1,6 @@
-"""The closed forms against the real thing: models on the meta device, autograd's saved tensors, whole measured steps."""
+"""The closed forms against the real thing: models on the meta device, autograd's saved tensors,
+whole measured steps.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_every_shape_is_checked_and_named_after_its_key():
 
 
 @pytest.mark.parametrize(
-    "config", [BertConfig(), LlamaConfig(attention_bias=True), LlamaConfig(hidden_size=64, head_dim=32)]
+    "config",
+    [BertConfig(), LlamaConfig(attention_bias=True), LlamaConfig(hidden_size=64, head_dim=32)],
 )
 def test_a_config_that_the_forms_do_not_cover_is_refused(config):
     with pytest.raises(ValueError, match=r"Shape\(\.\.\.\)"):
@@ -113,8 +116,16 @@ def test_a_config_that_the_forms_do_not_cover_is_refused(config):
 
 
 def test_bytes_per_parameter_of_each_recipe():
-    total = {name: sum(accounting.bytes_per_parameter(name, "adamw").values()) for name in PRECISIONS}
-    assert total == {"float32": 16, "bf16": 8, "autocast-bf16": 16, "autocast-fp16": 16, "float32-master": 16}
+    total = {
+        name: sum(accounting.bytes_per_parameter(name, "adamw").values()) for name in PRECISIONS
+    }
+    assert total == {
+        "float32": 16,
+        "bf16": 8,
+        "autocast-bf16": 16,
+        "autocast-fp16": 16,
+        "float32-master": 16,
+    }
     assert accounting.bytes_per_parameter("bf16", "sgd", 0.9)["optimizer"] == 2
     assert accounting.bytes_per_parameter("float32-master", None)["optimizer"] == 0
 
@@ -159,7 +170,9 @@ GPT2_SIZES = [(1, 8, 32, 4), (2, 16, 48, 3), (3, 33, 64, 8)]
 def causal_mask(batch_size, seq_len, dtype, attention):
     if attention == "fused":
         return None
-    return torch.full((batch_size, 1, seq_len, seq_len), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    return torch.full((batch_size, 1, seq_len, seq_len), torch.finfo(dtype).min, dtype=dtype).triu(
+        1
+    )
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
@@ -169,9 +182,15 @@ def test_llama_block_saves_exactly_this(size, precision, attention):
     batch_size, seq_len, hidden, heads, kv_heads, intermediate = size
     dtype = DTYPES[precision]
     model = models.tiny_llama(
-        layers=1, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate, vocab=16,
-        attention=IMPLEMENTATION[attention], dtype=dtype,
-    )  # fmt: skip
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        vocab=16,
+        attention=IMPLEMENTATION[attention],
+        dtype=dtype,
+    )
     x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
     with torch.no_grad():
         tables = model.model.rotary_emb(x, torch.arange(seq_len)[None])
@@ -183,7 +202,9 @@ def test_llama_block_saves_exactly_this(size, precision, attention):
 
     _, measured = saved_tensors(run, (*model.parameters(), *tables))
     shape = Shape.from_config(model.config)
-    items = accounting.block_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
+    items = accounting.block_activations(
+        shape, batch_size, seq_len, precision=precision, attention=attention
+    )
     assert sum(items.values()) == measured
 
 
@@ -194,7 +215,12 @@ def test_gpt2_block_saves_exactly_this(size, precision, attention):
     batch_size, seq_len, hidden, heads = size
     dtype = DTYPES[precision]
     model = models.tiny_gpt2(
-        layers=1, hidden=hidden, heads=heads, vocab=16, attention=IMPLEMENTATION[attention], dtype=dtype
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        vocab=16,
+        attention=IMPLEMENTATION[attention],
+        dtype=dtype,
     )
     x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
     mask = causal_mask(batch_size, seq_len, dtype, attention)
@@ -205,7 +231,9 @@ def test_gpt2_block_saves_exactly_this(size, precision, attention):
 
     _, measured = saved_tensors(run, model.parameters())
     shape = Shape.from_config(model.config)
-    items = accounting.block_activations(shape, batch_size, seq_len, precision=precision, attention=attention)
+    items = accounting.block_activations(
+        shape, batch_size, seq_len, precision=precision, attention=attention
+    )
     assert sum(items.values()) == measured
 
 
@@ -215,9 +243,14 @@ def test_gpt2_block_saves_exactly_this(size, precision, attention):
 @pytest.mark.parametrize("tied", [False, True])
 def test_whole_model_saves_exactly_this(make, tied, precision, attention):
     model = make(
-        layers=3, hidden=32, heads=4, vocab=100, tied=tied, attention=IMPLEMENTATION[attention],
+        layers=3,
+        hidden=32,
+        heads=4,
+        vocab=100,
+        tied=tied,
+        attention=IMPLEMENTATION[attention],
         dtype=DTYPES[precision],
-    )  # fmt: skip
+    )
     ids = torch.randint(0, 100, (2, 24))
 
     def run():
@@ -232,7 +265,9 @@ def test_whole_model_saves_exactly_this(make, tied, precision, attention):
 
 def test_the_score_matrix_is_kept_by_eager_attention_alone():
     def saved(seq_len, attention):
-        items = accounting.attention_activations(SHAPES["Llama-2-7B"], 1, seq_len, attention=attention)
+        items = accounting.attention_activations(
+            SHAPES["Llama-2-7B"], 1, seq_len, attention=attention
+        )
         return sum(items.values())
 
     assert saved(4096, "fused") == 2 * saved(2048, "fused")
@@ -248,7 +283,8 @@ STEPS = {
 }
 
 
-# A CPU is slow in float16: one step is measured, and the test below says that the others are bf16's.
+# A CPU is slow in float16: one step is measured, and the test below says that the others are
+# bf16's.
 ESTIMATED = [
     (make, step, precision, attention, checkpointing)
     for make in (models.tiny_llama, models.tiny_gpt2)
@@ -265,17 +301,25 @@ ESTIMATED = [
     ("make", "step", "precision", "attention", "checkpointing"),
     each(5, ESTIMATED),
 )
-def test_estimate_within_one_percent_of_the_measured_peak(make, step, precision, attention, checkpointing):
+def test_estimate_within_one_percent_of_the_measured_peak(
+    make, step, precision, attention, checkpointing
+):
     size = STEPS[step]
     model = make(vocab=size["vocab"], attention=IMPLEMENTATION[attention], dtype=DTYPES[precision])
     if checkpointing == "per-layer":
         checkpoint_every_layer(model)
     ids = torch.randint(0, size["vocab"], (size["batch"], size["seq"]))
-    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision)
+    peak = measured_peak(
+        model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision
+    )
     estimate = accounting.estimate(
-        Shape.from_config(model.config), batch_size=size["batch"], seq_len=size["seq"], precision=precision,
-        attention=attention, checkpointing=checkpointing,
-    )  # fmt: skip
+        Shape.from_config(model.config),
+        batch_size=size["batch"],
+        seq_len=size["seq"],
+        precision=precision,
+        attention=attention,
+        checkpointing=checkpointing,
+    )
     assert estimate.total == pytest.approx(peak.total, rel=0.01)
     assert sum(estimate.by_category.values()) == estimate.total
     assert tuple(estimate.by_category) == CATEGORIES
@@ -307,9 +351,13 @@ def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, ch
     ids = torch.randint(0, 512, (1, 640))
     peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
     estimate = accounting.estimate(
-        Shape.from_config(model.config), batch_size=1, seq_len=640, precision=precision, attention="eager",
+        Shape.from_config(model.config),
+        batch_size=1,
+        seq_len=640,
+        precision=precision,
+        attention="eager",
         checkpointing=checkpointing,
-    )  # fmt: skip
+    )
     assert "attention backward" in estimate.moment
     assert estimate.total == pytest.approx(peak.total, rel=0.001)
 
@@ -318,7 +366,10 @@ def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, ch
     ("choice", "make"),
     [
         ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, foreach=False)),
-        ({"optimizer": "sgd", "momentum": 0.9}, lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False)),
+        (
+            {"optimizer": "sgd", "momentum": 0.9},
+            lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False),
+        ),
         ({"optimizer": "adamw-foreach"}, lambda p: torch.optim.AdamW(p, foreach=True)),
         ({"optimizer": "adamw-fused"}, lambda p: torch.optim.AdamW(p, fused=True)),
     ],
@@ -326,11 +377,17 @@ def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, ch
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seq_len", [8, 128])
 def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_len):
-    model = models.tiny_llama(layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied)
+    model = models.tiny_llama(
+        layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied
+    )
     ids = torch.randint(0, 2048, (1, seq_len))
     peak = measured_peak(model, make(model.parameters()), ids)
     estimate = accounting.estimate(
-        Shape.from_config(model.config), batch_size=1, seq_len=seq_len, precision="float32", **choice
+        Shape.from_config(model.config),
+        batch_size=1,
+        seq_len=seq_len,
+        precision="float32",
+        **choice,
     )
     assert estimate.total == pytest.approx(peak.total, rel=0.01)
 
@@ -338,8 +395,12 @@ def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_
 def test_estimate_on_the_real_size_of_smollm2():
     """Against a trace of the real step without its memory. Lesson 01 runs it on real tensors."""
     recipe = Recipe(precision="float32", optimizer="adamw")
-    traced = predict(CONFIGS["SmolLM2-135M"], batch_size=1, seq_len=128, recipe=recipe, target="cpu")
-    estimate = accounting.estimate(SHAPES["SmolLM2-135M"], batch_size=1, seq_len=128, precision="float32")
+    traced = predict(
+        CONFIGS["SmolLM2-135M"], batch_size=1, seq_len=128, recipe=recipe, target="cpu"
+    )
+    estimate = accounting.estimate(
+        SHAPES["SmolLM2-135M"], batch_size=1, seq_len=128, precision="float32"
+    )
     assert estimate.total == pytest.approx(traced.peak.total, rel=0.001)
 
 
@@ -363,14 +424,20 @@ class Segment(nn.Module):
 def test_estimate_of_segments(segment):
     model = models.tiny_llama(layers=8, hidden=64, heads=4, intermediate=172, vocab=256)
     shape, layers = Shape.from_config(model.config), model.model.layers
-    model.model.layers = nn.ModuleList(Segment(layers[i : i + segment]) for i in range(0, 8, segment))
+    model.model.layers = nn.ModuleList(
+        Segment(layers[i : i + segment]) for i in range(0, 8, segment)
+    )
     model.config.num_hidden_layers = len(model.model.layers)
     ids = torch.randint(0, 256, (4, 128))
     peak = measured_peak(model, torch.optim.SGD(model.parameters(), foreach=False), ids)
     estimate = accounting.estimate(
-        shape, batch_size=4, seq_len=128, precision="float32", optimizer="sgd",
+        shape,
+        batch_size=4,
+        seq_len=128,
+        precision="float32",
+        optimizer="sgd",
         checkpointing=segment,
-    )  # fmt: skip
+    )
     assert estimate.total == pytest.approx(peak.total, rel=0.02)
 
 
@@ -407,7 +474,9 @@ def test_the_closed_forms_are_attached_to_the_spellings_of_names():
     assert not hasattr(accounting, "CARDS")
 
 
-@pytest.mark.parametrize("spelled", [("autocast-bf16", "float32-master"), ("autocast", "float32 master")])
+@pytest.mark.parametrize(
+    "spelled", [("autocast-bf16", "float32-master"), ("autocast", "float32 master")]
+)
 def test_exercise_1_5_takes_the_names_of_today_and_those_of_before(spelled):
     right = {"float32": 16, "bf16": 8} | dict.fromkeys(spelled, 16)
     assert judge(get("1.5"), lambda recipe: right[recipe]).outcome == "passed"

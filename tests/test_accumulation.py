@@ -32,9 +32,13 @@ MODELS = {dtype: tiny(dtype) for dtype in (torch.float32, torch.float64)}
 
 
 def padded(lengths, seed=0, width=None):
-    """A batch of random sequences of these lengths, padded to the longest, with padding masked and not predicted."""
+    """A batch of random sequences of these lengths, padded to the longest, with padding masked and
+    not predicted.
+    """
     width = width or max(lengths)
-    ids = torch.randint(0, VOCAB, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, VOCAB, (len(lengths), width), generator=torch.Generator().manual_seed(seed)
+    )
     real = torch.arange(width) < torch.tensor(lengths)[:, None]
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
 
@@ -72,8 +76,12 @@ def accumulated(net, micro_batches, **options):
 
 @st.composite
 def cut_batches(draw):
-    """Lengths of the sequences, where the batch is cut, and whether each piece is padded to its own longest sequence."""
-    lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=8).filter(lambda n: max(n) > 1))
+    """Lengths of the sequences, where the batch is cut, and whether each piece is padded to its own
+    longest sequence.
+    """
+    lengths = draw(
+        st.lists(st.integers(1, LONGEST), min_size=1, max_size=8).filter(lambda n: max(n) > 1)
+    )
     cuts = draw(st.lists(st.integers(0, len(lengths)), max_size=6))
     unlabelled = draw(st.sets(st.integers(0, len(lengths) - 1), max_size=3))
     return lengths, sorted(cuts), unlabelled, draw(st.booleans()), draw(st.integers(0, 999))
@@ -147,7 +155,9 @@ def test_examples_instead_of_tokens_and_a_loss_of_ones_own():
     )
     assert error(gradient(model), expected) <= 1e-12 and result.items == 7
     assert (
-        isinstance(result, Accumulated) and isinstance(result.loss, float) and isinstance(result.items, int)
+        isinstance(result, Accumulated)
+        and isinstance(result.loss, float)
+        and isinstance(result.items, int)
     )
 
 
@@ -185,15 +195,21 @@ def test_autocast_and_a_grad_scaler(known):
     still_scaled = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     assert error(still_scaled, 1024 * expected) <= 0.02  # bf16 has 8 bits
     scaler.unscale_(optimizer)
-    assert error(torch.cat([p.grad.double().flatten() for p in model.parameters()]), expected) <= 0.02
+    assert (
+        error(torch.cat([p.grad.double().flatten() for p in model.parameters()]), expected) <= 0.02
+    )
     before = copy.deepcopy(model)
     scaler.step(optimizer)
     scaler.update()
-    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+    assert any(
+        not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True)
+    )
 
 
 def test_a_sum_over_very_many_items_stays_within_float16():
-    """Without a provisional divisor the scaled gradient of the sum, 65,536 x 8, would be infinite in float16."""
+    """Without a provisional divisor the scaled gradient of the sum, 65,536 x 8, would be infinite
+    in float16.
+    """
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     result = accumulate_gradients([16, 16], lambda n: (weight.float().sum() * n, n), scaler=scaler)
@@ -219,7 +235,9 @@ def test_with_a_known_total_existing_gradients_are_added_to(way):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     options = (
-        {"total_items": 11} if way == "total_items" else {"count_items": lambda m: count_targets(m["labels"])}
+        {"total_items": 11}
+        if way == "total_items"
+        else {"count_items": lambda m: count_targets(m["labels"])}
     )
     got, _ = accumulated(model, list(split(batch, 1)), **options)
     assert error(got, expected + 0.5) <= 1e-12
@@ -232,7 +250,9 @@ def test_without_one_they_are_refused_before_anything_is_added(given):
     last.grad = torch.full_like(last, 0.5)
     with pytest.raises(ValueError, match=r"1 parameters have gradients from before.*zero_grad"):
         accumulate_gradients(split(batch, 1), loss_of(model), model=model if given else None)
-    assert [p.grad is None for p in model.parameters()].count(False) == 1 and (last.grad == 0.5).all()
+    assert [p.grad is None for p in model.parameters()].count(False) == 1 and (
+        last.grad == 0.5
+    ).all()
     model.zero_grad(set_to_none=True)
 
 
@@ -280,7 +300,9 @@ def test_the_peak_does_not_depend_on_the_number_of_micro_batches(known, lazily):
             ({n: t.clone() for n, t in micro.items()} for _ in range(k)) if lazily else [micro] * k
         )
         with MemoryTracker(model, live=False) as tracker:
-            accumulate_gradients(micro_batches, loss_of(model), total_items=22 * k if known else None)
+            accumulate_gradients(
+                micro_batches, loss_of(model), total_items=22 * k if known else None
+            )
         return tracker.peak.total
 
     peaks = {k: peak(k) for k in (1, 2, 3, 4, 8, 17)}
@@ -298,7 +320,9 @@ def test_what_the_micro_batch_holds_follows_its_size_and_the_gradients_do_not():
         lines = tracker.timeline.by_category
         most[size] = (max(lines["activations"]), max(lines["gradients"]))
     assert most[8][0] > most[4][0] > most[2][0] > most[1][0]
-    assert {gradients for _, gradients in most.values()} == {sum(p.nbytes for p in model.parameters())}
+    assert {gradients for _, gradients in most.values()} == {
+        sum(p.nbytes for p in model.parameters())
+    }
 
 
 # What cannot be right.
@@ -309,7 +333,11 @@ W = nn.Parameter(torch.ones(3))
 @pytest.mark.parametrize(
     "returned, kind, says",
     [
-        (lambda: W.sum(), TypeError, "must return two things, .summed loss, items., and returned Tensor"),
+        (
+            lambda: W.sum(),
+            TypeError,
+            "must return two things, .summed loss, items., and returned Tensor",
+        ),
         (lambda: (W.sum(), 1, 2), TypeError, "must return two things"),
         (lambda: (W * 2, 3), TypeError, r'a tensor of shape \(3,\): use reduction="sum"'),
         (lambda: (3.0, 3), TypeError, "and was float"),
@@ -345,7 +373,9 @@ def test_no_micro_batches_and_totals_that_do_not_come_out():
         accumulate_gradients([], loss_and_count)
     with pytest.raises(ValueError, match="nothing to learn from"):
         accumulate_gradients([1], loss_and_count, total_items=0)
-    with pytest.raises(ValueError, match="total said before was 4 items, and loss_and_count counted 3"):
+    with pytest.raises(
+        ValueError, match="total said before was 4 items, and loss_and_count counted 3"
+    ):
         accumulate_gradients([1, 2], loss_and_count, total_items=4)
     with pytest.raises(ValueError, match="cannot be negative"):
         accumulate_gradients([1, 2], loss_and_count, total_items=-3)
@@ -370,7 +400,8 @@ def test_counting_and_splitting():
     parts = list(split(batch, 2))
     assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
     assert (
-        parts[2]["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+        parts[2]["input_ids"].untyped_storage().data_ptr()
+        == batch["input_ids"].untyped_storage().data_ptr()
     )
     with pytest.raises(ValueError, match="micro-batches of 0"):
         split(batch, 0)
@@ -378,7 +409,9 @@ def test_counting_and_splitting():
         split(batch | {"labels": torch.zeros(3)}, 2)
     flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0)}, 3))
     assert [part["flag"] for part in flagged] == [True, True] and flagged[1]["scale"].item() == 2
-    encoded = list(split(BatchEncoding({"input_ids": torch.arange(3), "more": {"x": torch.arange(3)}}), 2))
+    encoded = list(
+        split(BatchEncoding({"input_ids": torch.arange(3), "more": {"x": torch.arange(3)}}), 2)
+    )
     assert [part["more"]["x"].tolist() for part in encoded] == [[0, 1], [2]]
     with pytest.raises(ValueError, match=r"\[2, 5\] rows"):
         split(batch | {"more": {"x": torch.zeros(2)}}, 2)
@@ -392,7 +425,9 @@ def test_batch_norm_in_a_second_micro_batch_is_said():
     def loss_and_count(x):
         return model(x).square().sum(), len(x)
 
-    with pytest.warns(UserWarning, match=r"1 is a BatchNorm1d, which normalizes each micro-batch by its own"):
+    with pytest.warns(
+        UserWarning, match=r"1 is a BatchNorm1d, which normalizes each micro-batch by its own"
+    ):
         accumulate_gradients(torch.randn(2, 5, 3), loss_and_count, total_items=10, model=model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -411,6 +446,8 @@ def test_means_are_weighted_by_their_items():
 
     for options in ({}, {"total_items": count_targets(batch["labels"])}):
         result = accumulate_gradients(split(batch, 1), mean_and_count, reduction="mean", **options)
-        assert error(gradient(model), expected) <= 1e-12 and result.loss == pytest.approx(loss, rel=1e-12)
+        assert error(gradient(model), expected) <= 1e-12 and result.loss == pytest.approx(
+            loss, rel=1e-12
+        )
     with pytest.raises(ValueError, match="reduction='none'"):
         accumulate_gradients([], mean_and_count, reduction="none")

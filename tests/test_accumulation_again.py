@@ -1,4 +1,6 @@
-"""accumulate_gradients where parameters are not in the loss's graph: what runs again in backward has them in a graph of its own."""
+"""accumulate_gradients where parameters are not in the loss's graph: what runs again in backward
+has them in a graph of its own.
+"""
 
 from functools import partial
 
@@ -32,7 +34,9 @@ HIDDEN = {
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "own": Again.apply,
-    "own in a reentrant one": lambda layer, x: checkpoint(partial(Again.apply, layer), x, use_reentrant=True),
+    "own in a reentrant one": lambda layer, x: checkpoint(
+        partial(Again.apply, layer), x, use_reentrant=True
+    ),
 }
 
 
@@ -58,5 +62,7 @@ def test_gradients_from_before_are_refused_in_what_runs_again():
     layer, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
     layer(x).sum().backward()
     with pytest.raises(ValueError, match="2 parameters have gradients from before"):
-        accumulate_gradients([x.detach().requires_grad_()], lambda x: (Again.apply(layer, x).sum(), len(x)))
+        accumulate_gradients(
+            [x.detach().requires_grad_()], lambda x: (Again.apply(layer, x).sum(), len(x))
+        )
     assert torch.autograd.backward.__module__ == "torch.autograd"

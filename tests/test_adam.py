@@ -1,4 +1,6 @@
-"""Adam by hand against torch.optim: the same trajectories, the same checkpoints, and fewer bytes, counted exactly."""
+"""Adam by hand against torch.optim: the same trajectories, the same checkpoints, and fewer bytes,
+counted exactly.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ both = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
 def parameters(shapes=((3, 4), (5,), ()), dtype=torch.float64, seed=0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     real = dtype.to_real() if dtype.is_complex else dtype
-    made = [torch.randn(shape, dtype=torch.float64, generator=generator).to(real) for shape in shapes]
+    made = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(real) for shape in shapes
+    ]
     return [nn.Parameter(p.to(dtype) * (1 + 1j) if dtype.is_complex else p) for p in made]
 
 
@@ -42,9 +46,14 @@ def train(optimizer, steps=100, seed=1, start=0) -> list[torch.Tensor]:
 def distance(ones, others) -> float:
     """The largest difference, relative to the largest entry of its tensor."""
     pairs = [
-        (a.detach().cdouble(), b.detach().cdouble()) for a, b in zip(ones, others, strict=True) if a.numel()
+        (a.detach().cdouble(), b.detach().cdouble())
+        for a, b in zip(ones, others, strict=True)
+        if a.numel()
     ]
-    return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs), default=0.0)
+    return max(
+        (float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs),
+        default=0.0,
+    )
 
 
 # The same trajectory.
@@ -87,7 +96,9 @@ def test_float16_and_complex_numbers(ours, theirs):
         mine = train(ours(parameters(dtype=dtype), **settings), steps=20)
         its = train(theirs(parameters(dtype=dtype), **settings, foreach=False), steps=20)
         assert distance(mine, its) <= 1e-6
-        assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in mine)
+        assert all(
+            torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in mine
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,7 +112,9 @@ def test_float16_and_complex_numbers(ours, theirs):
     steps=st.integers(1, 12),
     seed=st.integers(0, 1000),
 )
-def test_any_settings_and_shapes_equal_torch(pair, lr, betas, eps, weight_decay, shapes, steps, seed):
+def test_any_settings_and_shapes_equal_torch(
+    pair, lr, betas, eps, weight_decay, shapes, steps, seed
+):
     ours, theirs = pair
     options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     mine = train(ours(parameters(shapes, seed=seed), **options), steps, seed)
@@ -113,10 +126,15 @@ def test_any_settings_and_shapes_equal_torch(pair, lr, betas, eps, weight_decay,
 def test_groups_have_their_own_settings_and_follow_a_scheduler(ours, theirs):
     def groups():
         a, b, c = parameters()
-        return [{"params": [a], "lr": 0.1, "weight_decay": 0.5}, {"params": [b, c], "betas": (0.5, 0.9)}]
+        return [
+            {"params": [a], "lr": 0.1, "weight_decay": 0.5},
+            {"params": [b, c], "betas": (0.5, 0.9)},
+        ]
 
     optimizers = [ours(groups(), lr=0.01), theirs(groups(), lr=0.01, foreach=False)]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers
+    ]
     for start in range(0, 30, 10):
         for optimizer in optimizers:
             train(optimizer, 10, start=start)
@@ -174,7 +192,9 @@ def test_a_step_leaves_no_graph_and_updates_in_place():
     optimizer = Adam([p], weight_decay=0.5)
     optimizer.step()
     assert p.data_ptr() == pointer and p.is_leaf and p.requires_grad
-    assert torch.equal(p.grad, grad), "weight decay must not change the gradient that others may read"
+    assert torch.equal(p.grad, grad), (
+        "weight decay must not change the gradient that others may read"
+    )
     assert not any(state.requires_grad for state in optimizer.state[p].values())
 
 
@@ -190,7 +210,9 @@ def shape_of(state_dict) -> dict:
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_checkpoints_go_both_ways_and_training_continues_as_if_nothing_happened(ours, theirs, dtype):
+def test_checkpoints_go_both_ways_and_training_continues_as_if_nothing_happened(
+    ours, theirs, dtype
+):
     def fresh(kind, values=None):
         params = [nn.Parameter(v.clone()) for v in values] if values else parameters(dtype=dtype)
         extra = {"foreach": False} if kind is theirs else {}
@@ -205,11 +227,16 @@ def test_checkpoints_go_both_ways_and_training_continues_as_if_nothing_happened(
         continued = fresh(second, values)
         continued.load_state_dict(saved)
         assert shape_of(continued.state_dict()) == shape_of(saved)
-        assert distance(train(continued, 30, start=20), straight) <= (1e-12 if dtype == torch.float64 else 0)
+        assert distance(train(continued, 30, start=20), straight) <= (
+            1e-12 if dtype == torch.float64 else 0
+        )
 
 
 def test_the_state_has_the_names_and_kinds_that_torch_uses():
-    mine, its = AdamW(parameters(dtype=torch.bfloat16)), torch.optim.AdamW(parameters(dtype=torch.bfloat16))
+    mine, its = (
+        AdamW(parameters(dtype=torch.bfloat16)),
+        torch.optim.AdamW(parameters(dtype=torch.bfloat16)),
+    )
     train(mine, 3), train(its, 3)
     assert shape_of(mine.state_dict()) == shape_of(its.state_dict())
     assert list(mine.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
@@ -222,7 +249,10 @@ def test_weight_decay_survives_a_change_of_class_as_it_does_in_torch():
     begun = torch.optim.AdamW(parameters(), weight_decay=0.3, foreach=False)
     train(begun, 5)
     for kind, its in [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]:
-        for saved in (begun.state_dict(), torch.optim.Adam(parameters(), weight_decay=0.3).state_dict()):
+        for saved in (
+            begun.state_dict(),
+            torch.optim.Adam(parameters(), weight_decay=0.3).state_dict(),
+        ):
             mine, theirs = kind(parameters()), its(parameters(), foreach=False)
             mine.load_state_dict(copy.deepcopy(saved)), theirs.load_state_dict(copy.deepcopy(saved))
             assert distance(train(mine, 5), train(theirs, 5)) <= 1e-12
@@ -242,7 +272,9 @@ def test_a_checkpoint_that_needs_more_is_refused_and_changes_nothing(option):
     mine = AdamW(parameters())
     train(mine, 2)
     before = copy.deepcopy(mine.state_dict())
-    with pytest.raises(ValueError, match=rf"{option}=True is not in this AdamW.*torch\.optim\.AdamW"):
+    with pytest.raises(
+        ValueError, match=rf"{option}=True is not in this AdamW.*torch\.optim\.AdamW"
+    ):
         mine.load_state_dict(theirs.state_dict())
     assert str(mine.state_dict()) == str(before)
     with pytest.raises(ValueError, match=option):
@@ -310,7 +342,9 @@ def network(dtype) -> nn.Sequential:
 
 
 def step_bytes(make, dtype=torch.float32, steps=2) -> tuple[dict[str, int], int, list[int]]:
-    """Bytes after the last step, by category; what that step needed on top of them; the bytes of each parameter."""
+    """Bytes after the last step, by category; what that step needed on top of them; the bytes of
+    each parameter.
+    """
     net = network(dtype)
     optimizer = make(net.parameters())
     for p in net.parameters():
@@ -324,8 +358,12 @@ def step_bytes(make, dtype=torch.float32, steps=2) -> tuple[dict[str, int], int,
 
 
 @both
-@pytest.mark.parametrize(("dtype", "per_parameter"), [(torch.float32, 8), (torch.bfloat16, 4)], ids=str)
-def test_states_take_two_numbers_a_parameter_and_a_counter_a_tensor(ours, theirs, dtype, per_parameter):
+@pytest.mark.parametrize(
+    ("dtype", "per_parameter"), [(torch.float32, 8), (torch.bfloat16, 4)], ids=str
+)
+def test_states_take_two_numbers_a_parameter_and_a_counter_a_tensor(
+    ours, theirs, dtype, per_parameter
+):
     n = sum(p.numel() for p in network(dtype).parameters())
     for make in (ours, lambda params: theirs(params, foreach=False)):
         for steps in (1, 2):
@@ -340,7 +378,8 @@ def test_a_step_makes_one_temporary_as_large_as_the_largest_parameter(dtype):
         _, on_top, sizes = step_bytes(make, dtype)
         assert on_top == max(sizes)
         _, on_top, sizes = step_bytes(make, dtype, steps=1)
-        assert on_top <= max(sizes)  # less: the last states are made after the largest temporary is gone
+        # less: the last states are made after the largest temporary is gone
+        assert on_top <= max(sizes)
 
 
 def test_what_torchs_three_variants_need_on_top():
@@ -361,10 +400,14 @@ def test_the_tracker_calls_states_by_their_name_as_they_appear():
         net(torch.randn(4, 64)).sum().backward()
         optimizer.step()
         tracker.reset_peak()
-    assert tracker.current.by_category["optimizer"] == sum(8 * p.numel() + 4 for p in net.parameters())
+    assert tracker.current.by_category["optimizer"] == sum(
+        8 * p.numel() + 4 for p in net.parameters()
+    )
     grown = tracker.timeline.by_category["optimizer"]
     assert grown == sorted(grown) and len(set(grown)) > 3, "states appear parameter by parameter"
-    assert {holder.module for holder in tracker.largest_at_peak(20) if holder.category == "optimizer"} >= {
+    assert {
+        holder.module for holder in tracker.largest_at_peak(20) if holder.category == "optimizer"
+    } >= {
         "0.weight",
         "1.weight",
     }

@@ -1,4 +1,6 @@
-"""The allocator's rules against a slow one that keeps a plain list of blocks, and what a card holds beside the tensors."""
+"""The allocator's rules against a slow one that keeps a plain list of blocks, and what a card holds
+beside the tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ SIZES = [
 
 
 class Slow:
-    """After the comments in CUDACachingAllocator.cpp. A segment is a list of ``[bytes, whether it is free]``."""
+    """After the comments in CUDACachingAllocator.cpp.
+
+    A segment is a list of ``[bytes, whether it is free]``.
+    """
 
     def __init__(self, capacity: float = math.inf):
         self.capacity, self.segments = capacity, []
@@ -39,7 +44,11 @@ class Slow:
         ]
         if not fits:
             asked = (
-                2 * MiB if small else 20 * MiB if size < 10 * MiB else math.ceil(size / (2 * MiB)) * 2 * MiB
+                2 * MiB
+                if small
+                else 20 * MiB
+                if size < 10 * MiB
+                else math.ceil(size / (2 * MiB)) * 2 * MiB
             )
             if self.reserved + asked > self.capacity:
                 self.empty()
@@ -64,7 +73,8 @@ class Slow:
                     merged[-1][0] += size
                 else:
                     merged.append([size, free])
-            if len(merged) != len(blocks):  # blocks in use stay the same objects, whoever holds them
+            # blocks in use stay the same objects, whoever holds them
+            if len(merged) != len(blocks):
                 used = iter([one for one in blocks if not one[1]])
                 self.segments[number] = pool, [one if one[1] else next(used) for one in merged]
 
@@ -74,7 +84,9 @@ class Slow:
 
 @pytest.mark.parametrize("capacity", [math.inf, 120 * MiB])
 def test_every_request_is_served_by_the_rules(capacity):
-    """What is reserved after each of many requests, and what is refused where a card has no room."""
+    """What is reserved after each of many requests, and what is refused where a card has
+    no room.
+    """
     rng, refused = random.Random(0), 0
     fast, slow, live = Allocator(capacity), Slow(capacity), []
     for _ in range(1500):
@@ -99,7 +111,9 @@ def test_every_request_is_served_by_the_rules(capacity):
                 assert fast._used[live[-1][0]][0] == block[0]
         assert fast.reserved == slow.reserved <= capacity
         free = sorted(size for pool in fast._free.values() for size, _ in pool)
-        assert free == sorted(size for _, blocks in slow.segments for size, is_free in blocks if is_free)
+        assert free == sorted(
+            size for _, blocks in slow.segments for size, is_free in blocks if is_free
+        )
     assert (refused > 0) == (capacity < math.inf)
 
 
@@ -138,7 +152,10 @@ def test_requests_are_numbered_from_nought():
 
 
 def test_what_cublas_and_the_driver_take():
-    """CUBLAS_WORKSPACE_CONFIG is :4096:2:16:8 by default: two of 4,096 KiB and eight of 16 KiB. On Hopper it is 32 MiB."""
+    """CUBLAS_WORKSPACE_CONFIG is :4096:2:16:8 by default: two of 4,096 KiB and eight of 16 KiB.
+
+    On Hopper it is 32 MiB.
+    """
     one = (2 * 4096 + 8 * 16) * KiB
     assert workspace() == workspace((8, 0)) == workspace((7, 5)) == workspace((8, 9)) == 2 * one
     assert workspace((9, 0)) == workspace((10, 0)) == 64 * MiB

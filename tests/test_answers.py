@@ -1,4 +1,6 @@
-"""Answers to the course's exercises that were judged wrongly before: right ones that failed, wrong ones that passed."""
+"""Answers to the course's exercises that were judged wrongly before: right ones that failed, wrong
+ones that passed.
+"""
 
 from dataclasses import replace
 
@@ -13,7 +15,9 @@ from gradmem_lib.course.judging import PASSED, judge
 
 
 def of_everybody(rule):
-    """``rule`` with one state for all parameters, in a global that is fresh with each first step."""
+    """``rule`` with one state for all parameters, in a global that is fresh with each
+    first step.
+    """
     held = {}
 
     def wrong(p, grad, state, *settings):

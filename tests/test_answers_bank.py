@@ -1,4 +1,5 @@
-"""A second bank of answers, beside the known mistakes of each exercise: right ones pass, wrong ones hear what helps them.
+"""A second bank of answers, beside the known mistakes of each exercise: right ones pass, wrong ones
+hear what helps them.
 
 The exercises that train a model for a while are judged by ``GRADMEM_ALL=1``; one of them each time.
 """
@@ -45,7 +46,9 @@ RIGHT, FALSE = {}, {}
 for bank in BANKS:
     for both, own in ((RIGHT, bank.RIGHT), (FALSE, bank.WRONG)):
         for id, answers in own.items():
-            assert not both.get(id, {}).keys() & answers.keys(), f"{id}: two answers have the same name"
+            assert not both.get(id, {}).keys() & answers.keys(), (
+                f"{id}: two answers have the same name"
+            )
             both[id] = both.get(id, {}) | answers
 SLOW = {
     "1.6",

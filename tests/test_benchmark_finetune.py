@@ -40,7 +40,9 @@ def test_fine_tuning_without_a_card_says_so_and_writes_nothing(tune, capsys, tmp
 
 @pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="two minutes: every night")
 def test_fine_tuning_dry_run_from_a_plain_checkout(tmp_path):
-    """Every case of every part, with models of some thousand parameters, as predicted to the byte."""
+    """Every case of every part, with models of some thousand parameters, as predicted to
+    the byte.
+    """
     written = FOLDER / "results" / "gpu_finetune.json"
     before = written.stat().st_mtime_ns if written.exists() else None
     printed = from_a_plain_checkout(tmp_path, "gpu_finetune.py", "--dry-run", "--seconds", "600")
@@ -69,9 +71,11 @@ def test_ours_stands_next_to_the_defaults_of_the_same_rank(tune):
 
 @pytest.mark.parametrize("off, found", [(0, 5), (-1, 5), (-3, 5), (-9, 5), (2, 4)])
 def test_the_largest_is_found_from_any_first_try(tune, off, found):
-    """Sizes 1 to 9 that need 10 each, under 60: 5 work, and a prediction of ``off`` sizes more or less seldom matters.
+    """Sizes 1 to 9 that need 10 each, under 60: 5 work, and a prediction of ``off`` sizes more or
+    less seldom matters.
 
-    Only what is predicted to need more than there is, is not tried."""
+    Only what is predicted to need more than there is, is not tried.
+    """
     tried = []
 
     def works(size):
@@ -147,12 +151,16 @@ def test_a_case_that_fails_is_written_down(tune):
     def breaks():
         raise ValueError("no such thing\nat all")
 
-    found = tune.tried(tune.DryRun(), tune.Ask(Recipe(), 1, breaks, lambda run: None), deadline=float("inf"))
+    found = tune.tried(
+        tune.DryRun(), tune.Ask(Recipe(), 1, breaks, lambda run: None), deadline=float("inf")
+    )
     assert found == {"error": "ValueError: no such thing"}
 
 
 def pretend_runs(tune, monkeypatch) -> None:
-    """A card of 80 GiB, on which all runs need 17; with whole logits and LoRA of rank 16 they fail under a cap."""
+    """A card of 80 GiB, on which all runs need 17; with whole logits and LoRA of rank 16 they fail
+    under a cap.
+    """
     gib = tune.GiB
 
     class Place(tune.DryRun):
@@ -182,11 +190,19 @@ def test_what_fine_tuning_on_a_card_writes(tune, monkeypatch, tmp_path, capsys):
     assert tune.main([]) == 0
     written = json.loads((tmp_path / "gpu_finetune.json").read_text())
     assert written["where"]["device"] == "a card" and written["card bytes"] == 80 * tune.GiB
-    assert [len(written[name]) for name in tune.PARTS] == [15, 9, 2 * len(tune.CAPS) * len(tune.WAYS)]
+    assert [len(written[name]) for name in tune.PARTS] == [
+        15,
+        9,
+        2 * len(tune.CAPS) * len(tune.WAYS),
+    ]
     full, lora, *_ = written["8B against torchtune and HF defaults"]
     assert full["family"] == tune.FULL and full["reached, allocated"] and full["reached, reserved"]
     assert full["tokens/s to HF defaults"] == 1.5
-    assert lora["family"] == tune.LORA and not lora["reached, allocated"] and lora["allocated GiB"] == 17.0
+    assert (
+        lora["family"] == tune.LORA
+        and not lora["reached, allocated"]
+        and lora["allocated GiB"] == 17.0
+    )
     again = [row for row in written["Llama-3.1-8B"] if "under the cap" in row]
     assert again and all(row["cap"] is None and row["tokens/s"] == 4096.0 for row in again)
     assert written["BERT-large"][0]["samples/s"] == 2.0 and "rows/s" not in written["BERT-large"][0]
@@ -196,7 +212,9 @@ def test_what_fine_tuning_on_a_card_writes(tune, monkeypatch, tmp_path, capsys):
     assert "1.5 times the tokens/s of HF defaults" in printed and "measured today" in printed
 
 
-def test_a_part_that_breaks_is_written_down_and_the_next_begins(tune, monkeypatch, tmp_path, capsys):
+def test_a_part_that_breaks_is_written_down_and_the_next_begins(
+    tune, monkeypatch, tmp_path, capsys
+):
     pretend_runs(tune, monkeypatch)
 
     def refuses(place, config, recipe, rows, tokens):
@@ -221,7 +239,10 @@ def test_fine_tuning_keeps_its_time(tune, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
     assert tune.main(["--seconds", "30"]) == 0
     written = json.loads((tmp_path / "gpu_finetune.json").read_text())
-    assert written["time was up in"] == list(tune.PARTS) and 0 < len(written["how large, how long"]) < 40
+    assert (
+        written["time was up in"] == list(tune.PARTS)
+        and 0 < len(written["how large, how long"]) < 40
+    )
 
 
 def test_three_ways_on_the_cpu(ways, tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""The benchmark of optimizers: its bytes against closed forms, and a dry run from a plain checkout."""
+"""The benchmark of optimizers: its bytes against closed forms, and a dry run from a plain
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,26 @@ def benchmark(load, monkeypatch):
 def test_states_and_temporaries_are_what_closed_forms_say(benchmark):
     on = benchmark.subject(True, 1)
     on.loss(on.batches[0]).backward()
-    rows = {name: benchmark.step_bytes(on.model, made(on.matrices, lr=1e-3)) for name, (made, _) in benchmark.OPTIMIZERS.items()}  # fmt: skip
+    rows = {
+        name: benchmark.step_bytes(on.model, made(on.matrices, lr=1e-3))
+        for name, (made, _) in benchmark.OPTIMIZERS.items()
+    }
     weights, count = sum(p.nbytes for p in on.matrices), len(on.matrices)
     states = {name: row["state bytes"] for name, row in rows.items()}
     extra = {name: row["temporaries of a step, bytes"] for name, row in rows.items()}
-    assert states["adamw"] == states["adamw-foreach"] == states["adamw-fused"] == 2 * weights + 4 * count
-    assert states["lion"] == states["sgd, momentum 0.9"] == states["muon"] == weights and states["sgd"] == 0
     assert (
-        extra["adamw-foreach"] == weights and extra["adamw-fused"] == extra["sgd"] == extra["adamw-8bit"] == 0
+        states["adamw"]
+        == states["adamw-foreach"]
+        == states["adamw-fused"]
+        == 2 * weights + 4 * count
+    )
+    assert (
+        states["lion"] == states["sgd, momentum 0.9"] == states["muon"] == weights
+        and states["sgd"] == 0
+    )
+    assert (
+        extra["adamw-foreach"] == weights
+        and extra["adamw-fused"] == extra["sgd"] == extra["adamw-8bit"] == 0
     )
     largest = max(p.nbytes for p in on.matrices)
     assert extra["lion"] == 2 * largest  # the blend, and its sign

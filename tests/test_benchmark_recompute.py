@@ -1,4 +1,6 @@
-"""The benchmark of recomputing and moving: its figures on a chain by hand, what was recorded, and a dry run."""
+"""The benchmark of recomputing and moving: its figures on a chain by hand, what was recorded, and a
+dry run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def benchmark(load, monkeypatch):
 
 
 def test_a_chain_by_hand(benchmark):
-    """Eight layers that keep five boundaries of 32 x 16 numbers each, and the sum at the end; the input was there before."""
+    """Eight layers that keep five boundaries of 32 x 16 numbers each, and the sum at the end; the
+    input was there before.
+    """
     setting, boundary = benchmark.tiny("chain"), 32 * 16 * 4
     ways = benchmark.ways(setting)
     found = {name: benchmark.measured(setting, way) for name, way in ways.items()}
@@ -56,13 +60,22 @@ def test_what_was_recorded_is_what_it_measures_today(benchmark):
     for name in ("per layer", "first 32", "all moved"):
         found, row = benchmark.measured(setting, ways[name]), chain["ways"][name]
         assert row["kept / none"] == round(found["kept"] / chain["none"]["kept"], 3)
-        assert row["operations / none"] == round(found["operations"] / chain["none"]["operations"], 3)
+        assert row["operations / none"] == round(
+            found["operations"] / chain["none"]["operations"], 3
+        )
 
 
 def test_the_dry_run_starts_from_a_plain_checkout_and_writes_nothing(tmp_path):
     before = RECORD.stat().st_mtime_ns if RECORD.exists() else None
     printed = from_a_plain_checkout(
-        tmp_path, "recompute_or_move.py", "--dry-run", "--rounds", "1", "--settings", "chain", "full"
+        tmp_path,
+        "recompute_or_move.py",
+        "--dry-run",
+        "--rounds",
+        "1",
+        "--settings",
+        "chain",
+        "full",
     )
     assert printed.count("time / none") == 9 + 11 and "wrote" not in printed
     assert (RECORD.stat().st_mtime_ns if RECORD.exists() else None) == before

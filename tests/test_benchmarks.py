@@ -34,12 +34,14 @@ def test_enough_cases_of_every_kind(gpu):
     assert len(set(map(str, cases))) == len(cases) >= 40
     recipes = [case.recipe for case in cases]
     assert {case.model for case in cases} >= set(gpu.FAMILIES)
-    assert {r.precision for r in recipes} == set(PRECISIONS) and {r.optimizer for r in recipes} == set(
-        OPTIMIZERS
-    )
+    assert {r.precision for r in recipes} == set(PRECISIONS) and {
+        r.optimizer for r in recipes
+    } == set(OPTIMIZERS)
     assert len({r.checkpointing for r in recipes}) >= 4 and any(case.rows is None for case in cases)
     for case in cases:
-        limit = getattr(gpu.config_of(case.model, tiny=False), "max_position_embeddings", case.seq_len)
+        limit = getattr(
+            gpu.config_of(case.model, tiny=False), "max_position_embeddings", case.seq_len
+        )
         assert case.seq_len <= limit, case
 
 
@@ -52,7 +54,9 @@ def test_without_a_card_it_says_so_and_writes_nothing(gpu, capsys, tmp_path, mon
 def test_dry_run_from_a_plain_checkout(tmp_path):
     words = each(2, ["vit 32x", "llama-7b", "qwen3 8x1024", "gqa 4x1024", "adamw-8bit"])
     printed = from_a_plain_checkout(tmp_path, "gpu_predict.py", "--dry-run", "--only", *words)
-    assert f"{6 if ALL else 3} measured, 0 left out, 0 failed" in printed and "to the byte" in printed
+    assert (
+        f"{6 if ALL else 3} measured, 0 left out, 0 failed" in printed and "to the byte" in printed
+    )
 
 
 class Pretended:
@@ -64,7 +68,12 @@ class Pretended:
         pass
 
     def predicted(self, config, ask):
-        return {"tensors": 1000, "allocated": 1000 + ask["batch_size"], "reserved": 2000, "between steps": 10}
+        return {
+            "tensors": 1000,
+            "allocated": 1000 + ask["batch_size"],
+            "reserved": 2000,
+            "between steps": 10,
+        }
 
     def measured(self, run, batch, recipe):
         return {"allocated": 1010, "reserved": 2500, "between steps": 10}
@@ -87,10 +96,12 @@ def run_pretended(gpu, monkeypatch, place, *arguments) -> int:
 def test_what_is_written_and_printed(gpu, monkeypatch, tmp_path, capsys):
     assert run_pretended(gpu, monkeypatch, Pretended()) == 0
     written = json.loads((tmp_path / "gpu_predict.json").read_text())
-    assert {"device", "torch", "transformers", "date"} <= set(written["where"]) and written["where"][
-        "device"
-    ] == "a card"
-    assert len(written["cases"]) == len(gpu.cases()) and written["summary"]["measured"] == len(gpu.cases())
+    assert {"device", "torch", "transformers", "date"} <= set(written["where"]) and written[
+        "where"
+    ]["device"] == "a card"
+    assert len(written["cases"]) == len(gpu.cases()) and written["summary"]["measured"] == len(
+        gpu.cases()
+    )
     one = written["cases"][0]
     assert one["error %"] == {
         "allocated": round(100 * (1004 / 1010 - 1), 4),
@@ -125,7 +136,9 @@ def test_what_does_not_fit_is_left_out_and_time_is_kept(gpu, monkeypatch, tmp_pa
 
 
 def test_the_peak_of_a_part_that_comes_twice_is_the_larger(gpu, monkeypatch):
-    """Two micro-batches: forward, backward, forward, backward, step; the card's peak starts anew at each."""
+    """Two micro-batches: forward, backward, forward, backward, step; the card's peak starts anew at
+    each.
+    """
     allocated = iter([1, 5, 9, 7, 8, 6])  # the first is what there was before the first forward
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -160,20 +173,35 @@ def test_rows_fill_the_card_and_no_more(gpu, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed here")
-@pytest.mark.parametrize("own", [True, False], ids=["recent torch of one's own", "the course's environment"])
+@pytest.mark.parametrize(
+    "own", [True, False], ids=["recent torch of one's own", "the course's environment"]
+)
 def test_make_gpu_takes_a_python_that_has_torch(tmp_path, own):
     """Neither case may build anything."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("requirements.txt", "requirements-model.txt", "pyproject.toml", ".venv/.ready-to-learn"):
+    for name in (
+        "requirements.txt",
+        "requirements-model.txt",
+        "pyproject.toml",
+        ".venv/.ready-to-learn",
+    ):
         (tmp_path / name).touch()
     for path, has_torch in (("mine", own), (".venv/bin/python", True)):
-        text = f'#!/bin/sh\necho "{path} $*" >> calls\ncase "$1" in -c) exit {int(not has_torch)};; esac\n'
+        text = (
+            f'#!/bin/sh\necho "{path} $*" >> calls\ncase "$1" in -c) exit '
+            f"{int(not has_torch)};; esac\n"
+        )
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not re.match("MAKE|MFLAGS", k)}
     done = subprocess.run(
-        ["make", "gpu", "PYTHON=./mine"], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60
+        ["make", "gpu", "PYTHON=./mine"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     calls = [c for c in (tmp_path / "calls").read_text().splitlines() if " -c " not in c]
@@ -192,7 +220,10 @@ def test_formulas_by_hand(load):
     tokens, h = 4, 8
     ends = tokens * h + 4 * tokens * h + 4 * tokens * 10
     states = 16 * parameters
-    assert bench.korthikanti(shape, eager, 4, 1) == states + 2 * (34 * tokens * h + 5 * 2 * 4 * 4) + ends
+    assert (
+        bench.korthikanti(shape, eager, 4, 1)
+        == states + 2 * (34 * tokens * h + 5 * 2 * 4 * 4) + ends
+    )
     assert bench.korthikanti(shape, layered, 4, 1) == states + 2 * 2 * tokens * h + ends
     assert bench.korthikanti(shape, kept, 4, 1) == 8 * parameters + 2 * 34 * tokens * h + ends
     assert bench.eleutherai(shape, layered, 4, 1) == states + 2 * 2 * tokens * h
@@ -211,7 +242,10 @@ def test_the_benchmarks_shapes_are_the_courses(load):
 def test_a_room_holds_what_its_kernels_hold_and_ends_with_the_last(load):
     classroom = load("classroom")
     found = classroom.room(2, ["kept = bytearray(b'1') * (64 << 20)", "import time; time.sleep(3)"])
-    assert found["held together, most"] >= 2 * 64 * 2**20 and found["a resident set, most"] >= 64 * 2**20
+    assert (
+        found["held together, most"] >= 2 * 64 * 2**20
+        and found["a resident set, most"] >= 64 * 2**20
+    )
     assert 3 <= found["seconds of the lesson"]["first"] <= found["seconds of the lesson"]["last"]
     with pytest.raises(RuntimeError, match="kernel 0: division by zero in\n1 / 0"):
         classroom.room(1, ["1 / 0"])
@@ -226,7 +260,11 @@ def test_what_fits_which_card_adds_up_and_a_row_is_found_again(load):
     for (model, card, method), e in rows.items():
         assert e["needs"] == sum(e["parts"].values()) == sizes[card] - e["spare"]
         assert e["fits"] == (e["spare"] >= 0) == (e["code"] is not None) == (e["why_not"] == "")
-        larger = [rows[model, name, method]["fits"] for name, n in sizes.items() if n > sizes[card] + 2**28]
+        larger = [
+            rows[model, name, method]["fits"]
+            for name, n in sizes.items()
+            if n > sizes[card] + 2**28
+        ]
         assert all(larger) or not e["fits"], (model, card, method)
     if (
         table["versions"]["transformers"] != transformers.__version__

@@ -1,4 +1,6 @@
-"""The BERT-large table: replays against closed forms and against predict, the record, and the printed table."""
+"""The BERT-large table: replays against closed forms and against predict, the record, and the
+printed table.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_published_rows_agree_with_themselves():
 
 
 def test_the_loaded_model_is_the_published_one_to_the_mebibyte():
-    """The first tensor's segment of 2 MiB is in both published figures, and the model's small tensors move into it."""
+    """The first tensor's segment of 2 MiB is in both published figures, and the model's small
+    tensors move into it.
+    """
     assert sum(p.numel() for p in bert_large.model().parameters()) == 335_143_938
     assert CONTEXT_MIB - 2 + bert_large.loaded() / MiB == LOADED_MIB
 
@@ -48,7 +52,9 @@ def test_replay_adds_what_arithmetic_says_and_finds_the_record_again():
 
 @pytest.mark.parametrize("name", ["batch 4", "1 x 4, checkpointing"])
 def test_todays_replay_peaks_where_predict_says(name):
-    """They differ by AdamW's step counters alone, which live on the host, and which a cold start does not tell from others."""
+    """They differ by AdamW's step counters alone, which live on the host, and which a cold start
+    does not tell from others.
+    """
     counters = 512 * len(list(bert_large.model().parameters()))
     run = BY_NAME[name]
     fewer_ids = (
@@ -67,7 +73,9 @@ def test_two_micro_batches_stand_for_four():
 
 
 def test_record_explains_every_published_figure():
-    """Each cause has a size of its own, and none of them is fitted: what is left is 1 % at most, and never less than nothing."""
+    """Each cause has a size of its own, and none of them is fitted: what is left is 1 % at most,
+    and never less than nothing.
+    """
     found = {row.run.name: row for row in bert_large.rows()}
     assert list(found) == list(BY_NAME)
     assert all(0 <= row.difference < 0.01 * row.run.mib for row in found.values())
@@ -75,15 +83,20 @@ def test_record_explains_every_published_figure():
         assert row.parts["softmax"] == pytest.approx(
             0 if "check" in name else 24 * SCORES / MiB / (4 if "1 x 4" in name else 1)
         )
-    # Each layer's input of GELU takes two bytes a number more, and the last layer's output is there in float32 at the peak.
+    # Each layer's input of GELU takes two bytes a number more, and the last layer's output is there
+    # in float32 at the peak.
     gelu, numbers = bert_large.replayed(BY_NAME["batch 4, fp16"]), BATCH_SIZE * 512 * 4096
-    assert gelu["GELU in float32"].live - gelu["softmax input"].live == 24 * 2 * numbers + 4 * numbers
+    assert (
+        gelu["GELU in float32"].live - gelu["softmax input"].live == 24 * 2 * numbers + 4 * numbers
+    )
 
 
 def test_softmax_of_2022_keeps_its_input_and_has_the_same_gradient():
     x = torch.randn(3, 5, requires_grad=True)
     sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.data_ptr()) or t, lambda t: t
+    ):
         out = bert_large._SoftmaxOf2022.apply(x)
     assert set(sizes) == {out.data_ptr(), x.data_ptr()}
     weights = torch.randn(3, 5)
@@ -103,7 +116,9 @@ def test_adamw_of_2022_has_one_temporary_where_torch_has_two():
         return max(tracker.timeline.by_category["temporaries"]) / p.nbytes
 
     assert most(bert_large._AdamWOf2022) == pytest.approx(1, abs=0.01)
-    assert most(lambda ps: torch.optim.AdamW(ps, foreach=False, fused=False)) == pytest.approx(2, abs=0.01)
+    assert most(lambda ps: torch.optim.AdamW(ps, foreach=False, fused=False)) == pytest.approx(
+        2, abs=0.01
+    )
 
 
 def test_batch_and_model_are_what_a_benchmark_runs():

@@ -1,4 +1,6 @@
-"""``every="best"`` on whole models: never above one checkpoint a layer, whatever comes after the layers."""
+"""``every="best"`` on whole models: never above one checkpoint a layer, whatever comes after the
+layers.
+"""
 
 import itertools
 import os
@@ -28,14 +30,22 @@ SIZES = dict(hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, in
 FEW_HEADS = SIZES | dict(num_key_value_heads=1)
 MODELS = {
     "gpt_neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, SIZES),
-    "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config, FEW_HEADS | dict(head_dim=16)),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        FEW_HEADS | dict(head_dim=16),
+    ),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, FEW_HEADS),
     "gpt2": (
         transformers.GPT2LMHeadModel,
         transformers.GPT2Config,
         dict(n_embd=32, n_layer=LAYERS, n_head=2),
     ),
-    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, FEW_HEADS | dict(head_dim=16)),
+    "qwen3": (
+        transformers.Qwen3ForCausalLM,
+        transformers.Qwen3Config,
+        FEW_HEADS | dict(head_dim=16),
+    ),
     "bert": (transformers.BertForMaskedLM, transformers.BertConfig, SIZES),
     "smollm2": (
         transformers.LlamaForCausalLM,
@@ -52,7 +62,9 @@ def language_model(family, vocab=600, **settings):
 
 
 def peaks(model, every, ids):
-    """Peaks in bytes: of a first step, in which "best" measures, of a second micro-batch, and of another step."""
+    """Peaks in bytes: of a first step, in which "best" measures, of a second micro-batch, and of
+    another step.
+    """
     found = []
     with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
         for fresh in (True, False, True):
@@ -96,13 +108,19 @@ def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
         assert all(b <= s for b, s in zip(best, single, strict=True)), (shape, trained, handle)
 
 
-def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_their_hidden_state():
-    """Bloom's return the attention's weights too, which are kept for backward and which no gradient comes from."""
+def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_a_state():
+    """Bloom's return the attention's weights too, which are kept for backward and which no gradient
+    comes from.
+    """
     torch.manual_seed(0)
     config = transformers.BloomConfig(
         hidden_size=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
     )
-    model, ids, found = transformers.BloomForCausalLM(config).train(), torch.randint(0, 64, (2, 128)), {}
+    model, ids, found = (
+        transformers.BloomForCausalLM(config).train(),
+        torch.randint(0, 64, (2, 128)),
+        {},
+    )
     for every in (1, "best"):
         with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
             model(input_ids=ids, labels=ids).loss.backward()
@@ -154,10 +172,17 @@ def test_layers_of_different_kinds_get_segments_of_their_own_from_best():
 def t5():
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, num_decoder_layers=4,
-            decoder_start_token_id=0, dropout_rate=0.2,
+            vocab_size=50,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=3,
+            num_heads=2,
+            num_decoder_layers=4,
+            decoder_start_token_id=0,
+            dropout_rate=0.2,
         )
-    )  # fmt: skip
+    )
 
 
 def bart():
@@ -169,18 +194,31 @@ def bart():
 def whisper():
     return transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(
-            **_two_lists(), max_source_positions=20, max_target_positions=32, num_mel_bins=8, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+            **_two_lists(),
+            max_source_positions=20,
+            max_target_positions=32,
+            num_mel_bins=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
         )
-    )  # fmt: skip
+    )
 
 
 def _two_lists():
     return dict(
-        vocab_size=50, d_model=16, encoder_layers=3, decoder_layers=4, encoder_attention_heads=2,
-        dropout=0.0 if OLDER else 0.2,  # where each layer is drawn for, other numbers are drawn for its dropout
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=16,
+        encoder_layers=3,
+        decoder_layers=4,
+        encoder_attention_heads=2,
+        # where each layer is drawn for, other numbers are drawn for its dropout
+        dropout=0.0 if OLDER else 0.2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+    )
 
 
 @pytest.mark.parametrize("make", [t5, bart, whisper])
@@ -215,7 +253,10 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
     with pytest.raises(ValueError, match="several lists"):
         checkpoint_layers(model, [2, 1])
     if make is t5:  # its first layer makes the position bias of the others
-        with checkpoint_layers(model, 2), pytest.raises(RuntimeError, match="more than their hidden state"):
+        with (
+            checkpoint_layers(model, 2),
+            pytest.raises(RuntimeError, match="more than their hidden state"),
+        ):
             model(**inputs, labels=ids)
 
 
@@ -229,7 +270,9 @@ def half(model, how):
     return nullcontext()
 
 
-@pytest.mark.parametrize("how", ["ours", "a part of a layer", *([] if OLDER else ["every_n_layers"])])
+@pytest.mark.parametrize(
+    "how", ["ours", "a part of a layer", *([] if OLDER else ["every_n_layers"])]
+)
 def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
     model = language_model("llama")
     with half(model, how), pytest.raises(RuntimeError, match="three times"):
@@ -270,7 +313,8 @@ def test_compiled_models_are_right_and_compiled_layers_refused():
 
     expected, calls = gradients(model), []
     handles = [
-        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1)) for layer in model.model.layers
+        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+        for layer in model.model.layers
     ]
     with checkpoint_layers(model, "best") as handle:
         compiled = torch.compile(model, backend="eager")
@@ -334,11 +378,17 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch is built without processes")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch is built without processes"
+)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its second process by a fork")
 def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients(tmp_path):
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", FSDP, str(tmp_path / "meeting")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.stdout.count("right") == 2, done.stderr

@@ -23,7 +23,9 @@ def test_the_256_values_are_theirs(signed):
 
 
 def test_8bit_adamw_goes_where_theirs_goes():
-    """After 20 steps within 0.2 % of the way, where the way of either is 1.1 % off that of float32 states; and as many bytes."""
+    """After 20 steps within 0.2 % of the way, where the way of either is 1.1 % off that of float32
+    states; and as many bytes.
+    """
     ends, states, settings = [], [], {"lr": 1e-2, "weight_decay": 0.01}
     start = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
     for kind in (torch.optim.AdamW, AdamW8bit, bitsandbytes.optim.AdamW8bit):
@@ -43,12 +45,16 @@ def test_8bit_adamw_goes_where_theirs_goes():
 
 
 def test_nf4_keeps_the_weights_that_theirs_keeps():
-    """99 of 100 codes are equal, all within one step: ours divide by the magnitude as it is kept, theirs by the one before it was rounded."""
+    """99 of 100 codes are equal, all within one step: ours divide by the magnitude as it is kept,
+    theirs by the one before it was rounded.
+    """
     torch.manual_seed(0)
     base = nn.Linear(512, 384, bias=False)
     nn.init.normal_(base.weight)
     layer, weight = quantized.Linear4bit(base), base.weight.detach()
-    packed, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True)
+    packed, state = functional.quantize_4bit(
+        weight, quant_type="nf4", blocksize=64, compress_statistics=True
+    )
     pairs = [torch.stack([t.view(-1) >> 4, t.view(-1) & 15]).int() for t in (layer.packed, packed)]
     assert (pairs[0] == pairs[1]).float().mean() > 0.99 and (pairs[0] - pairs[1]).abs().max() <= 1
     errors = [
@@ -62,7 +68,9 @@ def test_nf4_keeps_the_weights_that_theirs_keeps():
 
 @pytest.mark.parametrize("scales_in_8_bits", [False, True])
 def test_a_base_in_their_4_bits_is_tracked_with_its_scales_and_no_prediction(scales_in_8_bits):
-    layer = bitsandbytes.nn.Linear4bit(256, 256, bias=False, compress_statistics=scales_in_8_bits).to("cpu")
+    layer = bitsandbytes.nn.Linear4bit(
+        256, 256, bias=False, compress_statistics=scales_in_8_bits
+    ).to("cpu")
     state, model = layer.weight.quant_state, nn.Sequential(nn.Linear(256, 256), layer)
     kept = [layer.weight, state.absmax, state.code, model[0].weight, model[0].bias]
     if scales_in_8_bits:

@@ -1,4 +1,6 @@
-"""``python -m gradmem_lib class``: a board from files of every kind, with nobody's words run as HTML."""
+"""``python -m gradmem_lib class``: a board from files of every kind, with nobody's words run as
+HTML.
+"""
 
 import json
 import os
@@ -78,8 +80,12 @@ def folder(tmp_path):
 def seen(folder, tmp_path, capsys):
     def look(*words) -> Parsed:
         out = tmp_path / "board.html"
-        assert main(["class", str(folder), "--once", "--out", str(out), *words]) == 0, capsys.readouterr().err
-        assert sorted(path.name for path in tmp_path.iterdir() if "board" in path.name) == ["board.html"]
+        assert main(["class", str(folder), "--once", "--out", str(out), *words]) == 0, (
+            capsys.readouterr().err
+        )
+        assert sorted(path.name for path in tmp_path.iterdir() if "board" in path.name) == [
+            "board.html"
+        ]
         return Parsed(out)
 
     return look
@@ -101,7 +107,9 @@ def test_thirty_learners(folder, seen):
         and "11 of 30 learners have tried it" in page.text
     )
     assert "Median of 30 guesses" in page.text and "Measured: 1.50 GiB" in page.text
-    counts = re.findall(r">(\d+)</text>", (folder.parent / "board.html").read_text().partition("<svg")[2])
+    counts = re.findall(
+        r">(\d+)</text>", (folder.parent / "board.html").read_text().partition("<svg")[2]
+    )
     assert sum(map(int, counts)) == 30
     assert "MiB" in page.text  # a logarithmic axis from KB to GB
     page = seen("--names")
@@ -137,16 +145,29 @@ def test_homes_of_a_hub_and_files_of_any_name(folder, seen, place):
     page = seen("--names")
     assert [row[0] for row in page.rows[1:4]] == ["anna", "bert/Abgabe (2).txt", "dora"]
     assert "carl: no progress file in it yet" in page.text
-    assert "notes" not in page.text and "essay" not in page.text and "files to look" in page.text.lower()
+    assert (
+        "notes" not in page.text
+        and "essay" not in page.text
+        and "files to look" in page.text.lower()
+    )
 
 
 def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     good = learner(["0.1"])
     for name, content in {
-        "cut": good[:-9], "empty": "", "deep": "[" * 10**5, "foreign": '{"version": 1}', "other": '{"version": 2}',
-        "binary": "\0\xff", "whole": good, "part": good.replace('"checks": {', '"checks": {"1.1": 7, '),
-        "whole.json.bak": good, "whole.json.corrupt-1": good, "whole.json.lock": "", ".whole.json-x": good,
-    }.items():  # fmt: skip
+        "cut": good[:-9],
+        "empty": "",
+        "deep": "[" * 10**5,
+        "foreign": '{"version": 1}',
+        "other": '{"version": 2}',
+        "binary": "\0\xff",
+        "whole": good,
+        "part": good.replace('"checks": {', '"checks": {"1.1": 7, '),
+        "whole.json.bak": good,
+        "whole.json.corrupt-1": good,
+        "whole.json.lock": "",
+        ".whole.json-x": good,
+    }.items():
         (folder / name).write_text(content, encoding="latin-1")
     os.mkfifo(folder / "pipe")
     os.symlink("nowhere", folder / "link")
@@ -154,7 +175,10 @@ def test_broken_partial_and_foreign_files_are_listed(folder, seen):
     assert [row[0] for row in listed.rows[1:3]] == ["part", "whole"]
     for name in ("cut", "empty", "deep", "foreign", "other", "binary"):
         assert f"{name}: not a progress file, or only a part of one" in listed.text
-    assert "part: a part cannot be read" in listed.text and "pipe: it is not a regular file" in listed.text
+    assert (
+        "part: a part cannot be read" in listed.text
+        and "pipe: it is not a regular file" in listed.text
+    )
     assert (
         "link: No such file" in listed.text
         and "bak: an old copy" in listed.text
@@ -177,7 +201,9 @@ def test_values_that_cannot_be_drawn_are_counted(folder, seen):
     # The last two are numbers that can be read, and not drawn.
     assert page.text.count("guesses left out") == 2 and page.tags.count("svg") == 4
     assert page.text.count("a part cannot be read") == len(odd) - 2
-    assert "In another unit, left out: 1." in page.text and "Machines differ (2 % to 7 %)" in page.text
+    assert (
+        "In another unit, left out: 1." in page.text and "Machines differ (2 % to 7 %)" in page.text
+    )
     assert "Beyond the picture: 1." in page.text
 
 
@@ -208,10 +234,19 @@ def test_measured_values_wait_for_a_click(folder):
     for _ in range(2):
         assert main(["class", str(folder), "--once", "--hide", "--out", str(out)]) == 0
     page, links = Parsed(out), ["the%20class-measured/1.a.html", "the%20class-measured/9.z.html"]
-    assert page.text.count("Parameters, gradients and AdamW's states together: how many bytes?") == 1
+    assert (
+        page.text.count("Parameters, gradients and AdamW's states together: how many bytes?") == 1
+    )
     assert [value for key, value in page.attributes if key == "href"] == links
-    assert "112.29 MiB" not in page.text and "Measured" not in page.text and "Files to look" not in page.text
-    assert sorted(path.name for path in (folder / "the class-measured").iterdir()) == ["1.a.html", "9.z.html"]
+    assert (
+        "112.29 MiB" not in page.text
+        and "Measured" not in page.text
+        and "Files to look" not in page.text
+    )
+    assert sorted(path.name for path in (folder / "the class-measured").iterdir()) == [
+        "1.a.html",
+        "9.z.html",
+    ]
     shown = Parsed(folder / "the class-measured" / "1.a.html")
     assert "Measured: 112.29 MiB" in shown.text and "how many bytes?" in shown.text
     assert ("href", "../the%20class.html") in shown.attributes and set(shown.tags) <= WITHIN
@@ -227,7 +262,9 @@ def test_ctrl_c_in_the_first_round_leaves_quietly(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(board.os, "replace", interrupted)
     assert main(["class", str(folder), "--out", str(folder.parent / "board.html")]) == 130
-    assert [path.name for path in folder.parent.iterdir()] == ["class"] and not capsys.readouterr().err
+    assert [path.name for path in folder.parent.iterdir()] == [
+        "class"
+    ] and not capsys.readouterr().err
 
 
 def test_an_empty_folder_and_a_missing_one(folder, seen, capsys):
@@ -265,7 +302,9 @@ def test_what_has_not_changed_is_not_read_again(folder, monkeypatch):
     file.write_text(learner(["0.1"]))
     os.utime(file, (1e9, 1e9))
     made, read = Board(folder, folder / "board.html"), []
-    monkeypatch.setattr(progress, "_read", lambda path, real=progress._read: read.append(path) or real(path))
+    monkeypatch.setattr(
+        progress, "_read", lambda path, real=progress._read: read.append(path) or real(path)
+    )
     made.write(5)
     made.write(5)
     assert len(read) == 1 and len(made.learners) == 1

@@ -1,4 +1,6 @@
-"""The widgets in a real browser: a plot that moves while its cell runs, then stays as a picture; an explorer that answers."""
+"""The widgets in a real browser: a plot that moves while its cell runs, then stays as a picture; an
+explorer that answers.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gradmem_lib import MemoryTracker
 
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
-                                     vocab_size=2048, use_cache=False))
+model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+                                     num_attention_heads=4, vocab_size=2048, use_cache=False))
 optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 tokens = torch.randint(0, 2048, (4, 128))
 
@@ -35,7 +37,8 @@ with MemoryTracker(model, optimizer, budget="64 MiB", title="a tiny Llama") as t
 """
 PRINT = """
 from gradmem_lib.units import format_bytes
-print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in reversed(tracker.peak.by_category.values())), sep=", ")
+parts = reversed(tracker.peak.by_category.values())
+print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in parts), sep=", ")
 """
 RANKS = """
 from gradmem_lib.course import run_ranks
@@ -71,7 +74,9 @@ NOTEBOOKS = {
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     for name, cells in NOTEBOOKS.items():
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        kernel = {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        }
         notebook = nbformat.v4.new_notebook(
             cells=[
                 nbformat.v4.new_markdown_cell("# A heading"),
@@ -102,7 +107,8 @@ def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, the
     with Notebook(browser, lab, "live.ipynb", scale=1.5) as notebook:
         notebook.theme(f"JupyterLab {theme}")
         notebook.start()
-        # The cell trains until it has shown five different pictures, however long a busy machine takes to draw them.
+        # The cell trains until it has shown five different pictures, however long a busy machine
+        # takes to draw them.
         notebook.watch(until=lambda pictures: pictures >= 5)
         shot(notebook, f"live_{theme.lower()}")
         assert notebook.running()
@@ -124,7 +130,11 @@ def test_two_ranks_move_side_by_side_on_one_scale(browser, lab):
             "rank 1, two ranks",
         ]
         left, right = (view.bounding_box() for view in views.all())
-        assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] and left["width"] > 200
+        assert (
+            left["y"] == right["y"]
+            and left["x"] + left["width"] <= right["x"]
+            and left["width"] > 200
+        )
         frames = views.locator("canvas.gm-canvas")
         assert all(int(canvas.get_attribute("data-frames")) >= 2 for canvas in frames.all())
         views.last.locator("tfoot").scroll_into_view_if_needed()
@@ -197,7 +207,9 @@ def test_a_change_of_theme_redraws(browser, lab):
         canvas.scroll_into_view_if_needed()
         shot(notebook, "shown_dark")
         # A theme may also change colours alone, and move nothing.
-        notebook.page.evaluate("document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')")
+        notebook.page.evaluate(
+            "document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')"
+        )
         notebook.page.wait_for_function(f"() => {CANVAS}.dataset.ink === 'rgb(1, 200, 3)'")
 
 

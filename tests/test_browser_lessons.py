@@ -1,4 +1,6 @@
-"""Lessons in a real browser and without a network, as a learner's Run All: plots that move, then pictures, no failure."""
+"""Lessons in a real browser and without a network, as a learner's Run All: plots that move, then
+pictures, no failure.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import pytest
 from browser import ROOT, Lab, Notebook, assert_explorer_reacts, shot
 
 LESSONS = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb"))
-# Each solution has been executed by nbval beside this, and lesson 00 is run as a learner's by test_notebooks.py. So one
-# lesson is enough here but for the night, a short one whose plots move. The longest comes first.
+# Each solution has been executed by nbval beside this, and lesson 00 is run as a learner's by
+# test_notebooks.py. So one lesson is enough here but for the night, a short one whose plots move.
+# The longest comes first.
 CHOSEN = LESSONS[::-1] if os.environ.get("GRADMEM_ALL") else LESSONS[2:3]
 
 
@@ -27,7 +30,8 @@ def lab(tmp_path_factory):
 def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):
     with Notebook(browser, lab, name) as notebook:
         notebook.start()
-        # How many pictures a cell shows depends on the machine. That one plot moves, test_browser.py shows.
+        # How many pictures a cell shows depends on the machine. That one plot moves,
+        # test_browser.py shows.
         pictures = notebook.watch(
             seconds=800, on_frame=lambda n: n == 5 and shot(notebook, f"lesson_{name[:2]}_live")
         )
@@ -39,7 +43,11 @@ def test_a_lesson_moves_and_ends_in_pictures(browser, lab, name):
         )  # whose pictures are drawn once, after what they show
         assert pictures >= moves and notebook.not_run() == [] and notebook.failed() == 0
         # No stub passes, and the reference takes over; lesson 00 shows a wrong answer on purpose.
-        own = {each: said for each, said in lab.checks().items() if each.startswith(f"{int(name[:2])}.")}
+        own = {
+            each: said
+            for each, said in lab.checks().items()
+            if each.startswith(f"{int(name[:2])}.")
+        }
         assert own == ({"0.1": "not yet"} if name.startswith("00") else {})
         stills = notebook.panel.locator(".jp-OutputArea-output img[src^='data:image/png']")
         if draws:

@@ -63,7 +63,9 @@ def notebook(root: Path, folder: str, name: str = "01_first"):
 
 
 def fake_run(root: Path, name: str = "01_first", **changes) -> None:
-    """Store an executed solution without the seconds that a kernel takes; ``changes`` go into its last cell."""
+    """Store an executed solution without the seconds that a kernel takes; ``changes`` go into its
+    last cell.
+    """
     executed = builder.read_source(root / "solutions" / f"{name}.py")
     for count, cell in enumerate([c for c in executed.cells if c.cell_type == "code"], 1):
         cell.execution_count = count
@@ -82,12 +84,14 @@ def test_a_lesson_has_stubs_for_answers_and_keeps_everything_else(course, capfd)
     assert first == builder.FIRST.read_text().rstrip()
     assert prose.count("<details>") == 2 and "It is twice." in prose
     assert (
-        function == 'def double(x):\n    """Twice x."""\n    # your code here\n    raise NotImplementedError'
+        function
+        == 'def double(x):\n    """Twice x."""\n    # your code here\n    raise NotImplementedError'
     )
     assert value == 'guess = ...  # your value here\ntable = {"a": 1}'
     assert check == "print(guess)"
     assert all(
-        cell.execution_count is None and cell.outputs == [] for cell in [lesson.cells[0], *lesson.cells[2:]]
+        cell.execution_count is None and cell.outputs == []
+        for cell in [lesson.cells[0], *lesson.cells[2:]]
     )
     assert lesson.cells[-1].metadata == {"tags": ["check"]}
 
@@ -106,15 +110,24 @@ def test_a_marked_value_becomes_an_ellipsis(line, stub):
 
 
 def test_a_stub_stands_where_the_answer_stood():
-    source = "class A:\n    def f(self):\n        if x:\n            ### BEGIN SOLUTION\n            y()\n            ### END SOLUTION\n        return 1"
-    expected = "class A:\n    def f(self):\n        if x:\n            # your code here\n            raise NotImplementedError\n        return 1"
+    source = (
+        "class A:\n    def f(self):\n        if x:\n            ### BEGIN SOLUTION\n         "
+        " "
+        "  y()\n            ### END SOLUTION\n        return 1"
+    )
+    expected = (
+        "class A:\n    def f(self):\n        if x:\n            # your code here\n         "
+        " "
+        "  raise NotImplementedError\n        return 1"
+    )
     assert builder.strip_solution(source, "here") == expected
 
 
 def test_building_runs_the_solution_and_stores_its_outputs(course, capfd, monkeypatch):
     monkeypatch.setenv("GRADMEM_LIVE", "1")
     root = course(
-        SOURCE + "\n# %%\nimport os\n\nos.environ['GRADMEM_LIVE'], 'GRADMEM_PROGRESS' in os.environ\n"
+        SOURCE
+        + "\n# %%\nimport os\n\nos.environ['GRADMEM_LIVE'], 'GRADMEM_PROGRESS' in os.environ\n"
     )
     assert run(root, capfd)[0] == 0
     solution = notebook(root, "solutions")
@@ -153,7 +166,8 @@ def test_what_differs_between_machines_is_left_out():
     view = {builder.WIDGET_VIEW: {"model_id": "random"}, "text/plain": "MemoryTracker plot"}
     cell.outputs = [nbformat.v4.new_output("display_data", data=view)]
     made = nbformat.v4.new_notebook(
-        cells=[cell], metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.99"}}
+        cells=[cell],
+        metadata={"widgets": {}, "language_info": {"name": "python", "version": "3.99"}},
     )
     kept = builder.normalise(made, keep_outputs=True)
     assert kept.metadata == builder.METADATA
@@ -178,10 +192,16 @@ def test_names_choose_lessons(course, capfd):
 BROKEN = {
     "unclosed": (
         "def f():\n    ### BEGIN SOLUTION\n    return 1\n",
-        "solutions/01_first.py, cell 1, line 2: BEGIN SOLUTION is never closed; add ### END SOLUTION",
+        (
+            "solutions/01_first.py, cell 1, line 2: BEGIN SOLUTION is never closed; add ### END "
+            "SOLUTION"
+        ),
     ),
     "nested": (
-        "def f():\n    ### BEGIN SOLUTION\n    x = 1\n    ### BEGIN SOLUTION\n    ### END SOLUTION\n",
+        (
+            "def f():\n    ### BEGIN SOLUTION\n    x = 1\n    ### BEGIN SOLUTION\n    ### END "
+            "SOLUTION\n"
+        ),
         "cell 1, line 4: BEGIN SOLUTION inside the block that line 2 opened; close that first",
     ),
     "unopened": (
@@ -204,7 +224,10 @@ BROKEN = {
         "x = max(  # SOLUTION\n    1, 2\n)\n",
         "cell 1: what is left for the lesson is not Python",
     ),
-    "empty": ("\n# %%\nx = 1\n", "cell 1: an empty code cell, which no run ever executes; delete it"),
+    "empty": (
+        "\n# %%\nx = 1\n",
+        "cell 1: an empty code cell, which no run ever executes; delete it",
+    ),
 }
 
 
@@ -224,12 +247,19 @@ def test_problems_of_all_lessons_are_shown_together(course, capfd):
     course("# %%\n" + BROKEN["nested"][0], "02_second")
     code, printed = run(root, capfd, "--lessons-only")
     assert code == 1
-    for place in ("01_first.py, cell 1", "01_first.py, cell 2", "02_second.py, cell 1", "problems: 3"):
+    for place in (
+        "01_first.py, cell 1",
+        "01_first.py, cell 2",
+        "02_second.py, cell 1",
+        "problems: 3",
+    ):
         assert place in printed
 
 
 def test_a_long_cell_is_a_warning_only(course, capfd):
-    root = course("# %%\n# a comment does not count\n" + "\n\n".join(f"x{i} = {i}" for i in range(15)) + "\n")
+    root = course(
+        "# %%\n# a comment does not count\n" + "\n\n".join(f"x{i} = {i}" for i in range(15)) + "\n"
+    )
     assert run(root, capfd, "--lessons-only") == (0, "lessons: 1, problems: 0\n")
     course("# %%\n" + "\n".join(f"x{i} = {i}" for i in range(16)) + "\n")
     code, printed = run(root, capfd, "--lessons-only")
@@ -238,7 +268,10 @@ def test_a_long_cell_is_a_warning_only(course, capfd):
 
 
 def test_a_solution_that_raises_is_reported_and_not_stored(course, capfd):
-    text = '# %%\n1 / 0\n\n# %%\nx = 1\n\n# %%\nraise KeyError("second")\n\n# %% tags=["raises-exception"]\n1 / 0\n'
+    text = (
+        '# %%\n1 / 0\n\n# %%\nx = 1\n\n# %%\nraise KeyError("second")\n\n# %% '
+        'tags=["raises-exception"]\n1 / 0\n'
+    )
     root = course(text)
     code, printed = run(root, capfd)
     assert code == 1
@@ -349,4 +382,7 @@ def test_a_notebook_without_a_source_is_an_orphan(built, capfd, folder):
     (built / folder / "09_gone.ipynb").write_text("{}")
     code, printed = run(built, capfd, "--check")
     assert code == 1
-    assert f"{folder}/09_gone.ipynb: no solutions/09_gone.py makes it; delete it or add that" in printed
+    assert (
+        f"{folder}/09_gone.ipynb: no solutions/09_gone.py makes it; delete it or add that"
+        in printed
+    )

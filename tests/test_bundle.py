@@ -1,4 +1,7 @@
-"""The archive for a room without a network. That it installs and runs, ``make bundle`` tries on each that it makes."""
+"""The archive for a room without a network.
+
+That it installs and runs, ``make bundle`` tries on each that it makes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ def test_one_that_does_not_install_is_an_error(archive, tmp_path, monkeypatch):
 
     def run(command, *, cwd, env, check):
         ran.append(command)
-        assert check and cwd == tmp_path / "room" / "room" and str(bundle.OFFLINE) == env["PYTHONPATH"]
+        assert (
+            check and cwd == tmp_path / "room" / "room" and str(bundle.OFFLINE) == env["PYTHONPATH"]
+        )
         assert not {name for name in env if name.startswith("PIP_")} - {"PIP_CONFIG_FILE"}
         raise subprocess.CalledProcessError(1, command)
 
@@ -58,5 +63,7 @@ def test_one_that_does_not_install_is_an_error(archive, tmp_path, monkeypatch):
 
 def test_the_programs_of_this_python_are_where_they_are_looked_for():
     python, gradmem = bundle.programs("room")
-    assert python.replace("\\", "/").startswith("room/" + ("Scripts" if sys.platform == "win32" else "bin"))
+    assert python.replace("\\", "/").startswith(
+        "room/" + ("Scripts" if sys.platform == "win32" else "bin")
+    )
     assert gradmem.endswith("gradmem")

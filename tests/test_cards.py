@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from gradmem_lib.planning.cards import BUSES, CARDS, Card, _card, find_card, seconds_between, seconds_over_bus
+from gradmem_lib.planning.cards import (
+    BUSES,
+    CARDS,
+    Card,
+    _card,
+    find_card,
+    seconds_between,
+    seconds_over_bus,
+)
 from gradmem_lib.units import GiB
 
 
 def test_cards_by_name_by_part_of_it_and_by_bytes():
-    names = ("RTX 4090", "4090", "nvidia geforce rtx 4090", "RTX4090 24GB", "NVIDIA GeForce RTX 4090")
+    names = (
+        "RTX 4090",
+        "4090",
+        "nvidia geforce rtx 4090",
+        "RTX4090 24GB",
+        "NVIDIA GeForce RTX 4090",
+    )
     assert {find_card(name).name for name in names} == {"RTX 4090 24GB"}
     assert find_card("NVIDIA A100-SXM4-80GB") is CARDS["A100 80GB"]
     assert find_card("NVIDIA H100 80GB HBM3") is CARDS["H100 80GB"]
@@ -22,11 +36,14 @@ def test_cards_by_name_by_part_of_it_and_by_bytes():
         find_card("A100")
 
 
-@pytest.mark.parametrize("other", ["GTX 9999", "RTX 4060", "RTX 4080 SUPER", "L40", "A10", "", None])
+@pytest.mark.parametrize(
+    "other", ["GTX 9999", "RTX 4060", "RTX 4080 SUPER", "L40", "A10", "", None]
+)
 def test_a_card_that_is_not_in_the_table_is_not_taken_for_one_that_is(other):
     known = ", ".join(CARDS)
     with pytest.raises(
-        ValueError, match=rf"no card is known as .* or one of {known}$|without a unit .* or one of {known}$"
+        ValueError,
+        match=rf"no card is known as .* or one of {known}$|without a unit .* or one of {known}$",
     ):
         find_card(other)
 
@@ -40,11 +57,15 @@ def test_a_small_number_without_a_unit_is_no_card(number):
 
 
 def test_a_row_of_the_table_in_bytes_and_operations():
-    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card("a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1), 63e9)
+    assert _card("a card", 1.5, 2, 3, 4, 12.1) == Card(
+        "a card", 3 * 2**29, 2e12, 3e12, 4e9, (12, 1), 63e9
+    )
 
 
 def test_the_table_of_cards_is_the_data_sheets():
-    """Memory by PyTorch's messages; dense half and single precision in Tflop/s, GB/s and the compute capability as published."""
+    """Memory by PyTorch's messages; dense half and single precision in Tflop/s, GB/s and the
+    compute capability as published.
+    """
     published = {
         "RTX 2060 6GB": (26, 6.5, 336, 7.5),
         "RTX 3070 8GB": (40.6, 20.3, 448, 8.6),
@@ -77,8 +98,11 @@ def test_the_table_of_cards_is_the_data_sheets():
     for name, (half, single, bandwidth, capability) in published.items():
         card = CARDS[name]
         found = (card.half / 1e12, card.single / 1e12, card.bandwidth / 1e9)
-        assert found == pytest.approx((half, single, bandwidth), abs=0.51), name  # whole numbers in the table
-        assert card.capability == divmod(round(10 * capability), 10) and card.bf16 == (capability >= 8)
+        # whole numbers in the table
+        assert found == pytest.approx((half, single, bandwidth), abs=0.51), name
+        assert card.capability == divmod(round(10 * capability), 10) and card.bf16 == (
+            capability >= 8
+        )
         nominal = int(name.rpartition(" ")[2].removesuffix("GB"))
         # Error correction takes a part of GDDR6.
         least, most = (0.91, 0.95) if name.startswith(("L4", "A10G", "T4")) else (0.96, 0.995)
@@ -87,21 +111,36 @@ def test_the_table_of_cards_is_the_data_sheets():
 
 
 def test_seconds_over_the_bus_by_the_standard_s_rates():
-    """A lane of PCIe 3 makes 8e9 transfers a second of a bit each, 128 of 130 are data, and each next one twice as many."""
+    """A lane of PCIe 3 makes 8e9 transfers a second of a bit each, 128 of 130 are data, and each
+    next one twice as many.
+    """
     for generation in (3, 4, 5):
         rate = 16 * 8e9 * 2 ** (generation - 3) * 128 / 130 / 8
         assert abs(BUSES[f"PCIe {generation}"] / rate - 1) < 1e-3
-    for name, generation, lanes in (("T4", 3, 16), ("RTX 4090", 4, 16), ("H100", 5, 16), ("4060 Ti", 4, 8)):
+    for name, generation, lanes in (
+        ("T4", 3, 16),
+        ("RTX 4090", 4, 16),
+        ("H100", 5, 16),
+        ("4060 Ti", 4, 8),
+    ):
         whole = BUSES[f"PCIe {generation}"] * lanes / 16
         assert seconds_over_bus(1e9, name) == pytest.approx(1e9 / (0.8 * whole))
 
 
 def test_links_between_cards_are_the_data_sheets():
-    """NVLink of modules, both ways together, as the data sheets have it; all others talk over their bus."""
-    both_ways = {"V100 16GB": 300, "A100 40GB": 600, "A100 80GB": 600, "H100 80GB": 900, "H200 141GB": 900}
+    """NVLink of modules, both ways together, as the data sheets have it; all others talk over their
+    bus.
+    """
+    both_ways = {
+        "V100 16GB": 300,
+        "A100 40GB": 600,
+        "A100 80GB": 600,
+        "H100 80GB": 900,
+        "H200 141GB": 900,
+    }
     assert {name: 2 * card.nvlink / 1e9 for name, card in CARDS.items() if card.nvlink} == both_ways
     assert CARDS["A100 80GB"].link == 300e9 and CARDS["RTX 3090 24GB"].link == BUSES["PCIe 4"]
-    # What nccl-tests found on such machines, in public issues of NVIDIA/nccl, nccl-tests and open-gpu-kernel-modules: bytes a
-    # second around a ring.
+    # What nccl-tests found on such machines, in public issues of NVIDIA/nccl, nccl-tests and
+    # open-gpu-kernel-modules: bytes a second around a ring.
     for name, found in (("A100 80GB", 208e9), ("H100 80GB", 350e9), ("RTX 4090", 25.8e9)):
         assert seconds_between(1e9, name) == pytest.approx(1e9 / found, rel=0.17)

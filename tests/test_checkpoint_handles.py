@@ -36,7 +36,10 @@ def test_each_list_of_layers_has_the_innermost_model_around_it():
         return nn.ModuleList([Layer(inside), Layer(inside)])
 
     plain = nn.ModuleList([nn.Linear(2, 2)])
-    encoder, decoder = Holds(blocks=layers(), plain=plain), Holds(blocks=layers(3), none=nn.ModuleList())
+    encoder, decoder = (
+        Holds(blocks=layers(), plain=plain),
+        Holds(blocks=layers(3), none=nn.ModuleList()),
+    )
     pair = Holds(encoder=encoder, decoder=decoder, last=layers())
     found = find_layers(Holds(pair=pair))
     owners = {"pair.encoder.blocks": encoder, "pair.decoder.blocks": decoder, "pair.last": pair}
@@ -96,7 +99,11 @@ def test_backward_may_come_after_the_schedule_is_taken_off():
         expected = step(family, model, batch)
         torch.manual_seed(7)
         with checkpoint_layers(layers_of(family, model), [[2, 1], 2, 1]):
-            out = model(batch).square().sum() if family in PLAIN else model(**batch, use_cache=False).loss
+            out = (
+                model(batch).square().sum()
+                if family in PLAIN
+                else model(**batch, use_cache=False).loss
+            )
         out.backward()
         same((out.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
@@ -217,7 +224,10 @@ def test_saved_pretrained_and_state_dict_load_into_a_plain_model(tmp_path):
     plain = made("gpt2")
     plain.load_state_dict(state)
     same(step("gpt2", plain, batch), expected)
-    same(step("gpt2", transformers.GPT2LMHeadModel.from_pretrained(tmp_path).train(), batch), expected)
+    same(
+        step("gpt2", transformers.GPT2LMHeadModel.from_pretrained(tmp_path).train(), batch),
+        expected,
+    )
 
 
 def test_layers_called_out_of_order_or_with_something_else_are_refused():
@@ -285,9 +295,16 @@ class Bare(nn.Module):
 
 def bart():
     config = transformers.BartConfig(
-        vocab_size=50, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+    )
     return transformers.BartForConditionalGeneration(config)
 
 
@@ -341,7 +358,10 @@ def test_encoder_and_decoder_can_each_have_their_own():
         return loss.detach(), found
 
     expected = run()
-    with checkpoint_layers(model.model.encoder.layers, 1), checkpoint_layers(model.model.decoder.layers, 1):
+    with (
+        checkpoint_layers(model.model.encoder.layers, 1),
+        checkpoint_layers(model.model.decoder.layers, 1),
+    ):
         same(run(), expected)
 
 
@@ -381,7 +401,11 @@ class Masked(nn.Module):
 def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equal_values():
     """Masks are often cut out anew for each layer, and numbers computed anew."""
     torch.manual_seed(0)
-    layers, masks, x = nn.ModuleList(Masked() for _ in range(4)), torch.rand(2, 4, 8), torch.randn(4, 8)
+    layers, masks, x = (
+        nn.ModuleList(Masked() for _ in range(4)),
+        torch.rand(2, 4, 8),
+        torch.randn(4, 8),
+    )
 
     def run(which=0, more=0.0):
         out = x

@@ -9,14 +9,27 @@ from torch import nn
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.schedules import extra_forwards
 
-SCHEDULES = ["sqrt", "best", 1, 2, 4, N, [3, 2, 1], [1, 5], [[2, 1], [1, 1], 1], [[[1, 1], 1, 1], 2]]
+SCHEDULES = [
+    "sqrt",
+    "best",
+    1,
+    2,
+    4,
+    N,
+    [3, 2, 1],
+    [1, 5],
+    [[2, 1], [1, 1], 1],
+    [[[1, 1], 1, 1], 2],
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same_to_the_bit_with_dropout(family):
     model, batch = made(family), batch_for(family)
     expected = step(family, model, batch)
-    assert not torch.equal(expected[0], step(family, model.eval(), batch)[0]), "dropout must do something"
+    assert not torch.equal(expected[0], step(family, model.eval(), batch)[0]), (
+        "dropout must do something"
+    )
     model.train()
     keys = list(model.state_dict())
     names = [name for name, _ in model.named_modules()]
@@ -83,12 +96,15 @@ def test_collected_hidden_states_are_right_with_their_gradients(family):
             same(hidden(), expected)
             same(step(family, model, batch), step(family, model, batch))
     with checkpoint_layers(next(m for m in model.modules() if isinstance(m, nn.ModuleList)), 3):
-        same(hidden(), expected)  # without the model, through the hooks that transformers puts on layers
+        # without the model, through the hooks that transformers puts on layers
+        same(hidden(), expected)
 
 
 def test_hidden_states_of_a_model_that_gathers_them_in_its_loop():
     # its layers return tuples of one, too
-    config = transformers.FNetConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4)
+    config = transformers.FNetConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4
+    )
     torch.manual_seed(0)
     model = transformers.FNetModel(config).train()
     ids = torch.randint(2, 50, (2, 7))
@@ -141,10 +157,17 @@ def test_layers_that_return_more_than_their_hidden_state_are_refused_in_segments
 
 def test_layers_with_masks_of_their_own_are_refused_in_one_segment():
     config = transformers.Gemma3TextConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, sliding_window=4, use_cache=False,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        use_cache=False,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.Gemma3ForCausalLM(config).train()
     ids = torch.randint(2, 50, (2, 7))

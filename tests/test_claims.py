@@ -1,5 +1,6 @@
-"""The ledger: every claim listed, every answer computed again, every verdict following its figures, and the page equal to what
-the answers say now."""
+"""The ledger: every claim listed, every answer computed again, every verdict following its figures,
+and the page equal to what the answers say now.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ from gradmem_lib.units import MiB
 
 ROOT = Path(__file__).parent.parent
 LEDGER = ROOT / "LEDGER.md"
-HOLDS = "C02 C03 C04 C07 C10 C13 C14 C15 C16 C17 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 C40 C42 C45 C48 C49 C50 C52 C55"
+HOLDS = (
+    "C02 C03 C04 C07 C10 C13 C14 C15 C16 C17 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 "
+    "C40 C42 C45 C48 C49 C50 C52 C55"
+)
 ONLY_IF = "C01 C11 C26 C27 C30 C31 C33 C43 C44 C51 C53 C57 C58"
 NOT = "C05 C06 C08 C09 C12 C21 C23 C24 C37 C38 C41 C46 C47 C54 C56"
 VERDICT = {
@@ -67,10 +71,14 @@ def agreeing(figure):
 
 
 def disagreeing(figure):
-    """The figure with a number outside of what the claim would agree with, or None where there is none."""
+    """The figure with a number outside of what the claim would agree with, or None where there is
+    none.
+    """
     if figure.low > -float("inf"):
         return dataclasses.replace(figure, found=figure.low - 1)
-    return dataclasses.replace(figure, found=figure.high + 1) if figure.high < float("inf") else None
+    return (
+        dataclasses.replace(figure, found=figure.high + 1) if figure.high < float("inf") else None
+    )
 
 
 @pytest.mark.parametrize("claim_id", sorted(VERDICT))
@@ -123,7 +131,9 @@ def test_no_figure_and_no_verdict_is_typed():
 
 def plain(node: ast.AST) -> bool:
     """A number or a text that was written down, or arithmetic on nothing but those."""
-    return not any(isinstance(inner, (ast.Name, ast.Call, ast.JoinedStr)) for inner in ast.walk(node))
+    return not any(
+        isinstance(inner, (ast.Name, ast.Call, ast.JoinedStr)) for inner in ast.walk(node)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,11 +147,15 @@ def test_a_verdict_follows_what_is_measured(claim_id, module, name, value, verdi
 
 def test_bert_large_holds_no_longer_where_the_replay_is_off(monkeypatch):
     rows = lesson_06.bert_large.rows()
-    off = [dataclasses.replace(row, parts=row.parts | {"today": row.parts["today"] + 500}) for row in rows]
+    off = [
+        dataclasses.replace(row, parts=row.parts | {"today": row.parts["today"] + 500})
+        for row in rows
+    ]
     monkeypatch.setattr(lesson_06.bert_large, "rows", lambda: off)
-    assert [lesson_06.bert_large_accumulated().verdict, lesson_06.bert_large_checkpointed().verdict] == [
-        "does not hold"
-    ] * 2
+    assert [
+        lesson_06.bert_large_accumulated().verdict,
+        lesson_06.bert_large_checkpointed().verdict,
+    ] == ["does not hold"] * 2
 
 
 def test_figures_of_lesson_01():
@@ -149,8 +163,14 @@ def test_figures_of_lesson_01():
     assert five["distinct storages, count"] == 5
     assert five["of these intermediate results, count"] == 2
     layer = claims.find("C37").figures
-    assert layer["block with fused attention, traced"] == layer["block with fused attention, closed form"]
-    assert layer["block with eager attention, traced"] == layer["block with eager attention, closed form"]
+    assert (
+        layer["block with fused attention, traced"]
+        == layer["block with fused attention, closed form"]
+    )
+    assert (
+        layer["block with eager attention, traced"]
+        == layer["block with eager attention, closed form"]
+    )
     assert layer["feed-forward by its product"] == 536_870_912
     assert claims.find("C52").figures["equal to the real block traced at this size"] == "yes"
     assert claims.find("C38").figures["one bf16 copy of the scores, batch 8"] == 32 * 1024**3
@@ -170,7 +190,8 @@ def test_fp16_leaves_weights_gradients_and_states_in_float32_and_may_need_more()
         .replace(",", "")
         .split(" / ")
     )
-    # A float16 copy of every weight that is multiplied: 24 blocks, pooler, classifier, biases with them.
+    # A float16 copy of every weight that is multiplied: 24 blocks, pooler, classifier, biases with
+    # them.
     h, copies = 1024, 2 * (24 * (12 * 1024**2 + 9 * 1024) + 1024**2 + 1024 + 2 * 1024 + 2)
     assert (
         half > full
@@ -180,7 +201,9 @@ def test_fp16_leaves_weights_gradients_and_states_in_float32_and_may_need_more()
 
 
 def bert_large_parameters() -> int:
-    """BERT-large with two classes, by its sizes: tables and their norm, 24 blocks, pooler, classifier."""
+    """BERT-large with two classes, by its sizes: tables and their norm, 24 blocks, pooler,
+    classifier.
+    """
     h, f = 1024, 4096
     block = 4 * (h * h + h) + 2 * h * f + f + h + 2 * 2 * h
     return (30522 + 512 + 2) * h + 2 * h + 24 * block + h * h + h + 2 * h + 2
@@ -194,13 +217,18 @@ def test_figures_of_lesson_06_against_arithmetic():
     assert found["dtype that from_pretrained gives a checkpoint in float16"] == "float16"
     floor = "weights, gradients and Adam states in float32"
     assert (
-        claims.find("C14").figures[floor] == claims.find("C24").figures[floor] == 16 * bert_large_parameters()
+        claims.find("C14").figures[floor]
+        == claims.find("C24").figures[floor]
+        == 16 * bert_large_parameters()
     )
     assert (
         claims.find("C13").figures["batch 4: 512 rows / published seconds, published rows a second"]
         == "8.86, 8.86"
     )
-    assert claims.find("C53").figures["cache of 32 x 2048 tokens, bf16"] == 2 * 80 * 8 * 128 * 2 * 32 * 2048
+    assert (
+        claims.find("C53").figures["cache of 32 x 2048 tokens, bf16"]
+        == 2 * 80 * 8 * 128 * 2 * 32 * 2048
+    )
     which = claims.find("C57").figures
     long, short = (f"Llama-3.2-1B, 16 x {n}, " for n in (2048, 64))
     times = [
@@ -214,7 +242,9 @@ def test_figures_of_lesson_06_against_arithmetic():
 def test_adapters_under_a_checkpoint():
     """Four combinations, and PEFT's own part of it where PEFT is installed."""
     arrives = {
-        (reentrant, enable): lesson_09.adapters_step(reentrant=reentrant, enable=enable, by_hand=by_hand)[0]
+        (reentrant, enable): lesson_09.adapters_step(
+            reentrant=reentrant, enable=enable, by_hand=by_hand
+        )[0]
         > 0
         for reentrant in (True, False)
         for enable in (True, False)
@@ -230,7 +260,9 @@ def test_adapters_under_a_checkpoint():
 
 
 def gathers_on_a_rank():
-    """The same as ``lesson_10.gathers`` on a real rank; and the largest error of its gradients, averaged over both."""
+    """The same as ``lesson_10.gathers`` on a real rank; and the largest error of its gradients,
+    averaged over both.
+    """
     import torch
     import torch.distributed as dist
 
@@ -241,7 +273,9 @@ def gathers_on_a_rank():
         count, peak, _ = lesson_10.second_step(mode, lesson_10._ids())
         model = lesson_10.second_step(mode, own)[2]
         pairs = zip(model.parameters(), whole.parameters(), strict=True)
-        off = max((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max() for p, q in pairs)
+        off = max(
+            (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max() for p, q in pairs
+        )
         found[name] = count, peak, float(torch.as_tensor(off))
     return found
 
@@ -256,7 +290,9 @@ def test_gathers_on_two_real_ranks():
 
 
 def test_a_70b_on_two_cards_by_hand():
-    """A card's half of 80 layers in 4 bits and of embeddings and head in bf16; both of these whole besides; adapters."""
+    """A card's half of 80 layers in 4 bits and of embeddings and head in bf16; both of these whole
+    besides; adapters.
+    """
     linear, ends = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672), 2 * 32000 * 8192
     adapters = 80 * 16 * (2 * 2 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     floor = (linear * (0.5 + 1 / 64 + 4 / (64 * 256)) + 2 * ends + 6 * adapters) / 2
@@ -268,7 +304,9 @@ def test_a_70b_on_two_cards_by_hand():
 
 
 def test_a_base_in_8_bits_by_hand():
-    """Llama-2-13B: 40 layers of 5120 x 5120 (four) and 5120 x 13824 (three); a byte a weight, four a row of each matrix."""
+    """Llama-2-13B: 40 layers of 5120 x 5120 (four) and 5120 x 13824 (three); a byte a weight, four
+    a row of each matrix.
+    """
     weights = 40 * (4 * 5120**2 + 3 * 5120 * 13824)
     in_8 = weights + 40 * 4 * (5 * 5120 + 2 * 13824)
     in_4 = weights * (0.5 + 1 / 64 + 4 / (64 * 256))
@@ -279,19 +317,27 @@ def test_a_base_in_8_bits_by_hand():
 def test_transformers_as_installed():
     cache = claims.find("C43").figures
     on, off = (
-        cache[f"checkpointing as transformers does it: peak, use_cache={switch}"] for switch in (True, False)
+        cache[f"checkpointing as transformers does it: peak, use_cache={switch}"]
+        for switch in (True, False)
     )
     assert on == off and cache["gradients equal in every bit"] == "yes"
     assert cache["config.use_cache, set to True, after a Trainer was made"] == "False"
     kwargs = claims.find("C46").figures
     assert kwargs["every_n_layers=2 switches on"] == "layers 0, 2 of 4"
-    assert kwargs["use_reentrant=False, modules=['self_attn'] switches on"] == "layers 0, 1, 2, 3 of 4"
+    assert (
+        kwargs["use_reentrant=False, modules=['self_attn'] switches on"] == "layers 0, 1, 2, 3 of 4"
+    )
     assert kwargs["modules=['self_attn'] alone"].startswith("ValueError")
-    assert [kwargs[f"kind of checkpoint with {n} given"] for n in ("nothing", "preserve_rng_state=True")] == [
+    assert [
+        kwargs[f"kind of checkpoint with {n} given"] for n in ("nothing", "preserve_rng_state=True")
+    ] == [
         "not reentrant",
         "reentrant",
     ]
-    assert claims.find("C47").figures["gradient_checkpointing='no' switches on"] == "layers 0, 1, 2, 3 of 4"
+    assert (
+        claims.find("C47").figures["gradient_checkpointing='no' switches on"]
+        == "layers 0, 1, 2, 3 of 4"
+    )
     assert "max_seq_length" in claims.find("C56").figures["TrainingArguments(max_seq_length=4096)"]
     kinds = claims.find("C42").figures
     assert kinds["use_reentrant=True: warns where the input requires no gradient"] == "yes"
@@ -306,7 +352,9 @@ def test_a_trainer_for_a_claim_prints_nothing(capfd):
 
 
 def test_the_full_size_trace_sees_what_the_closed_form_leaves_out(monkeypatch):
-    """The equality above is no tautology: a form that forgets the second copy of the softmax disagrees."""
+    """The equality above is no tautology: a form that forgets the second copy of the softmax
+    disagrees.
+    """
     whole = lesson_01_blocks.accounting.attention_activations
 
     def forgetful(*args, **options):
@@ -315,7 +363,10 @@ def test_the_full_size_trace_sees_what_the_closed_form_leaves_out(monkeypatch):
 
     monkeypatch.setattr(lesson_01_blocks.accounting, "attention_activations", forgetful)
     figures = lesson_01_blocks.one_layer().figures
-    assert figures["block with eager attention, traced"] > figures["block with eager attention, closed form"]
+    assert (
+        figures["block with eager attention, traced"]
+        > figures["block with eager attention, closed form"]
+    )
 
 
 @pytest.mark.skipif(OLDER, reason="the page's figures are those of the pinned versions")
@@ -336,7 +387,9 @@ def test_page_opens_with_one_table_and_has_an_entry_for_every_answer():
     table, _, entries = page.partition("\n### ")
     for claim_id in claims.CLAIMS:
         row = next(
-            line for line in table.splitlines() if line.startswith(f"| [{claim_id}](#{claim_id.lower()}) |")
+            line
+            for line in table.splitlines()
+            if line.startswith(f"| [{claim_id}](#{claim_id.lower()}) |")
         )
         assert row.endswith(f"| {VERDICT[claim_id]} |") and row.count("|") == 5
         entry = f"### {entries}".partition(f"### {claim_id}\n")[2].partition("\n### ")[0]
@@ -352,9 +405,16 @@ def test_an_open_claim_has_a_row_and_no_entry():
 def test_lessons_named_in_the_page_exist_and_show_the_claim(tmp_path):
     page = claims.page()
     shown = re.findall(r"Shown in lesson (\d\d(?: and \d\d)*)\.", page)
-    numbers = {n for names in shown for n in names.split(" and ")} | set(re.findall(r"lesson (\d\d)", page))
-    assert numbers >= {"01", "05"} and all(list((ROOT / "lessons").glob(f"{n}_*.ipynb")) for n in numbers)
-    cells = '# %%\nclaims.show("C05", "C06")\n\n# %%\nclaims.show(\n    "C07"\n)\n# claims.show("C08")\n'
+    numbers = {n for names in shown for n in names.split(" and ")} | set(
+        re.findall(r"lesson (\d\d)", page)
+    )
+    assert numbers >= {"01", "05"} and all(
+        list((ROOT / "lessons").glob(f"{n}_*.ipynb")) for n in numbers
+    )
+    cells = (
+        '# %%\nclaims.show("C05", "C06")\n\n# %%\nclaims.show(\n    "C07"\n)\n# '
+        'claims.show("C08")\n'
+    )
     (tmp_path / "01_a.py").write_text(cells)
     (tmp_path / "03_b.py").write_text('claims.show("C05")\n')
     assert ledger.shown_in(tmp_path) == {"C05": ["01", "03"], "C06": ["01"], "C07": ["01"]}
@@ -365,7 +425,9 @@ def test_write_and_check(tmp_path, capsys):
     assert main(["--check", "--path", str(path)]) == 1
     assert main(["--write", "--path", str(path)]) == 0
     assert main(["--check", "--path", str(path)]) == 0
-    path.write_text(path.read_text(encoding="utf-8").replace("does not hold", "holds", 1), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("does not hold", "holds", 1), encoding="utf-8"
+    )
     assert main(["--check", "--path", str(path)]) == 1
     assert "--write" in capsys.readouterr().out
 
@@ -415,17 +477,31 @@ def test_in_a_notebook_a_claim_is_one_line_that_unfolds(monkeypatch, capsys):
 
 def test_units_of_figures():
     of = finding.in_unit
-    assert [of(2.5e9, "GB"), of(14949 * MiB, "MB"), of(0.193, "%"), of(1.0, "%"), of(3, "times")] == [
+    assert [
+        of(2.5e9, "GB"),
+        of(14949 * MiB, "MB"),
+        of(0.193, "%"),
+        of(1.0, "%"),
+        of(3, "times"),
+    ] == [
         "2.5 GB",
         "14,949 MB",
         "19.3%",
         "100%",
         "3.00×",
     ]
-    assert [of(True, "yes"), of(0, "yes"), of(1234, ""), of(1.23456, "")] == ["yes", "no", "1,234", "1.23"]
+    assert [of(True, "yes"), of(0, "yes"), of(1234, ""), of(1.23456, "")] == [
+        "yes",
+        "no",
+        "1,234",
+        "1.23",
+    ]
     assert finding.between("a", 0.2, 0.3, 0.25, "%").claimed == "20 to 30%"
     assert finding.about("a", 60 * 10**9, 1, "GB").claimed == "60 GB"
-    assert finding.at_least("a", 2, 2, "times").agrees and not finding.at_least("a", 2, 1.9, "times").agrees
+    assert (
+        finding.at_least("a", 2, 2, "times").agrees
+        and not finding.at_least("a", 2, 1.9, "times").agrees
+    )
     assert not finding.more("a", 1.0).agrees and not finding.less("a", 1.0).agrees
 
 

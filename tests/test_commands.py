@@ -1,4 +1,6 @@
-"""``python -m gradmem_lib predict`` and ``plan``: what they print, and what they say to bad input."""
+"""``python -m gradmem_lib predict`` and ``plan``: what they print, and what they say to
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
         "bf16",
     ]
     code, out, _ = command(capsys, *words)
-    wanted = predict(config, batch_size=2, seq_len=32, recipe=Recipe(precision="bf16"), target="cpu")
+    wanted = predict(
+        config, batch_size=2, seq_len=32, recipe=Recipe(precision="bf16"), target="cpu"
+    )
     assert code == 0 and f"{wanted.peak.total:,}" in out
     code, out, _ = command(capsys, "predict", str(tmp_path / "config.json"), *words[2:], "--json")
     assert json.loads(out)["peak"]["total"] == json.loads(out)["needs"] == wanted.peak.total
@@ -53,14 +57,26 @@ def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
 def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, config):
     config.save_pretrained(tmp_path)
     words = [
-        "plan", str(tmp_path), "--card", "1GiB", "--seq-len", "32", "--global-batch", "2", "--method", "qlora",
-        "--target", "cpu",
-    ]  # fmt: skip
+        "plan",
+        str(tmp_path),
+        "--card",
+        "1GiB",
+        "--seq-len",
+        "32",
+        "--global-batch",
+        "2",
+        "--method",
+        "qlora",
+        "--target",
+        "cpu",
+    ]
     code, out, _ = command(capsys, *words)
     assert code == 0 and "Fits, fastest first" in out and "make_trainer(" in out
     code, out, _ = command(capsys, *words, "--json")
     found = json.loads(out)
-    assert found["fits"][0]["needs"] <= found["card"]["nbytes"] == GiB and found["method"] in METHODS
+    assert (
+        found["fits"][0]["needs"] <= found["card"]["nbytes"] == GiB and found["method"] in METHODS
+    )
     words[3] = "100KB"
     code, out, _ = command(capsys, *words)
     assert code == 1 and "Nothing fits" in out
@@ -73,8 +89,14 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
             ["plan", "tiny-llama", "--card", "GTX9", "--seq-len", "8", "--global-batch", "2"],
             "no card is known",
         ),
-        (["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "8", "--global-batch", "-1"], "at least 1"),
-        (["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "9999", "--global-batch", "1"], "positions"),
+        (
+            ["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "8", "--global-batch", "-1"],
+            "at least 1",
+        ),
+        (
+            ["plan", "tiny-llama", "--card", "1GiB", "--seq-len", "9999", "--global-batch", "1"],
+            "positions",
+        ),
         (
             ["predict", "tiny-llama", "--batch-size", "2", "--seq-len", "8", "--lora-rank", "0"],
             "lora_rank=0: give a whole number of at least 1",
@@ -84,7 +106,16 @@ def test_command_plan_prints_what_fits_with_code_and_json(capsys, tmp_path, conf
             "multiple of 2",
         ),
         (
-            ["predict", "tiny-llama", "--batch-size", "3", "--seq-len", "8", "--checkpointing", "0"],
+            [
+                "predict",
+                "tiny-llama",
+                "--batch-size",
+                "3",
+                "--seq-len",
+                "8",
+                "--checkpointing",
+                "0",
+            ],
             "at least 1",
         ),
         (["predict", "tiny-llama", "--batch-size", "3"], "seq_len"),
@@ -112,10 +143,22 @@ def test_command_refuses_bad_input_in_a_sentence(capsys, words, says):
 def test_command_leaves_a_models_attention_as_it_is(capsys, tmp_path):
     config = tiny_config("mamba")
     config.save_pretrained(tmp_path)
-    words = ["predict", str(tmp_path), "--batch-size", "2", "--seq-len", "8", "--target", "cpu", "--json"]
+    words = [
+        "predict",
+        str(tmp_path),
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "8",
+        "--target",
+        "cpu",
+        "--json",
+    ]
     code, _, err = command(capsys, *words)
     assert code == 2 and "attention=None" in err  # what there is a word for
-    code, out, _ = command(capsys, *words, "--attention", "none", "--offload", "none", "--sharding", "none")
+    code, out, _ = command(
+        capsys, *words, "--attention", "none", "--offload", "none", "--sharding", "none"
+    )
     wanted = predict(config, batch_size=2, seq_len=8, recipe=Recipe(attention=None), target="cpu")
     assert code == 0 and json.loads(out)["peak"]["total"] == wanted.peak.total
 
@@ -135,19 +178,33 @@ def test_command_without_a_network_says_what_to_give(capsys, monkeypatch, tmp_pa
 
 
 OTHERS = {
-    "ResNetForImageClassification": "resnet", "ViTForImageClassification": "vit", "CLIPModel": "clip", "SiglipModel": "siglip",
-    "WhisperForConditionalGeneration": "whisper", "BertForMultipleChoice": "bert", "BertForNextSentencePrediction": "bert",
-    "BertForPreTraining": "bert", "BertModel": "bert", "TapasForQuestionAnswering": "tapas",
-    "LxmertForQuestionAnswering": "lxmert", "ViltForQuestionAnswering": "vilt",
-}  # fmt: skip
+    "ResNetForImageClassification": "resnet",
+    "ViTForImageClassification": "vit",
+    "CLIPModel": "clip",
+    "SiglipModel": "siglip",
+    "WhisperForConditionalGeneration": "whisper",
+    "BertForMultipleChoice": "bert",
+    "BertForNextSentencePrediction": "bert",
+    "BertForPreTraining": "bert",
+    "BertModel": "bert",
+    "TapasForQuestionAnswering": "tapas",
+    "LxmertForQuestionAnswering": "lxmert",
+    "ViltForQuestionAnswering": "vilt",
+}
 
 
 @pytest.mark.parametrize(
     "fields, says",
     [
-        ({"model_type": "llama", "hidden_size": "x"}, "the config of .* is not valid .*hidden_size"),
+        (
+            {"model_type": "llama", "hidden_size": "x"},
+            "the config of .* is not valid .*hidden_size",
+        ),
         ({"model_type": "llama", "num_attention_heads": 0}, "the config of .* is not valid .*zero"),
-        ({"model_type": "llama", "hidden_size": 65}, "the config of .* is not valid .*not a multiple"),
+        (
+            {"model_type": "llama", "hidden_size": 65},
+            "the config of .* is not valid .*not a multiple",
+        ),
         *(
             ({"model_type": kind, "architectures": [name]}, f"{name} takes other inputs: .*batch=")
             for name, kind in OTHERS.items()
@@ -165,7 +222,10 @@ OTHERS = {
             {"model_type": "imagegpt", "architectures": ["ImageGPTForCausalImageModeling"]},
             "micro-batches and ImageGPT.*differs in pieces",
         ),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "no model is known as .*custom code"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}},
+            "no model is known as .*custom code",
+        ),
         ({"size": 1}, "no model is known as"),
         (None, "the config of .* is not valid"),
     ],

@@ -1,4 +1,6 @@
-"""Private names of torch and transformers stand in compat.py alone, and each does there what its comment says."""
+"""Private names of torch and transformers stand in compat.py alone, and each does there what its
+comment says.
+"""
 
 import ast
 import importlib
@@ -18,8 +20,8 @@ from gradmem_lib import compat
 HOME = Path(gradmem_lib.__file__).parent
 FILES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 THEIRS = ("torch", "transformers", "accelerate", "peft")
-# Ends of longer names. Of Python and Jupyter: a named tuple's fields, a process's end, where its threads are, a picture in every form, a widget's
-# code and looks.
+# Ends of longer names. Of Python and Jupyter: a named tuple's fields, a process's end, where its
+# threads are, a picture in every form, a widget's code and looks.
 PUBLIC = {
     "_kwargs",
     "_MAPPING",
@@ -35,10 +37,21 @@ PUBLIC = {
 
 
 OURS = {"compat.py", "course/compat_course.py"}  # where private names of others may stand
-# What has private names that the library gives to objects of its own too: there they are the objects' own.
+# What has private names that the library gives to objects of its own too: there they are the
+# objects' own.
 OTHERS = set().union(
-    *map(dir, (torch, torch.Tensor, torch.UntypedStorage, nn.Module, torch.optim.Optimizer, transformers.PreTrainedModel))
-)  # fmt: skip
+    *map(
+        dir,
+        (
+            torch,
+            torch.Tensor,
+            torch.UntypedStorage,
+            nn.Module,
+            torch.optim.Optimizer,
+            transformers.PreTrainedModel,
+        ),
+    )
+)
 
 
 def is_private(name: str) -> bool:
@@ -50,7 +63,9 @@ def tree(path: Path) -> ast.AST:
 
 
 def defined(nodes) -> set[str]:
-    """The private names that the library gives: to functions, classes, variables, and its own objects' attributes."""
+    """The private names that the library gives: to functions, classes, variables, and its own
+    objects' attributes.
+    """
     found = set()
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -70,7 +85,12 @@ OWN = defined(node for path in FILES.values() for node in ast.walk(tree(path)))
 
 def is_private_string(value) -> bool:
     """For getattr, patch or a comparison."""
-    return isinstance(value, str) and value.isidentifier() and is_private(value) and value not in OWN | PUBLIC
+    return (
+        isinstance(value, str)
+        and value.isidentifier()
+        and is_private(value)
+        and value not in OWN | PUBLIC
+    )
 
 
 def private_names(path: Path):
@@ -86,7 +106,9 @@ def private_names(path: Path):
                     yield node.lineno, f"{node.module}: {name}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] in THEIRS and any(map(is_private, alias.name.split("."))):
+                if alias.name.split(".")[0] in THEIRS and any(
+                    map(is_private, alias.name.split("."))
+                ):
                     yield node.lineno, alias.name
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             holder = ast.unparse(node.value)
@@ -103,7 +125,9 @@ def test_a_private_name_of_another_library_is_used_in_compat_alone(file):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("file", sorted({*FILES} - OURS - {"__main__.py", "course/claims/__main__.py"}))
+@pytest.mark.parametrize(
+    "file", sorted({*FILES} - OURS - {"__main__.py", "course/claims/__main__.py"})
+)
 def test_no_class_overrides_a_private_method_of_another_library(file):
     parts = ["gradmem_lib", *file.removesuffix(".py").split("/")]
     # Not "gradmem_lib.__init__", which would run the root's file again, under another name.
@@ -111,7 +135,9 @@ def test_no_class_overrides_a_private_method_of_another_library(file):
     for name, cls in vars(module).items():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
             bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] in THEIRS]
-            assert not OWN & vars(cls).keys() & {n for base in bases for n in vars(base)}, f"{file}: {name}"
+            assert not OWN & vars(cls).keys() & {n for base in bases for n in vars(base)}, (
+                f"{file}: {name}"
+            )
 
 
 def test_a_storage_has_one_key_whoever_looks():
@@ -157,7 +183,9 @@ def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
 
 
 def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
-    """With rows that have no padding, where fake tensors cannot answer; whoever looks reads the mask once."""
+    """With rows that have no padding, where fake tensors cannot answer; whoever looks reads the
+    mask once.
+    """
     from transformers import masking_utils
 
     class Seen(compat.TorchDispatchMode):
@@ -194,7 +222,8 @@ def test_a_collective_is_over_when_nobody_else_holds_its_tensors():
     holders = []
 
     def collective(tensors):
-        holders.append(tensors[0].requires_grad_().square())  # whose graph holds what it was made from
+        # whose graph holds what it was made from
+        holders.append(tensors[0].requires_grad_().square())
         threading.Timer(0.05, holders.clear).start()
         return compat.reduced(tensors)
 
@@ -210,7 +239,10 @@ def test_a_collective_of_fake_tensors_is_not_waited_for():
     with compat.FakeTensorMode():
         fake = torch.ones(3)
     for tensors in ([fake], [torch.ones(3, device="meta")]):
-        assert compat.settled(lambda tensors, more: (tensors, more), tensors, more=7) == (tensors, 7)
+        assert compat.settled(lambda tensors, more: (tensors, more), tensors, more=7) == (
+            tensors,
+            7,
+        )
 
 
 class Replicated(nn.Module):
@@ -260,5 +292,7 @@ def test_the_first_compilation_of_a_process_may_be_inside_a_tracker():
         "    assert 'compiled with torch.compile' in str(error) and torch.compile is own\n"
         "    print('refused')\n"
     )
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "refused\n", done.stderr

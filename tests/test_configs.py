@@ -1,4 +1,6 @@
-"""Configs: the class that trains on one, as transformers' own classes say, and batches that the model itself takes."""
+"""Configs: the class that trains on one, as transformers' own classes say, and batches that the
+model itself takes.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,13 @@ def test_the_first_known_architecture_is_taken():
     assert configs.model_class(config) is transformers.BertForTokenClassification
     # Of two classes for one task (this one with a teacher besides), too.
     assert configs.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
-    with pytest.raises(ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"):
+    with pytest.raises(
+        ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"
+    ):
         configs.model_class(transformers.EncodecConfig())
-    with pytest.raises(ValueError, match=r"is of NotThere, NorThis, which transformers does not have"):
+    with pytest.raises(
+        ValueError, match=r"is of NotThere, NorThis, which transformers does not have"
+    ):
         configs.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
 
 
@@ -91,7 +97,9 @@ def test_the_model_learns_from_its_example(name, labels):
 def test_a_head_whose_labels_are_not_known_asks_for_a_batch(head):
     config = tiny_config("bert")
     config.architectures = [f"BertFor{head}"]
-    with pytest.raises(ValueError, match=rf"what BertFor{head} trains on .*takes input_ids.*give batch="):
+    with pytest.raises(
+        ValueError, match=rf"what BertFor{head} trains on .*takes input_ids.*give batch="
+    ):
         configs.example_batch(configs.skeleton(config), ROWS, TOKENS)
 
 
@@ -130,7 +138,8 @@ def test_pictures_of_the_size_that_a_model_takes(name):
 def test_as_many_positions_as_the_model_takes(family):
     config = tiny_config(family)
     if family in ("bert", "roberta"):
-        config.vocab_size = config.max_position_embeddings  # a table of words is no table of positions
+        # a table of words is no table of positions
+        config.vocab_size = config.max_position_embeddings
     model = configs.model_class(config)(config).eval()
     most = configs.most_positions(model)
     ids = torch.full((1, most + 1), 5)

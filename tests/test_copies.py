@@ -1,4 +1,6 @@
-"""Copies without memory: name by name what the module and the batch hold, storages shared as they are there."""
+"""Copies without memory: name by name what the module and the batch hold, storages shared as they
+are there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Table:
 
 
 class Holds(nn.Module):
-    """All that a module may hold: parameters that share, buffers, views, a tensor in a list, and layers."""
+    """All that a module may hold: parameters that share, buffers, views, a tensor in a list, and
+    layers.
+    """
 
     def __init__(self, make=nn.ModuleList):
         super().__init__()
@@ -61,8 +65,19 @@ def tensors_of(module: Holds) -> dict[str, Tensor]:
 
 
 def form(tensor: Tensor) -> tuple:
-    asked = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
-    return *asked, tensor.untyped_storage().nbytes(), isinstance(tensor, nn.Parameter), tensor.device.type
+    asked = (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
+    return (
+        *asked,
+        tensor.untyped_storage().nbytes(),
+        isinstance(tensor, nn.Parameter),
+        tensor.device.type,
+    )
 
 
 def shared(tensors: dict[str, Tensor]) -> set[frozenset]:
@@ -87,7 +102,9 @@ def test_a_copy_holds_what_the_module_holds(make, keep):
     }
     found = tensors_of(made)
     assert all(isinstance(tensor, FakeTensor) for tensor in found.values())
-    assert {name: form(t) for name, t in found.items()} == {name: form(t) for name, t in wanted.items()}
+    assert {name: form(t) for name, t in found.items()} == {
+        name: form(t) for name, t in wanted.items()
+    }
     assert shared(found) == shared(wanted)
     assert type(made.layers) is make and len(made.layers) == (4 if keep is None else keep)
     assert made is not real and len(real.layers) == 4
@@ -139,6 +156,7 @@ def test_what_has_no_copy_is_named_with_where_it_is(held, says):
     module.loose = [held]
     with QuickFakeMode(), pytest.raises(CannotTrace, match=f"the model .*{says}"):
         fake_copy(module)
-    with QuickFakeMode():  # a leaf with a gradient, and what is computed without one, are as good as any
+    # a leaf with a gradient, and what is computed without one, are as good as any
+    with QuickFakeMode():
         kept = fake_batch([torch.rand(2, requires_grad=True), torch.rand(2) * 2])
     assert [t.requires_grad for t in kept] == [True, False]

@@ -1,4 +1,6 @@
-"""What fake tensors say of single operators, against what the CPU's kernels return: shape, strides, dtype, bytes, errors."""
+"""What fake tensors say of single operators, against what the CPU's kernels return: shape, strides,
+dtype, bytes, errors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ bf16, half, double = torch.bfloat16, torch.float16, torch.float64
 
 
 def said(op, *args, target: str | None) -> list:
-    """What ``op`` returns: for real, or by the fakes for ``target``; ``"error"`` where it raises."""
+    """What ``op`` returns: for real, or by the fakes for ``target``; ``"error"`` where it
+    raises.
+    """
     try:
         if target is None:
             out = op(*args)
@@ -43,7 +47,17 @@ for _x in (torch.float32, bf16, half):
         _inputs = rand(2, 4, dtype=_x), rand(2, 4, 3, dtype=_x)
         _name = f"{_x}, {_w}".replace("torch.", "")
         NORMS[f"layer, {_name}"] = (aten.native_layer_norm, _inputs[0], [4], _weight, _weight, 1e-5)
-        NORMS[f"group, {_name}"] = (aten.native_group_norm, _inputs[1], _weight, _weight, 2, 4, 3, 2, 1e-5)
+        NORMS[f"group, {_name}"] = (
+            aten.native_group_norm,
+            _inputs[1],
+            _weight,
+            _weight,
+            2,
+            4,
+            3,
+            2,
+            1e-5,
+        )
         _running = [rand(4, dtype=torch.float32 if _w is None else _w) for _ in range(2)]
         NORMS[f"batch, {_name}"] = (
             aten.native_batch_norm,
@@ -57,24 +71,38 @@ for _x in (torch.float32, bf16, half):
         )
 
 NORMS["batch, without running statistics"] = (
-    aten.native_batch_norm, rand(2, 4, 3, dtype=bf16), None, None, None, None, True, 0.1, 1e-5,
-)  # fmt: skip
+    aten.native_batch_norm,
+    rand(2, 4, 3, dtype=bf16),
+    None,
+    None,
+    None,
+    None,
+    True,
+    0.1,
+    1e-5,
+)
 
-LOSSES = {
-    f"{op} {shape} {reduction}": (getattr(aten, op), rand(5, 4), rand(*shape), *reduction)
-    for op in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")
-    for shape in ((5, 4), (4,), (3, 5, 4))
-    for reduction in ((), (0,), (1,), (2,))
-    if op != "soft_margin_loss" or shape == (5, 4)
-} | {
-    "smooth_l1_loss of another beta": (aten.smooth_l1_loss, rand(5, 4), rand(4), 0, 0.5)
-} | {
-    f"binary_cross_entropy {weight is not None} {reduction}": (
-        aten.binary_cross_entropy, rand(5, 4), rand(5, 4), weight, *reduction
-    )
-    for weight in (None, rand(5, 4))
-    for reduction in ((), (0,), (1,), (2,))
-}  # fmt: skip
+LOSSES = (
+    {
+        f"{op} {shape} {reduction}": (getattr(aten, op), rand(5, 4), rand(*shape), *reduction)
+        for op in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")
+        for shape in ((5, 4), (4,), (3, 5, 4))
+        for reduction in ((), (0,), (1,), (2,))
+        if op != "soft_margin_loss" or shape == (5, 4)
+    }
+    | {"smooth_l1_loss of another beta": (aten.smooth_l1_loss, rand(5, 4), rand(4), 0, 0.5)}
+    | {
+        f"binary_cross_entropy {weight is not None} {reduction}": (
+            aten.binary_cross_entropy,
+            rand(5, 4),
+            rand(5, 4),
+            weight,
+            *reduction,
+        )
+        for weight in (None, rand(5, 4))
+        for reduction in ((), (0,), (1,), (2,))
+    }
+)
 
 MIXED = {
     "mm": (aten.mm, rand(3, 4), rand(4, 5, dtype=bf16)),
@@ -108,33 +136,90 @@ FILLED = {
         value,
     )
     for dtype in (half, bf16, torch.float32, torch.int8)
-    for value in (0.0, -65504.0, 65520.0, -1e30, 3.4e38, 1e39, float("-inf"), float("inf"), 5, 300, -100_000)
+    for value in (
+        0.0,
+        -65504.0,
+        65520.0,
+        -1e30,
+        3.4e38,
+        1e39,
+        float("-inf"),
+        float("inf"),
+        5,
+        300,
+        -100_000,
+    )
 }
 
 OTHERS = {
-    "view of one row": (aten.view, rand(1, 6, 4).transpose(1, 2).contiguous().transpose(1, 2), [1, 6, 4, 1]),
+    "view of one row": (
+        aten.view,
+        rand(1, 6, 4).transpose(1, 2).contiguous().transpose(1, 2),
+        [1, 6, 4, 1],
+    ),
     "view of two": (aten.view, rand(2, 6, 4), [2, 24]),
     "view of a slice": (aten.view, rand(4, 1, 6)[2:3], [1, 1, 6]),
     "layer_norm_backward": (
-        aten.native_layer_norm_backward, rand(4, 3).t(), rand(4, 3).t(), [4], rand(3, 1), rand(3, 1), rand(4), rand(4),
+        aten.native_layer_norm_backward,
+        rand(4, 3).t(),
+        rand(4, 3).t(),
+        [4],
+        rand(3, 1),
+        rand(3, 1),
+        rand(4),
+        rand(4),
         [True, True, True],
     ),
     "layer_norm_backward of weights": (
-        aten.native_layer_norm_backward, rand(3, 4), rand(3, 4), [4], rand(3, 1), rand(3, 1), rand(4), rand(4),
+        aten.native_layer_norm_backward,
+        rand(3, 4),
+        rand(3, 4),
+        [4],
+        rand(3, 1),
+        rand(3, 1),
+        rand(4),
+        rand(4),
         [False, True, True],
     ),
     "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
     "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
     **{
         f"lstm in {'training' if train else 'evaluation'}": (
-            aten.mkldnn_rnn_layer, rand(3, 2, 5), rand(28, 5), rand(28, 7), rand(28), rand(28), rand(2, 7), rand(2, 7),
-            False, [], 2, 7, 1, True, False, False, train,
+            aten.mkldnn_rnn_layer,
+            rand(3, 2, 5),
+            rand(28, 5),
+            rand(28, 7),
+            rand(28),
+            rand(28),
+            rand(2, 7),
+            rand(2, 7),
+            False,
+            [],
+            2,
+            7,
+            1,
+            True,
+            False,
+            False,
+            train,
         )
         for train in (True, False)
     },
-    "mse_loss_backward": (aten.mse_loss_backward, rand(1), rand(5, dtype=bf16), rand(5, dtype=bf16), 1),
-    "mse_loss_backward, wide gradient": (aten.mse_loss_backward, rand(5), rand(5, dtype=bf16), rand(5, dtype=bf16), 0),
-}  # fmt: skip
+    "mse_loss_backward": (
+        aten.mse_loss_backward,
+        rand(1),
+        rand(5, dtype=bf16),
+        rand(5, dtype=bf16),
+        1,
+    ),
+    "mse_loss_backward, wide gradient": (
+        aten.mse_loss_backward,
+        rand(5),
+        rand(5, dtype=bf16),
+        rand(5, dtype=bf16),
+        0,
+    ),
+}
 CASES = NORMS | LOSSES | MIXED | FILLED | OTHERS
 
 
@@ -150,4 +235,6 @@ def test_a_periodic_window_is_a_longer_one_without_its_last_number(name, numbers
     window = getattr(aten, f"{name}_window")
     for op, *more in ((window.default,), (window.periodic, False)):
         expected = said(op, numbers, *more, target=None)
-        assert [said(op, numbers, *more, target=target) for target in ("cpu", "cuda")] == [expected] * 2
+        assert [said(op, numbers, *more, target=target) for target in ("cpu", "cuda")] == [
+            expected
+        ] * 2

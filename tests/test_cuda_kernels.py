@@ -1,4 +1,6 @@
-"""What a trace takes for a card's kernels: which one it is by PyTorch's published rules, what it was told, and bytes by hand."""
+"""What a trace takes for a card's kernels: which one it is by PyTorch's published rules, what it
+was told, and bytes by hand.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,26 @@ class Told(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attended(dtype, heads=(4, 4), size=16, wide=None, mask=None, grads=(True, True, True), seq=9, **asked):
-    """Attention over ``seq`` tokens as a trace for a card does it: its result, and what its kernel was told."""
+def attended(
+    dtype, heads=(4, 4), size=16, wide=None, mask=None, grads=(True, True, True), seq=9, **asked
+):
+    """Attention over ``seq`` tokens as a trace for a card does it: its result, and what its kernel
+    was told.
+    """
     with QuickFakeMode("cuda"), cuda_kernels.kernels():
-        shapes = [(2, heads[0], seq, size), (2, heads[1], seq, size), (2, heads[1], seq, wide or size)]
-        q, k, v = (torch.rand(s, dtype=dtype, requires_grad=g) for s, g in zip(shapes, grads, strict=True))
+        shapes = [
+            (2, heads[0], seq, size),
+            (2, heads[1], seq, size),
+            (2, heads[1], seq, wide or size),
+        ]
+        q, k, v = (
+            torch.rand(s, dtype=dtype, requires_grad=g) for s, g in zip(shapes, grads, strict=True)
+        )
         bias = None if mask is None else torch.ones(seq, seq, dtype=mask)
         with Told() as told:
-            out = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=heads[0] != heads[1], **asked)
+            out = F.scaled_dot_product_attention(
+                q, k, v, bias, enable_gqa=heads[0] != heads[1], **asked
+            )
     assert out.shape == (2, heads[0], seq, wide or size)
     return out, told.calls
 
@@ -85,7 +99,9 @@ def test_what_flash_attention_is_told(size):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_the_efficient_kernel_keeps_sums_only_where_there_is_a_backward(which):
-    name, args, kwargs = attended(single, grads=tuple(i == which for i in range(3)), scale=0.5)[1][0]
+    name, args, kwargs = attended(single, grads=tuple(i == which for i in range(3)), scale=0.5)[1][
+        0
+    ]
     assert "efficient" in name and args[4] is True and kwargs["scale"] == 0.5
     assert attended(single, grads=(False,) * 3)[1][0][1][4] is False
 

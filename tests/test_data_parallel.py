@@ -1,4 +1,6 @@
-"""accumulate_gradients in two real processes, replicated and sharded, against the full batch's gradient."""
+"""accumulate_gradients in two real processes, replicated and sharded, against the full batch's
+gradient.
+"""
 
 import os
 from contextlib import suppress
@@ -29,7 +31,9 @@ labels = ids.masked_fill(torch.arange(12) >= lengths[:, None], -100)
 
 
 def tiny():
-    return models.tiny_gpt2(layers=2, hidden=16, heads=2, vocab=31, positions=12, dtype=torch.float64)
+    return models.tiny_gpt2(
+        layers=2, hidden=16, heads=2, vocab=31, positions=12, dtype=torch.float64
+    )
 
 
 def gradient_of(model):
@@ -45,7 +49,10 @@ def whole_batch():
 
 
 def pieces(rows):
-    return [{"input_ids": ids[[r]], "labels": labels[[r]] if r >= 0 else labels[[r]] * 0 - 100} for r in rows]
+    return [
+        {"input_ids": ids[[r]], "labels": labels[[r]] if r >= 0 else labels[[r]] * 0 - 100}
+        for r in rows
+    ]
 
 
 def own(rows):
@@ -85,7 +92,9 @@ def replicated():
         "corrected after": window(parallel, gradient, shares),
         "total known": window(parallel, gradient, shares, total_items=own(shares)),
         "an empty last one": window(parallel, gradient, last_empty),
-        "an empty last one, total known": window(parallel, gradient, last_empty, total_items=own(last_empty)),
+        "an empty last one, total known": window(
+            parallel, gradient, last_empty, total_items=own(last_empty)
+        ),
     }
     syncs = []
 
@@ -130,9 +139,15 @@ def sharded():
     mine = ([0, 1, -1], [2, 3, 4])[rank]  # as many micro-batches on each, not as many labels
     found = {}
     for name, (model, gradient) in {
-        "FSDP": fsdp1(), "fully_shard": fsdp2(), "kept whole": fsdp2(reshard_after_forward=False), "divided by 4": fsdp2(4.0),
-    }.items():  # fmt: skip
-        for way, options in {"corrected after": {}, "total known": {"total_items": own(mine)}}.items():
+        "FSDP": fsdp1(),
+        "fully_shard": fsdp2(),
+        "kept whole": fsdp2(reshard_after_forward=False),
+        "divided by 4": fsdp2(4.0),
+    }.items():
+        for way, options in {
+            "corrected after": {},
+            "total known": {"total_items": own(mine)},
+        }.items():
             found[f"{name}, {way}"] = window(model, gradient, mine, **options)
     model, _ = fsdp2()
     found["unequally many"] = said(model, mine[: 3 - rank])
@@ -154,7 +169,10 @@ def equal_to_the_full_batch(windows):
 def test_a_process_on_its_own_sums_nothing_up():
     for alone in (Processes(), processes_of(None), processes_of(torch.nn.Linear(1, 1))):
         assert type(alone) is Processes and alone.sums(1, 2.5) == [1, 2.5]
-        assert alone.divisor == 1 and list(alone.micro_batches("ab")) == [("a", False), ("b", False)]
+        assert alone.divisor == 1 and list(alone.micro_batches("ab")) == [
+            ("a", False),
+            ("b", False),
+        ]
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match="returned"):
         check_trained_together(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -197,8 +215,10 @@ def test_sharded_processes_take_micro_batches_together():
     model = torch.nn.Linear(1, 1)
     assert on_ranks(lambda rank: taken(rank, (2, 2)), 2) == [[(None, True)] * 2] * 2
     assert on_ranks(lambda rank: taken(rank, (1, 0, 2)), 3) == [
-        ["2 of 3 processes"], ["2 of 3 processes"], ["2 of 3 processes"],
-    ]  # fmt: skip
+        ["2 of 3 processes"],
+        ["2 of 3 processes"],
+        ["2 of 3 processes"],
+    ]
     assert on_ranks(lambda rank: taken(rank, (0, 0)), 2) == [[], []]
 
 
@@ -216,16 +236,22 @@ def test_a_model_says_how_it_is_trained():
         plain = torch.nn.Linear(2, 2)
         parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
         found = processes_of(parallel)
-        assert type(found) is Replicated and found.groups == [mesh.get_group()] and found.divisor == 3
+        assert (
+            type(found) is Replicated and found.groups == [mesh.get_group()] and found.divisor == 3
+        )
         for needed in (True, False):
             with found.forward_and_backward(needed):
                 assert parallel.require_backward_grad_sync is needed
-        with pytest.raises(ValueError, match=r"only a part of the model, '1'.* DistributedDataParallel"):
+        with pytest.raises(
+            ValueError, match=r"only a part of the model, '1'.* DistributedDataParallel"
+        ):
             processes_of(torch.nn.Sequential(plain, parallel))
         model = parts_and_whole(mesh)
         found = processes_of(model)
         assert type(found) is Sharded and found.groups == [mesh.get_group()] and found.divisor == 3
-        assert device_of(model) == torch.device("cpu") and device_of(plain.to("meta")).type == "meta"
+        assert (
+            device_of(model) == torch.device("cpu") and device_of(plain.to("meta")).type == "meta"
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         check_trained_together(model, optimizer)
         check_trained_together(model, [optimizer])  # those of layers, in backward
@@ -235,7 +261,9 @@ def test_a_model_says_how_it_is_trained():
         ):
             with pytest.raises(ValueError, match="that prepare"):
                 check_trained_together(model, wrong)
-        with pytest.raises(ValueError, match=r"2 trained parameters .*call fully_shard on the whole"):
+        with pytest.raises(
+            ValueError, match=r"2 trained parameters .*call fully_shard on the whole"
+        ):
             processes_of(torch.nn.Sequential(model[0], torch.nn.Linear(2, 2)))
         frozen = torch.nn.Sequential(model[0], torch.nn.Linear(2, 2).requires_grad_(False))
         assert type(processes_of(frozen)) is Sharded
@@ -277,8 +305,8 @@ def test_ctrl_c_ends_the_processes_of_torchrun(tmp_path):
     name = str(tmp_path / "pid")
     with pytest.raises(KeyboardInterrupt):
         torchrun(
-            f"import os, signal, time; open({name!r}, 'w').write(str(os.getpid())); os.kill({os.getpid()}, signal.SIGINT); "
-            "time.sleep(600)",
+            f"import os, signal, time; open({name!r}, 'w').write(str(os.getpid())); "
+            f"os.kill({os.getpid()}, signal.SIGINT); time.sleep(600)",
             processes=1,
         )
     with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,6 @@
-"""The pictures of optimizers at work: what they draw, the words beside them, and an output that never changes."""
+"""The pictures of optimizers at work: what they draw, the words beside them, and an output that
+never changes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_rule_keeps_its_colour_from_picture_to_picture():
     }
     assert len(color) == 1
     styles = list(descent.STYLES.values())
-    assert all(len({style[i] for style in styles}) == len(styles) for i in (0, 2)), "colours and marks differ"
+    assert all(len({style[i] for style in styles}) == len(styles) for i in (0, 2)), (
+        "colours and marks differ"
+    )
 
 
 def test_losses_are_smoothed_over_the_last_steps():

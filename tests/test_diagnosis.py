@@ -1,4 +1,6 @@
-"""What could lower a peak: bounds that the real techniques keep, and a list of what cannot that is right."""
+"""What could lower a peak: bounds that the real techniques keep, and a list of what cannot that is
+right.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(star
         changed = replace(recipe, **change)
         lora = recipe.lora_rank is None and changed.lora_rank is not None
         peak = tracked(changed, rows, tokens).peak.total
-        saved_less = 0.2 * plain.peak.by_category["activations"] if lora else 0  # see diagnose: a side effect
+        # see diagnose: a side effect
+        saved_less = 0.2 * plain.peak.by_category["activations"] if lora else 0
         assert peak >= found.lowest[name] - saved_less, name
         if name in found.cannot_help:
             assert peak >= 0.98 * plain.peak.total - saved_less, name
@@ -71,16 +74,23 @@ def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(star
 
 def test_what_helps_is_what_the_peak_is_made_of():
     states, activations = (diagnose(tracked(*STARTS[start])) for start in ("states", "activations"))
-    assert states.peak.phase == "optimizer_step" and activations.peak.phase in ("forward", "backward")
+    assert states.peak.phase == "optimizer_step" and activations.peak.phase in (
+        "forward",
+        "backward",
+    )
     assert {NAMES[0], "checkpointing", MOVED} <= set(states.cannot_help)
     assert activations.helps[:3] == [NAMES[0], MOVED, "checkpointing"]
     assert FUSED in activations.cannot_help
-    assert "in optimizer_step: " in str(states) and "What cannot: smaller micro-batches" in str(states)
+    assert "in optimizer_step: " in str(states) and "What cannot: smaller micro-batches" in str(
+        states
+    )
 
 
 def test_by_hand():
     """Two weights of 1 MiB each."""
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False))
+    model = nn.Sequential(
+        nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)
+    )
     x = torch.randn(1024, 512)
     with MemoryTracker(model, live=False) as tracker:
         model(x).sum().backward()

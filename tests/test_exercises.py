@@ -28,8 +28,9 @@ def test_every_exercise_is_fit_to_be_given(exercise, monkeypatch):
 
 
 def observe_mistakes_once(monkeypatch) -> None:
-    """What a known mistake does as an answer is taken for what it does as a known mistake. In a quarter of the exercises,
-    and every night in all, each runs twice, which must come to the same."""
+    """What a known mistake does as an answer is taken for what it does as a known mistake. In a
+    quarter of the exercises, and every night in all, each runs twice, which must come to the same.
+    """
     run, runs = judging._run, {}
 
     def once(exercise, candidate, **how):
@@ -72,11 +73,19 @@ def test_the_audit_finds_what_is_wrong_with_an_exercise(once, monkeypatch):
         observe_mistakes_once(monkeypatch)
     assert audit(AREA) == []
     assert "1 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
-    assert "8 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:4] * 2))[0]
+    assert (
+        "8 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:4] * 2))[0]
+    )
     same = Mistake("sum again", lambda w, h: h + w, "this is the same mistake.")
-    assert "'sum again' is not named as itself" in audit(replace(AREA, mistakes=(*AREA.mistakes, same)))[0]
+    assert (
+        "'sum again' is not named as itself"
+        in audit(replace(AREA, mistakes=(*AREA.mistakes, same)))[0]
+    )
     right = Mistake("right", lambda w, h: h * w, "this is right, in fact.")
-    assert "'right' is not named as itself: ✓" in audit(replace(AREA, mistakes=(*AREA.mistakes, right)))[0]
+    assert (
+        "'right' is not named as itself: ✓"
+        in audit(replace(AREA, mistakes=(*AREA.mistakes, right)))[0]
+    )
     assert "the id" in audit(replace(AREA, difficulty=4))[0]
     assert "what the exercise trains" in audit(replace(AREA, trains=""))[0]
     long = Mistake("no stop", lambda w, h: 0, "no full stop")
@@ -130,7 +139,10 @@ def test_ids_forgive_spaces_and_lessons_forgive_zeros():
 
 
 def test_importing_the_exercises_imports_nothing_heavy():
-    code = "import sys, gradmem_lib.course.check as e; print([m for m in ('torch', 'IPython', 'ipywidgets') if m in sys.modules])"
+    code = (
+        "import sys, gradmem_lib.course.check as e; print([m for m in ('torch', 'IPython', "
+        "'ipywidgets') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -151,7 +163,9 @@ def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
     from gradmem_lib.course.exercises import settings
     from gradmem_lib.measure.tracker import MemoryTracker
 
-    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(
+        encoding="utf-8"
+    )
     for card in ("CHECKPOINTING_CARD", "LOG_CARD", "LORA_CARD", "BACKWARD_CARD", "EVAL_CARD"):
         assert f"**{getattr(settings, card)}**" in text, card
 
@@ -186,7 +200,9 @@ def test_checkpoints_beside_torchs_adafactor_save_what_lesson_05_says():
         predict(config, recipe=replace(recipe, checkpointing=how), **ask).peak.total
         for how in (None, "per-layer")
     )
-    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "solutions" / "05_fine_tuning.py").read_text(
+        encoding="utf-8"
+    )
     assert "less than one MiB lower.)" in " ".join(text.replace("#", " ").split())
     assert 0 < without - checkpointed < 2**20
 

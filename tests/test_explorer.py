@@ -26,12 +26,20 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_bars_are_in_proportion_and_described():
     parts = {"parameters": 14 * GiB, "gradients": 7 * GiB, "optimizer": 28 * GiB}
-    root = ET.fromstring(bars.bar_svg({"a < b": parts}, cards={"24 GB card": 24 * GiB}, title="T & U"))
+    root = ET.fromstring(
+        bars.bar_svg({"a < b": parts}, cards={"24 GB card": 24 * GiB}, title="T & U")
+    )
     assert root.get("role") == "img"
     named = {e.get("id"): e.text for e in root.iter() if e.get("id") and e.text}
     title, description = (named[key] for key in root.get("aria-labelledby").split())
-    assert title == "T & U" and "a < b: 49.00 GiB" in description and "24 GB card, 24.00 GiB" in description
-    boxes = {e.get("data-category"): e for e in root.iter(f"{SVG}rect") if e.get("class") == "gm-part"}
+    assert (
+        title == "T & U"
+        and "a < b: 49.00 GiB" in description
+        and "24 GB card, 24.00 GiB" in description
+    )
+    boxes = {
+        e.get("data-category"): e for e in root.iter(f"{SVG}rect") if e.get("class") == "gm-part"
+    }
     assert set(boxes) == set(parts)
     per_byte = {float(box.get("width")) / parts[name] for name, box in boxes.items()}
     assert max(per_byte) == pytest.approx(min(per_byte), rel=0.01)
@@ -78,7 +86,9 @@ def test_verdict_is_that_of_plan_where_the_tensors_alone_would_fit():
     prediction = explorer.trace(settings)
     needs = prediction.peak.total + sum(beyond(prediction, card.capability).values())
     assert found.total < card.nbytes < needs
-    assert explorer.verdict(found, "6 GiB").startswith(f"Exceeds by {format_bytes(needs - card.nbytes)}: ")
+    assert explorer.verdict(found, "6 GiB").startswith(
+        f"Exceeds by {format_bytes(needs - card.nbytes)}: "
+    )
     assert "CUDA context" in explorer.detail(found, settings)
     assert explorer.verdict(explorer.preview(settings), "6 GiB").startswith("Exceeds by")
 
@@ -108,7 +118,10 @@ TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
         2,
         [
             *({"precision": name} for name in accounting.PRECISIONS),
-            *({"optimizer": name, "batch_size": 1, "seq_len": 32} for name in explorer.OPTIMIZERS.values()),
+            *(
+                {"optimizer": name, "batch_size": 1, "seq_len": 32}
+                for name in explorer.OPTIMIZERS.values()
+            ),
             {"attention": "eager"},
             {"checkpointing": "per-layer"},
             {"checkpointing": 2},
@@ -122,7 +135,10 @@ def test_the_trace_is_of_what_the_closed_form_describes(changed):
     settings = explorer.DEFAULTS | TINY | changed
     formula, found = explorer.estimate(settings), explorer.answer(settings)
     assert found.total == pytest.approx(formula.total, rel=0.02)
-    assert "by an exact trace" in found.words and f"{abs(formula.total - found.total):,} bytes" in found.words
+    assert (
+        "by an exact trace" in found.words
+        and f"{abs(formula.total - found.total):,} bytes" in found.words
+    )
 
 
 def test_what_no_recipe_can_train_keeps_the_closed_form_and_says_why():
@@ -138,10 +154,20 @@ def test_controls_change_picture_and_words(monkeypatch):
     shown.widget()
     picture, before = shown._picture, shown._picture.svg
     assert picture.fits
-    assert all(control.label for control in shown.controls.values()), "every control shows what is chosen"
+    assert all(control.label for control in shown.controls.values()), (
+        "every control shows what is chosen"
+    )
     shown.controls["precision"].value = "float32"
     assert picture.svg != before and not picture.fits and picture.verdict.startswith("Exceeds by")
-    for name in ("model", "card", "batch_size", "seq_len", "optimizer", "attention", "checkpointing"):
+    for name in (
+        "model",
+        "card",
+        "batch_size",
+        "seq_len",
+        "optimizer",
+        "attention",
+        "checkpointing",
+    ):
         before = picture.svg
         options = [o[1] if isinstance(o, tuple) else o for o in shown.controls[name].options]
         shown.controls[name].value = next(o for o in options if o != shown.controls[name].value)

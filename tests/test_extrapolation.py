@@ -14,11 +14,15 @@ from gradmem_lib.names import BACKWARD, CATEGORIES, FORWARD, OPTIMIZER_STEP
 from gradmem_lib.prediction.extrapolation import Part, Trace, extrapolate, repeated_layers
 
 
-def made_up(layers: int, first: int = 5, last: int = 9, ends: int = 0, odd: int | None = None) -> Trace:
-    """A step: forward keeps 7 and 3 bytes a layer, backward frees them, and leaves 11 of gradients, which go at once.
+def made_up(
+    layers: int, first: int = 5, last: int = 9, ends: int = 0, odd: int | None = None
+) -> Trace:
+    """A step: forward keeps 7 and 3 bytes a layer, backward frees them, and leaves 11 of gradients,
+    which go at once.
 
-    ``first`` and ``last``: what only the first layer's forward and the last one's has for a moment. ``ends``: what both keep
-    besides, in the operations that all layers have. ``odd``: a layer with an operation of its own.
+    ``first`` and ``last``: what only the first layer's forward and the last one's has for a moment.
+    ``ends``: what both keep besides, in the operations that all layers have. ``odd``: a layer with
+    an operation of its own.
     """
     events: list[tuple[str, int, int]] = [("embed", FORWARD, 100)]
     for layer in range(layers):
@@ -98,12 +102,16 @@ def test_two_short_traces_say_what_the_deep_one_says(units, more):
 @pytest.mark.parametrize("units", [3, 4, 5])
 def test_the_round_that_is_repeated_is_neither_the_first_nor_the_last(units):
     short, long = (made_up(n, first=0, last=0, ends=2).parts() for n in (units, units + 1))
-    for part, deep in zip(extrapolate(short, long, units, 12), steps(made_up(12, 0, 0, 2)), strict=True):
+    for part, deep in zip(
+        extrapolate(short, long, units, 12), steps(made_up(12, 0, 0, 2)), strict=True
+    ):
         assert np.array_equal(part, deep)
 
 
 def of_one_operation(rounds: int, before: int, special: int) -> Part:
-    """Rounds of one operation each, after ``before`` others; ``special`` rounds at each end hold more bytes or less."""
+    """Rounds of one operation each, after ``before`` others; ``special`` rounds at each end hold
+    more bytes or less.
+    """
     held = [1] * before + [9] * special + [7] * rounds + [5] * special
     names = ["other"] * before + ["mm"] * (rounds + 2 * special)
     return np.outer(held, [0, 0, *[1] * 7]), [(name, FORWARD) for name in names]
@@ -118,7 +126,9 @@ def test_the_round_that_is_repeated_is_the_middle_one(before, special):
 
 def test_as_many_as_were_traced_are_what_was_traced():
     short, long = made_up(3), made_up(4)
-    for part, traced in zip(extrapolate(short.parts(), long.parts(), 3, 3), steps(short), strict=True):
+    for part, traced in zip(
+        extrapolate(short.parts(), long.parts(), 3, 3), steps(short), strict=True
+    ):
         assert np.array_equal(part, traced)
 
 
@@ -133,7 +143,8 @@ def test_what_does_not_repeat_is_not_extrapolated():
     renamed = made_up(4)
     renamed = Trace(renamed.rows, ("other", *renamed.operations[1:]), renamed.starts)
     assert extrapolate(made_up(3).parts(), renamed.parts(), 3, 8) is None
-    assert extrapolate(made_up(4).parts(), renamed.parts(), 3, 8) is None  # as long, with another operation
+    # as long, with another operation
+    assert extrapolate(made_up(4).parts(), renamed.parts(), 3, 8) is None
     larger = made_up(4)
     begin = next(n for n, name in enumerate(larger.operations) if name == "mm_backward")
     for n in range(4):  # a round's bytes that grow from round to round
@@ -221,5 +232,7 @@ def test_what_a_config_says_of_each_layer():
     assert (
         repeated_layers(Model(stack, sizes=[1, 2, 3], names="abcd")) is stack
     )  # of something else than layers
-    assert repeated_layers(Model(copy.deepcopy(stack), same=["full"] * 4, layer_types=kinds)) is None
+    assert (
+        repeated_layers(Model(copy.deepcopy(stack), same=["full"] * 4, layer_types=kinds)) is None
+    )
     assert repeated_layers(copy.deepcopy(stack)) is not None  # no config at all

@@ -1,4 +1,6 @@
-"""A replayed out-of-memory error: its text adds up, its segments are what an allocator written anew would hold."""
+"""A replayed out-of-memory error: its text adds up, its segments are what an allocator written anew
+would hold.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def asking(*requests: int):
 
 
 def simulated(requests, capacity):
-    """(the request that fails, or None; the segments): every block is a list [bytes, the request's number or None]."""
+    """(the request that fails, or None; the segments): every block is a list [bytes, the request's
+    number or None].
+    """
     segments: list[list[list]] = []
 
     def reserved():
@@ -45,7 +49,9 @@ def simulated(requests, capacity):
             (block[0], s, b)
             for s, segment in enumerate(segments)
             for b, block in enumerate(segment)
-            if block[1] is None and block[0] >= size and (sum(x for x, _ in segment) == 2 * MiB) == small
+            if block[1] is None
+            and block[0] >= size
+            and (sum(x for x, _ in segment) == 2 * MiB) == small
         ]
         if not fitting:
             new = (
@@ -78,7 +84,11 @@ def random_requests(seed: int) -> list[int]:
         else:
             requests.append(
                 draw.choice(
-                    (draw.randrange(1, MiB), draw.randrange(MiB, 10 * MiB), draw.randrange(1, 60 * MiB))
+                    (
+                        draw.randrange(1, MiB),
+                        draw.randrange(MiB, 10 * MiB),
+                        draw.randrange(1, 60 * MiB),
+                    )
                 )
             )
             live.append(number)
@@ -97,7 +107,9 @@ def test_it_fails_where_an_allocator_written_anew_fails_and_holds_the_same(seed)
         ends.add(error is None)
         assert (error is None) == (failed is None)
         if error is not None:
-            mine = [[(b["size"], b["state"] != "inactive") for b in s["blocks"]] for s in error.segments]
+            mine = [
+                [(b["size"], b["state"] != "inactive") for b in s["blocks"]] for s in error.segments
+            ]
             assert sorted(mine) == sorted([[(n, o is not None) for n, o in s] for s in segments])
             assert error.tensor == [r for r in requests if r >= 0][failed]
     assert False in ends
@@ -125,7 +137,9 @@ def read(text: str) -> list[float]:
 
 def test_the_text_of_a_real_step_adds_up_and_its_segments_are_the_sums():
     recipe = Recipe(optimizer="adamw-foreach")
-    step = predict(known_model("SmolLM2-135M")[1], batch_size=4, seq_len=256, recipe=recipe, target="cuda")
+    step = predict(
+        known_model("SmolLM2-135M")[1], batch_size=4, seq_len=256, recipe=recipe, target="cuda"
+    )
     error = out_of_memory(step, "4 GiB")
     asked, total, free, process, allocated, unallocated = read(str(error))
     near = 0.011 * GiB
@@ -133,7 +147,11 @@ def test_the_text_of_a_real_step_adds_up_and_its_segments_are_the_sums():
     assert abs(process - CONTEXT - allocated - unallocated) < near
     assert asked == error.asked == 192 * MiB  # logits: 4 x 256 x 49,152 float32 numbers
     assert error.tensor == 4 * 256 * 49_152 * 4
-    assert sum(s["total_size"] for s in error.segments) == error.reserved == 4 * GiB - CONTEXT - error.free
+    assert (
+        sum(s["total_size"] for s in error.segments)
+        == error.reserved
+        == 4 * GiB - CONTEXT - error.free
+    )
     blocks = [block for s in error.segments for block in s["blocks"]]
     sums = {
         state: sum(b["size"] for b in blocks if b["state"] == state)
@@ -153,7 +171,8 @@ def test_the_text_of_a_real_step_adds_up_and_its_segments_are_the_sums():
 
 
 @pytest.mark.parametrize(
-    "nbytes, text", [(512, "512 bytes"), (MiB, "1024.00 KiB"), (20 * MiB, "20.00 MiB"), (GiB + 1, "1.00 GiB")]
+    "nbytes, text",
+    [(512, "512 bytes"), (MiB, "1024.00 KiB"), (20 * MiB, "20.00 MiB"), (GiB + 1, "1.00 GiB")],
 )
 def test_sizes_are_written_as_pytorch_writes_them(nbytes, text):
     from gradmem_lib.course.failure import _size

@@ -1,6 +1,8 @@
-"""Each family of transformers models with six recipes: the prediction is the tracker's measurement, or a refusal in a sentence.
+"""Each family of transformers models with six recipes: the prediction is the tracker's measurement,
+or a refusal in a sentence.
 
-A quarter of the cases runs each time, in about half a minute; all of them with ``GRADMEM_ALL=1``, every night.
+A quarter of the cases runs each time, in about half a minute; all of them with ``GRADMEM_ALL=1``,
+every night.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from gradmem_lib.training.recipe import Recipe
 RECIPES = {
     "float32": Recipe(attention=None),
     "bf16-eager-fused": Recipe(precision="bf16", attention="eager", optimizer="adamw-fused"),
-    "autocast-per-layer": Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer", attention=None),
+    "autocast-per-layer": Recipe(
+        precision="autocast-bf16",
+        optimizer="adamw-foreach",
+        checkpointing="per-layer",
+        attention=None,
+    ),
     "lora": Recipe(lora_rank=2, precision="bf16", attention=None),
     "accumulated": Recipe(accumulation=2, optimizer="sgd"),
     "in-backward": Recipe(in_backward=True, precision="bf16", attention=None),
-}  # fmt: skip
+}
 CASES = [
     (family, recipe)
     for i, family in enumerate(FAMILIES)
@@ -96,7 +103,9 @@ def reads_a_number(config) -> bool:
 
 def test_there_are_enough_families():
     assert len(FAMILIES) >= 60 and len(RECIPES) == 6
-    assert len({family for family, _ in CASES}) >= 60 and {recipe for _, recipe in CASES} == set(RECIPES)
+    assert len({family for family, _ in CASES}) >= 60 and {recipe for _, recipe in CASES} == set(
+        RECIPES
+    )
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

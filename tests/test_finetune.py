@@ -1,4 +1,6 @@
-"""A recipe on transformers' ``Trainer``: same bytes as predicted, same steps as ``step``, and what contradicts it refused."""
+"""A recipe on transformers' ``Trainer``: same bytes as predicted, same steps as ``step``, and what
+contradicts it refused.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,9 @@ def test_a_trainers_peak_is_the_predicted_one(name, tmp_path):
     for category in CATEGORIES:
         more = measured.by_category[category] - expected.by_category[category]
         if category == "other":
-            # The rows are views of one tensor, which is seen; labels get a tensor of their own; accelerate's loader has the
-            # next micro-batch ready. The rest is counts of labels: recipe.step keeps one of each row.
+            # The rows are views of one tensor, which is seen; labels get a tensor of their own;
+            # accelerate's loader has the next micro-batch ready. The rest is counts of labels:
+            # recipe.step keeps one of each row.
             more -= 8 * rows().ids.numel() + (recipe.accumulation + 2) * micro
             assert -8 * ROWS <= more <= 64
         else:
@@ -116,7 +119,12 @@ def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path):
 
         recipe = Recipe(optimizer="sgd", accumulation=accumulation)
         trainer = trainer_for(
-            classifier(), recipe, tmp_path, train_dataset=Classified(8), max_steps=1, callbacks=[Look()]
+            classifier(),
+            recipe,
+            tmp_path,
+            train_dataset=Classified(8),
+            max_steps=1,
+            callbacks=[Look()],
         )
         trainer.train()
         return seen["gradient"], trainer.state.log_history[0]["loss"]
@@ -128,9 +136,18 @@ def test_accumulation_is_right_for_models_that_ignore_the_count(tmp_path):
     # The trap that this avoids: the same model under Trainer itself.
     model = classifier()
     args = TrainingArguments(
-        str(tmp_path / "plain"), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1,
-        optim="sgd", max_grad_norm=0.0, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
-    )  # fmt: skip
+        str(tmp_path / "plain"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        save_strategy="no",
+    )
     plain = Trainer(model, args, train_dataset=Classified(8))
     plain.train()
     assert plain.state.log_history[0]["loss"] == pytest.approx(4 * loss, rel=1e-4)
@@ -182,7 +199,9 @@ def test_torchs_adafactor_does_not_depend_on_how_large_gradients_are(dtype):
         optimizer.step()
         ends.append(weight.detach())
     assert (
-        torch.equal(*ends) and torch.equal(ends[0][0], start[0]) and not torch.equal(ends[0][1:], start[1:])
+        torch.equal(*ends)
+        and torch.equal(ends[0][0], start[0])
+        and not torch.equal(ends[0][1:], start[1:])
     )
 
 

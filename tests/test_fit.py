@@ -1,4 +1,6 @@
-"""As few layers run again as a budget allows: tracked within it, and above it with one layer less; the same gradients."""
+"""As few layers run again as a budget allows: tracked within it, and above it with one layer less;
+the same gradients.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,9 +50,16 @@ FAMILIES = {
     "t5": t5,
 }
 CASES = [
-    ("smollm2", "pieces"), ("gpt2", "autocast"), ("bert", "bf16"), ("t5", "float32"), ("gemma3", "lora"),  # each once
-    *(("smollm2", name) for name in RECIPES if name != "pieces"), ("gpt2", "float32"), ("t5", "lora"),
-]  # fmt: skip
+    # each once
+    ("smollm2", "pieces"),
+    ("gpt2", "autocast"),
+    ("bert", "bf16"),
+    ("t5", "float32"),
+    ("gemma3", "lora"),
+    *(("smollm2", name) for name in RECIPES if name != "pieces"),
+    ("gpt2", "float32"),
+    ("t5", "lora"),
+]
 
 
 def with_first(recipe: Recipe, first: int) -> Recipe:
@@ -61,7 +70,8 @@ def between(shape, recipe: Recipe, **asked) -> int:
     """A budget between what no layer run again needs, and what all need."""
     n = sum(len(layers) for layers, _ in find_layers(skeleton(shape)).values())
     most, least = (
-        predict(shape, recipe=with_first(recipe, first), **ASKED | asked).peak.total for first in (0, n)
+        predict(shape, recipe=with_first(recipe, first), **ASKED | asked).peak.total
+        for first in (0, n)
     )
     assert most > least
     return (most + 2 * least) // 3
@@ -79,7 +89,9 @@ def test_tracked_within_the_budget_and_above_it_with_one_layer_less(family, how)
     first = int(found.checkpointing.removeprefix("first-"))
     assert found == with_first(recipe, first)
     tracker = tracked_with(shape, found)
-    assert tracker.peak.total <= budget < tracked_with(shape, with_first(recipe, first - 1)).peak.total
+    assert (
+        tracker.peak.total <= budget < tracked_with(shape, with_first(recipe, first - 1)).peak.total
+    )
     assert_same(predict(shape, recipe=found, **ASKED), tracker)
 
 
@@ -88,7 +100,9 @@ def test_for_a_card_by_what_its_allocator_counts(how):
     shape, recipe, card = FAMILIES["smollm2"](), RECIPES[how], ASKED | {"target": "cuda"}
     budget = between(shape, recipe, target="cuda")
     first = int(fit(shape, budget, recipe=recipe, **card).checkpointing.removeprefix("first-"))
-    peaks = [predict(shape, recipe=with_first(recipe, k), **card).peak.total for k in (first - 1, first)]
+    peaks = [
+        predict(shape, recipe=with_first(recipe, k), **card).peak.total for k in (first - 1, first)
+    ]
     assert peaks[0] > budget >= peaks[1]
 
 
@@ -118,11 +132,13 @@ def asked_of(monkeypatch, shape, budget, **asked) -> tuple[list[str | None], str
 def test_what_nothing_fits_says_the_lowest_peak(monkeypatch):
     shape = FAMILIES["smollm2"]()
     lowest = min(
-        predict(shape, recipe=with_first(Recipe(), k), **ASKED).peak.total for k in range(LAYERS + 1)
+        predict(shape, recipe=with_first(Recipe(), k), **ASKED).peak.total
+        for k in range(LAYERS + 1)
     )
     assert fit(shape, lowest, **ASKED).checkpointing is not None
     tried, said = asked_of(monkeypatch, shape, lowest - 1)
-    assert f"this step needs at least {lowest:,} bytes" in said and len(tried) <= LAYERS  # not every k
+    # not every k
+    assert f"this step needs at least {lowest:,} bytes" in said and len(tried) <= LAYERS
 
 
 def test_a_budget_that_residents_pass_is_refused_after_two_predictions(monkeypatch):
@@ -137,7 +153,9 @@ def test_a_budget_that_residents_pass_is_refused_after_two_predictions(monkeypat
 
 
 def made_up(monkeypatch, peaks, rows) -> list[int]:
-    """Let ``fit`` ask for predictions with these peaks, by how many layers run again, and these samples; which were asked for."""
+    """Let ``fit`` ask for predictions with these peaks, by how many layers run again, and these
+    samples; which were asked for.
+    """
     tried = []
 
     def predicted(source, recipe):
@@ -181,10 +199,14 @@ def test_the_fewest_layers_of_whatever_peaks(peaks, monkeypatch):
     ("held", "in_step"), [((20, 30, 40), 0), ((20, 30, 4), 90), ((90, 0, 0), 70), ((0, 0, 90), 70)]
 )
 def test_what_no_checkpoint_takes_away(held, in_step, monkeypatch):
-    """Weights, gradients and states of any sample, and all that there is in the optimizer's step: here 90 bytes."""
+    """Weights, gradients and states of any sample, and all that there is in the optimizer's step:
+    here 90 bytes.
+    """
     sample = [0, FORWARD, 500, *held, 300, 400, 500]
     made_up(
-        monkeypatch, [500, 400, 300, 200, 100, 150], [[0] * 9, sample, [0, OPTIMIZER_STEP, in_step, *[0] * 6]]
+        monkeypatch,
+        [500, 400, 300, 200, 100, 150],
+        [[0] * 9, sample, [0, OPTIMIZER_STEP, in_step, *[0] * 6]],
     )
     with pytest.raises(ValueError, match="optimizer's step alone need 90 bytes"):
         fit(FAMILIES["smollm2"](), 89)
@@ -205,7 +227,8 @@ def loss_and_gradients(model, batch) -> list[torch.Tensor]:
 def test_gradients_are_the_same_to_the_bit(family):
     shape = FAMILIES[family]()
     model = model_class(shape)(shape).train()
-    for part in model.modules():  # a decoder has a config of its own, and a cache changes the order of sums
+    # a decoder has a config of its own, and a cache changes the order of sums
+    for part in model.modules():
         if hasattr(part, "config"):
             part.config.use_cache = False
     batch = example_batch(model, 2, 16)
@@ -240,7 +263,9 @@ def test_the_first_layers_run_again_of_two_lists_the_encoders_come_first():
     batch = example_batch(model, 2, 16)
     for first in range(6):
         with checkpoint_layers(model, f"first-{first}"):
-            assert calls(model, lambda: loss_and_gradients(model, batch)) == [2] * first + [1] * (5 - first)
+            assert calls(model, lambda: loss_and_gradients(model, batch)) == [2] * first + [1] * (
+                5 - first
+            )
     with pytest.raises(ValueError, match="'first-6': there are 5 layers in all"):
         checkpoint_layers(model, "first-6")
 
@@ -259,7 +284,9 @@ def test_as_a_schedule():
 @pytest.mark.parametrize("dtype", each(2, [torch.float32, torch.bfloat16], start=1))
 def test_layers_of_a_model_as_it_is(dtype):
     """In its own dtype, with the optimizer that the recipe names."""
-    model = models.tiny_llama(layers=LAYERS, hidden=64, heads=4, intermediate=96, vocab=128).to(dtype)
+    model = models.tiny_llama(layers=LAYERS, hidden=64, heads=4, intermediate=96, vocab=128).to(
+        dtype
+    )
     batch = example_batch(model, 4, 48)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     recipe = Recipe(precision=None, attention=None, optimizer="sgd")
@@ -291,8 +318,14 @@ def test_layers_of_a_model_as_it_is(dtype):
         ({"every": 2, "budget": "1 GiB"}, "are for it alone"),
         ({"every": "sqrt", "seq_len": 8}, "are for it alone"),
         ({"every": "fit", "budget": "much", "seq_len": 8, "batch_size": 1}, "cannot read 'much'"),
-        ({"every": "fit", "budget": 10, "recipe": Recipe(checkpointing=2)}, "without checkpointing"),
-        ({"every": "fit", "budget": 10, "recipe": Recipe(every_n_layers=2)}, "without checkpointing"),
+        (
+            {"every": "fit", "budget": 10, "recipe": Recipe(checkpointing=2)},
+            "without checkpointing",
+        ),
+        (
+            {"every": "fit", "budget": 10, "recipe": Recipe(every_n_layers=2)},
+            "without checkpointing",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(how, says):

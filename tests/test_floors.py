@@ -1,6 +1,8 @@
-"""The library stands in floors: a file uses its own floor and those below it, and nothing goes round in a circle.
+"""The library stands in floors: a file uses its own floor and those below it, and nothing goes
+round in a circle.
 
-Its files and functions stay small, its public names import from its root, and lessons use nothing deeper.
+Its files and functions stay small, its public names import from its root, and lessons use nothing
+deeper.
 """
 
 import ast
@@ -28,11 +30,15 @@ FLOORS = (
 )
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 ROOT = HOME.parent
-FILES = {path.relative_to(HOME).with_suffix("").as_posix(): path for path in sorted(HOME.rglob("*.py"))}
+FILES = {
+    path.relative_to(HOME).with_suffix("").as_posix(): path for path in sorted(HOME.rglob("*.py"))
+}
 
 
 def imports(module: str) -> list[tuple[str, int]]:
-    """(module, line) of everything inside the library that ``module`` imports, wherever in the file it does so."""
+    """(module, line) of everything inside the library that ``module`` imports, wherever in the file
+    it does so.
+    """
     package = module.split("/")[:-1]
     found = []
     for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
@@ -45,7 +51,12 @@ def imports(module: str) -> list[tuple[str, int]]:
             for alias in node.names:
                 whole = "/".join([*parts, alias.name])
                 home = "/".join(parts)
-                for name in (whole, f"{whole}/__init__", home, f"{home}/__init__" if home else "__init__"):
+                for name in (
+                    whole,
+                    f"{whole}/__init__",
+                    home,
+                    f"{home}/__init__" if home else "__init__",
+                ):
                     if name in FILES:
                         found.append((name, node.lineno))
                         break
@@ -64,7 +75,9 @@ def level(module: str) -> int:
 @pytest.mark.parametrize("module", FILES)
 def test_a_file_uses_only_its_own_floor_and_those_below(module):
     upward = [
-        f"{module}.py:{line} uses {name}" for name, line in imports(module) if level(name) > level(module)
+        f"{module}.py:{line} uses {name}"
+        for name, line in imports(module)
+        if level(name) > level(module)
     ]
     assert not upward, "\n".join(upward)
 
@@ -78,12 +91,23 @@ def test_no_file_below_the_course_reaches_up_by_a_name_in_a_string(module):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in said:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value not in said
+        ):
             named = re.findall(r"\bgradmem_lib\.([\w.]+)", node.value)
-            assert not [name for name in named if name.split(".")[0] in LEVEL], (module, node.lineno)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            assert not [name for name in named if name.split(".")[0] in LEVEL], (
+                module,
+                node.lineno,
+            )
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
             given = node.args[0]
-            assert isinstance(given, ast.Constant) and not given.value.startswith((".", "gradmem")), (
+            assert isinstance(given, ast.Constant) and not given.value.startswith(
+                (".", "gradmem")
+            ), (
                 module,
                 node.lineno,
             )
@@ -122,7 +146,9 @@ def length(name: str) -> int:
 
 
 def lines_of(*floors: str) -> int:
-    return sum(length(f"gradmem_lib/{module}.py") for module in FILES if module.split("/")[0] in floors)
+    return sum(
+        length(f"gradmem_lib/{module}.py") for module in FILES if module.split("/")[0] in floors
+    )
 
 
 @every_file
@@ -134,7 +160,9 @@ def test_a_file_is_read_on_a_few_screens(name):
 @every_file
 def test_a_function_is_read_on_one_screen(name):
     tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
     assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION} == {}
 
@@ -145,7 +173,8 @@ def test_what_lessons_teach_is_read_in_an_evening():
 
 def test_everything_below_the_views_stays_small():
     assert (
-        lines_of(*(name for names in FLOORS[: FLOORS.index(("view",))] for name in names)) <= MAX_BELOW_VIEW
+        lines_of(*(name for names in FLOORS[: FLOORS.index(("view",))] for name in names))
+        <= MAX_BELOW_VIEW
     )
 
 
@@ -186,7 +215,9 @@ def test_a_public_name_imports_from_the_root(name):
     assert getattr(gradmem_lib, name) is not None
 
 
-@pytest.mark.parametrize("name", [*gradmem_lib.__all__, *(f"course.{name}" for name in course.__all__)])
+@pytest.mark.parametrize(
+    "name", [*gradmem_lib.__all__, *(f"course.{name}" for name in course.__all__)]
+)
 def test_what_is_public_says_the_types_of_what_it_takes_and_returns(name):
     thing = attrgetter(name)(gradmem_lib)
     methods = [
@@ -200,11 +231,14 @@ def test_what_is_public_says_the_types_of_what_it_takes_and_returns(name):
             continue
         signature = inspect.signature(function)
         without = [
-            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name != "self"
+            p.name
+            for p in signature.parameters.values()
+            if p.annotation is p.empty and p.name != "self"
         ]
         assert not without, f"{function.__qualname__}: {without}"
         returns = (
-            function.__name__ == "__init__" or signature.return_annotation is not inspect.Signature.empty
+            function.__name__ == "__init__"
+            or signature.return_annotation is not inspect.Signature.empty
         )
         assert returns, function.__qualname__
 

@@ -1,4 +1,6 @@
-"""A guess is read kindly, kept, and shown beside the formula and the measured value; the input works in a real kernel."""
+"""A guess is read kindly, kept, and shown beside the formula and the measured value; the input
+works in a real kernel.
+"""
 
 import re
 
@@ -83,7 +85,8 @@ def test_a_guess_in_percent(unit, guess, number):
 
 @pytest.mark.parametrize("unit", ["bytes", "layers"])
 @pytest.mark.parametrize(
-    "guess", ["40%", "2**2**99", "9**9**9", "1/0", "f(2)", "2 *", "[1]*9", "a lot", "", "__import__('os')"]
+    "guess",
+    ["40%", "2**2**99", "9**9**9", "1/0", "f(2)", "2 *", "[1]*9", "a lot", "", "__import__('os')"],
 )
 def test_what_is_no_calculation_is_not_run(unit, guess):
     with pytest.raises(ValueError, match=r"cannot read .*: give"):
@@ -91,7 +94,9 @@ def test_what_is_no_calculation_is_not_run(unit, guess):
 
 
 @pytest.mark.parametrize("unit", ["bytes", "layers"])
-@pytest.mark.parametrize("guess", ["", "a lot", "2 gigs", None, float("nan"), float("inf"), "nan", True, [3]])
+@pytest.mark.parametrize(
+    "guess", ["", "a lot", "2 gigs", None, float("nan"), float("inf"), "nan", True, [3]]
+)
 def test_a_bad_guess_is_one_sentence_and_is_not_kept(unit, guess):
     asked = Guess("1.a", "How many?", unit=unit)
     with pytest.raises(ValueError, match=r"cannot read .*: give"):
@@ -175,7 +180,9 @@ def test_a_guess_out_of_all_proportion_is_one_short_line_everywhere(capsys, gues
     asked.reveal(formula=5, measured=3)
     print(summary())
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if re.search(r"^recorded|guess +-?\d", line)
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if re.search(r"^recorded|guess +-?\d", line)
     ]
     assert len(lines) == 3 and all("e+" in line and len(line) < 80 for line in lines)
 
@@ -216,7 +223,10 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
 
     monkeypatch.setenv("GRADMEM_LIVE", live)
     cells = [
-        "from gradmem_lib import check, predict_first\nasked = predict_first('1.a', 'How many bytes?')",
+        (
+            "from gradmem_lib import check, predict_first\nasked = predict_first('1.a', 'How many "
+            "bytes?')"
+        ),
         "asked.reveal(measured=2048)",
         "asked.guess('2 KiB')\nasked.reveal(measured=2048)",
         "from IPython.display import display\n"
@@ -225,9 +235,14 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
         "    display('nor this')\n"
         "    return shape.numel()",
         "tensor_bytes = check('0.1', tensor_bytes)\nprint(tensor_bytes((2, 3), 4))",
-        "class Mine:\n    pass\n\ndef tensor_bytes(shape, size):\n    ...\n    return 0\n\n_ = check('0.1', tensor_bytes)",
+        (
+            "class Mine:\n    pass\n\ndef tensor_bytes(shape, size):\n    ...\n    return 0\n\n_ = "
+            "check('0.1', tensor_bytes)"
+        ),
     ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in cells]
+    )
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     outputs = [cell.outputs for cell in notebook.cells]
 
@@ -240,7 +255,10 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
     )
     assert "No guess was made." in outputs[1][0].text
     assert "guess     2,048 bytes  2.00 KiB  exact" in outputs[2][0].text
-    raised = "✗ 0.1 not yet: your code raised AttributeError at line 5 of its cell: 'tuple' object has no attribute 'numel'."
+    raised = (
+        "✗ 0.1 not yet: your code raised AttributeError at line 5 of its cell: 'tuple' object has "
+        "no attribute 'numel'."
+    )
     (judged,) = outputs[4]
     assert judged.text == f"{raised}\n24\n"
     (judged,) = outputs[5]

@@ -1,4 +1,6 @@
-"""Whatever ends a training, nothing is left behind, and it can go on: errors, budgets, Ctrl-C, checkpoints."""
+"""Whatever ends a training, nothing is left behind, and it can go on: errors, budgets, Ctrl-C,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ pytestmark = pytest.mark.usefixtures("interruptible")
 
 def plain_trainer(tmp_path, memory, **given):
     settings = {
-        "per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
-        "save_strategy": "no", "logging_strategy": "no",
-    }  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
     args = TrainingArguments(str(tmp_path / "plain"), **(settings | given))
     return Trainer(small(), args, train_dataset=rows(), eval_dataset=rows(16), callbacks=[memory])
 
@@ -46,7 +53,9 @@ def test_a_budget_ends_a_run_and_leaves_nothing_behind(tmp_path):
         with pytest.raises(BudgetExceeded):
             trainer.train()
     assert MemoryTracker._running is None
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules()
+    )
     with MemoryCallback(live=False) as memory:
         plain_trainer(tmp_path, memory).train()
     assert memory.peak.total > 0
@@ -124,7 +133,9 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(recipe, tmp_
     assert (tmp_path / "cut" / "out" / "checkpoint-2").is_dir()
     resumed = run("cut", resume=True)
     assert resumed.state.global_step == 4
-    for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        resumed.model.named_parameters(), whole.model.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
@@ -178,7 +189,8 @@ def test_it_trains_outside_the_main_thread(tmp_path):
 @pytest.mark.parametrize("kind", [AdamW8bit, MasterAdamW, StochasticAdamW])
 def test_states_keep_their_dtypes_when_they_are_loaded(kind):
     torch.manual_seed(0)
-    sizes = {6400: torch.bfloat16, 5000: torch.float32, 5: torch.float32}  # two for 8 bits, and one too small
+    # two for 8 bits, and one too small
+    sizes = {6400: torch.bfloat16, 5000: torch.float32, 5: torch.float32}
     parameters = [nn.Parameter(torch.randn(n, dtype=dtype)) for n, dtype in sizes.items()]
 
     def one_step(optimizer):
@@ -202,5 +214,8 @@ def test_states_keep_their_dtypes_when_they_are_loaded(kind):
                 assert other == value
     if kind is AdamW8bit:
         for name in ("code", "code_sq"):
-            assert len({state[name].data_ptr() for state in second.state.values() if name in state}) == 1
+            assert (
+                len({state[name].data_ptr() for state in second.state.values() if name in state})
+                == 1
+            )
     one_step(second)

@@ -158,14 +158,19 @@ def test_an_operation_that_torch_lacks_is_an_attempt():
 
 
 def test_a_wrong_answer_is_told_its_case_and_no_formula():
-    assert judge(AREA, lambda w, h: w * h + 2).line == "✗ 0.7 not yet: for area(3, 5): got 17, expected 15."
+    assert (
+        judge(AREA, lambda w, h: w * h + 2).line
+        == "✗ 0.7 not yet: for area(3, 5): got 17, expected 15."
+    )
     named = replace(AREA, observe=lambda f: {"a strip": {"total": f(3, 5)}})
     line = judge(named, lambda w, h: w * h + 2).line
     assert line == "✗ 0.7 not yet: for a strip, entry 'total': got 17, expected 15."
 
 
 def test_the_author_may_explain_whole_families():
-    told = replace(AREA, explain=lambda got, expected: "that is negative" if got["(3, 5)"] < 0 else None)
+    told = replace(
+        AREA, explain=lambda got, expected: "that is negative" if got["(3, 5)"] < 0 else None
+    )
     assert (
         judge(told, lambda w, h: -w * h - 1).line
         == "✗ 0.7 not yet: that is negative. For area(3, 5): got -16, expected 15."
@@ -179,7 +184,10 @@ def test_an_exception_is_one_line_with_its_place():
         return width / 0
 
     line = answer.__code__.co_firstlineno + 2
-    expected = f"✗ 0.7 not yet: your code raised ZeroDivisionError at line {line} of test_judging.py: division by zero."
+    expected = (
+        f"✗ 0.7 not yet: your code raised ZeroDivisionError at line {line} of "
+        "test_judging.py: division by zero."
+    )
     assert judge(AREA, answer).line == expected
 
     cell = {}
@@ -229,7 +237,9 @@ def test_a_missing_return_is_guessed():
 
     assert "is a `return` missing?" in judge(AREA, forgets).line
     uses_it = replace(AREA, observe=lambda f: f(3, 5).bit_length())
-    assert judge(uses_it, forgets).line == "✗ 0.7 not yet: area returned None: is a `return` missing?"
+    assert (
+        judge(uses_it, forgets).line == "✗ 0.7 not yet: area returned None: is a `return` missing?"
+    )
 
 
 def test_a_result_that_the_check_cannot_use_is_said_plainly():
@@ -255,7 +265,10 @@ def test_an_answer_too_odd_to_compare_is_still_one_line(capsys):
         check("0.1", answer)
         out = capsys.readouterr().out
         assert out.startswith("✗ 0.1 not yet: ") and out.count("\n") == 1
-    told = "contains itself (a list that was appended to itself, for example), or is nested hundreds of times: return plain numbers or tensors."
+    told = (
+        "contains itself (a list that was appended to itself, for example), or is nested "
+        "hundreds of times: return plain numbers or tensors."
+    )
     assert judge(AREA, lambda w, h: endless).line == f"✗ 0.7 not yet: what area returns {told}"
     assert judge(LAYERS, {"layers": endless}).line == f"✗ 0.7 not yet: your answer {told}"
 
@@ -282,7 +295,8 @@ LAYERS = exercise_of(
 def test_a_value_exercise_never_gives_its_value_away():
     assert judge(LAYERS, {"bytes": 4096.0, "layers": torch.tensor(12)}).outcome == PASSED
     assert (
-        judge(LAYERS, {"layers": 24, "bytes": 4096}).line == "✗ 0.7 not yet: this counts every layer twice."
+        judge(LAYERS, {"layers": 24, "bytes": 4096}).line
+        == "✗ 0.7 not yet: this counts every layer twice."
     )
     assert (
         judge(LAYERS, {"layers": 12, "bytes": 512}).line
@@ -344,7 +358,10 @@ def test_a_stub_that_is_called_from_another_cell_is_a_stub_too():
     exec(compile("def half():\n    raise NotImplementedError\n", "one cell", "exec"), notebook)
     exec(compile("def area(*sizes):\n    return half()\n", "another cell", "exec"), notebook)
     assert judge(AREA, notebook["area"]).outcome == OPEN
-    exec(compile("def theirs():\n    raise NotImplementedError\n", "a library", "exec"), library := {})
+    exec(
+        compile("def theirs():\n    raise NotImplementedError\n", "a library", "exec"),
+        library := {},
+    )
     notebook["half"] = library["theirs"]  # an operation that a library lacks: the learner has tried
     assert judge(AREA, notebook["area"]).outcome != OPEN
 

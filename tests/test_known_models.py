@@ -1,4 +1,6 @@
-"""Models by name: sizes as their makers publish them, spellings, and what is said to a name that is not known."""
+"""Models by name: sizes as their makers publish them, spellings, and what is said to a name that is
+not known.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from gradmem_lib.course.models import tiny_llama
 from gradmem_lib.planning.models import find_model, known_model, model_table
 from gradmem_lib.prediction.configs import model_class, skeleton
 
-# Parameters as counted by the hub from each model's weights, a tied output layer and masked language models' heads included once.
+# Parameters as counted by the hub from each model's weights, a tied output layer and masked
+# language models' heads included once.
 PUBLISHED = {
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
@@ -95,7 +98,11 @@ def test_sizes_are_the_published_totals():
         ("QWEN 3 1.7b", "Qwen3-1.7B", "Qwen/Qwen3-1.7B"),
         ("phi-1_5", "Phi-1.5", "microsoft/phi-1_5"),
         ("Mistral 7B", "Mistral-7B", "mistralai/Mistral-7B-v0.1"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
+        (
+            "mistralai/Mistral-7B-Instruct-v0.3",
+            "Mistral-7B-v0.3",
+            "mistralai/Mistral-7B-Instruct-v0.3",
+        ),
         ("llama3-8B", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
         ("Llama-3.1-8B-Instruct", "Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
         ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7B", "meta-llama/Llama-2-7b-chat-hf"),
@@ -114,10 +121,21 @@ def test_names_as_people_type_them(written, name, hub_id):
 @pytest.mark.parametrize(
     "other",
     [
-        "Llama-9", "bert-base-cased", "Qwen2.5-8B", "qwen", "someone/my-Qwen2.5-7B", "",
-        "Qwen3-17B", "Qwen2.5-15B", "Qwen2-57B", "Llama-27B", "Gemma-31B", "SmolLM2-17B",  # of other sizes, written nearly so
+        "Llama-9",
+        "bert-base-cased",
+        "Qwen2.5-8B",
+        "qwen",
+        "someone/my-Qwen2.5-7B",
+        "",
+        # of other sizes, written nearly so
+        "Qwen3-17B",
+        "Qwen2.5-15B",
+        "Qwen2-57B",
+        "Llama-27B",
+        "Gemma-31B",
+        "SmolLM2-17B",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_known_is_not_taken_for_what_is(other):
     assert known_model(other) is None
 
@@ -127,7 +145,8 @@ def test_an_unknown_name_is_shown_those_like_it(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"no model is known as 'mistral'.*Known by name.*Mistral-7B, Mistral-7B-v0.3"
+        ValueError,
+        match=r"no model is known as 'mistral'.*Known by name.*Mistral-7B, Mistral-7B-v0.3",
     ):
         find_model("mistral")
     with pytest.raises(ValueError, match=r"needs\s+a network, and for some") as told:
@@ -136,10 +155,13 @@ def test_an_unknown_name_is_shown_those_like_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "written, like", [("mistrl", "Mistral-7B"), ("someone/gemmma", ""), ("phi", "Phi-2"), ("nobody/ba", "")]
+    "written, like",
+    [("mistrl", "Mistral-7B"), ("someone/gemmma", ""), ("phi", "Phi-2"), ("nobody/ba", "")],
 )
 def test_those_like_it_begin_like_it(written, like, monkeypatch):
-    """By five letters, so that a slip after them does not matter; by two, anything would be like anything."""
+    """By five letters, so that a slip after them does not matter; by two, anything would be like
+    anything.
+    """
     monkeypatch.setattr("gradmem_lib.prediction.configs._hub_answers", lambda: False)
     with pytest.raises(ValueError, match="no model is known as") as told:
         find_model(written)
@@ -148,20 +170,28 @@ def test_those_like_it_begin_like_it(written, like, monkeypatch):
 
 
 def test_a_model_is_taken_by_its_class_and_a_name_by_its_sizes():
-    """The config that a model has itself stays as it is: what is asked of the copy is not written into it."""
+    """The config that a model has itself stays as it is: what is asked of the copy is not written
+    into it.
+    """
     model = tiny_llama(layers=1, hidden=16, heads=2, intermediate=32, vocab=64)
     before = model.config.to_dict()
     config, title = find_model(model)
     assert title == "LlamaForCausalLM" and config.architectures == ["LlamaForCausalLM"]
-    assert config is not model.config and model.config.to_dict() == before and config.hidden_size == 16
+    assert (
+        config is not model.config and model.config.to_dict() == before and config.hidden_size == 16
+    )
     config, title = find_model("gpt2")
     assert title == "GPT-2" and (config.n_layer, config.n_embd) == (12, 768)
-    with pytest.raises(ValueError, match=r"Linear has no config.*predict\(model, batch=\.\.\., recipe="):
+    with pytest.raises(
+        ValueError, match=r"Linear has no config.*predict\(model, batch=\.\.\., recipe="
+    ):
         find_model(nn.Linear(2, 2))
 
 
 def test_a_class_that_transformers_has_not_is_not_taken_for_its_familys():
-    """A class of one's own may do more than the one it comes from, and a reward model is no language model."""
+    """A class of one's own may do more than the one it comes from, and a reward model is no
+    language model.
+    """
 
     class Twice(type(tiny_llama())):
         pass
@@ -169,7 +199,9 @@ def test_a_class_that_transformers_has_not_is_not_taken_for_its_familys():
     config, _ = find_model(Twice(tiny_llama().config))
     other = LlamaConfig(architectures=["LlamaRewardModel"])
     for asked, name in ((config, "Twice"), (other, "LlamaRewardModel")):
-        with pytest.raises(ValueError, match=rf"the config is of {name}, which transformers does not have"):
+        with pytest.raises(
+            ValueError, match=rf"the config is of {name}, which transformers does not have"
+        ):
             model_class(asked)
     other.architectures = None
     assert model_class(other).__name__ == "LlamaForCausalLM"
@@ -177,7 +209,10 @@ def test_a_class_that_transformers_has_not_is_not_taken_for_its_familys():
 
 @pytest.mark.parametrize(
     "said, ends",
-    [("2 fields:\n  one is odd\n  two is odd\n", "AttributeError: two is odd)"), ("", "AttributeError: )")],
+    [
+        ("2 fields:\n  one is odd\n  two is odd\n", "AttributeError: two is odd)"),
+        ("", "AttributeError: )"),
+    ],
 )
 def test_of_what_is_wrong_with_a_config_the_last_line_is_said(said, ends, monkeypatch):
     def wrong(given):

@@ -1,4 +1,6 @@
-"""The closed form of a key-value cache against the storages of transformers' own, after a forward."""
+"""The closed form of a key-value cache against the storages of transformers' own, after a
+forward.
+"""
 
 import copy
 import os
@@ -22,7 +24,9 @@ def held(config, tokens: int, dtype=torch.float32) -> int:
     """Bytes behind what the cache holds after one forward."""
     model = model_class(config)(copy.deepcopy(config)).eval().to(dtype)
     with torch.no_grad():
-        cache = model(input_ids=torch.ones(ROWS, tokens, dtype=torch.long), use_cache=True).past_key_values
+        cache = model(
+            input_ids=torch.ones(ROWS, tokens, dtype=torch.long), use_cache=True
+        ).past_key_values
     storages = {t.untyped_storage() for layer in cache.layers for t in (layer.keys, layer.values)}
     return sum(storage.nbytes() for storage in storages)
 
@@ -56,7 +60,11 @@ def test_most_families_have_a_closed_form():
 
 def test_two_bytes_a_number():
     config = tiny_config("llama")
-    assert held(config, FEW, torch.bfloat16) == kv_cache_bytes(config, ROWS, FEW) == formula(config, FEW) / 2
+    assert (
+        held(config, FEW, torch.bfloat16)
+        == kv_cache_bytes(config, ROWS, FEW)
+        == formula(config, FEW) / 2
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -66,6 +74,9 @@ def test_a_shape_and_its_config_are_one(name):
 
 
 def test_by_hand():
-    """Llama-2-7B: 32 layers, a key and a value of 4,096 numbers of two bytes. Llama-3.2-1B: 8 of 32 heads are kept."""
+    """Llama-2-7B: 32 layers, a key and a value of 4,096 numbers of two bytes.
+
+    Llama-3.2-1B: 8 of 32 heads are kept.
+    """
     assert kv_cache_bytes(SHAPES["Llama-2-7B"], 1, 1) == 32 * 2 * 4096 * 2 == 524_288
     assert kv_cache_bytes(SHAPES["Llama-3.2-1B"], 1, 1) == 16 * 2 * 512 * 2

@@ -28,7 +28,10 @@ def test_cards_and_peaks_of_its_exercises(setting):
     with MemoryTracker(model, optimizer, live=False) as tracker:
         exercises._mean(model, batch).backward()
     if isinstance(batch, dict):
-        assert f"takes {tracker.peak.total / 1e6:.1f} MB" in TEXT and f"**{exercises.T5_CARD}**" in TEXT
+        assert (
+            f"takes {tracker.peak.total / 1e6:.1f} MB" in TEXT
+            and f"**{exercises.T5_CARD}**" in TEXT
+        )
     else:
         assert (
             "The plain step of section 3 takes twice that" in TEXT
@@ -42,7 +45,9 @@ def test_the_explorers_first_question():
     xl, seven = asked("GPT-2 XL", 1, 512), asked("Llama-2-7B", 1, 512)
     assert xl.total < card < asked("Llama-2-7B", 1, 512).total
     assert f"GPT-2 XL, with {xl.total / GiB:.0f} GiB." in TEXT
-    states = sum(seven.by_category[name] for name in ("parameters", "optimizer")) + 2 * 6_738_415_616
+    states = (
+        sum(seven.by_category[name] for name in ("parameters", "optimizer")) + 2 * 6_738_415_616
+    )
     assert f"gradients and states alone are {states / GiB:.0f}." in TEXT
 
 
@@ -51,7 +56,10 @@ def test_the_explorers_second_and_third_question():
         peak = asked("SmolLM2-135M", rows, tokens, attention="eager")
         return peak.by_category["activations"] > peak.total / 2
 
-    says = "With 4 rows, they do so between 128 and 256 tokens. With one row, they do so a little above 512."
+    says = (
+        "With 4 rows, they do so between 128 and 256 tokens. With one row, they do so a little "
+        "above 512."
+    )
     assert says in TEXT
     crossed = [more_than_half(*size) for size in ((4, 128), (4, 256), (1, 512), (1, 576))]
     assert crossed == [False, True, False, True]
@@ -59,9 +67,9 @@ def test_the_explorers_second_and_third_question():
     logits = 8 * 1024 * 128_256 * 4
     assert max(parts, key=lambda name: parts[name]) == "activations"
     assert (
-        f"Activations, {parts['activations'] / GiB:.0f} GiB, of which the log-softmax of the logits has {logits / GiB:.0f}."
-        in TEXT
-    )
+        f"Activations, {parts['activations'] / GiB:.0f} GiB, of which the log-softmax of the "
+        f"logits has {logits / GiB:.0f}."
+    ) in TEXT
     assert (
         math.isclose(parts["temporaries"], 2 * logits, rel_tol=0.001)
         and f"come {2 * logits / GiB:.0f} GiB of temporaries" in TEXT
@@ -78,9 +86,13 @@ def test_half_the_rows_need_what_it_says():
 
 
 def test_what_it_says_of_the_published_rows():
-    off = {(row.source.split(",")[0], row.run): row.predicted / row.published - 1 for row in published.rows()}
+    off = {
+        (row.source.split(",")[0], row.run): row.predicted / row.published - 1
+        for row in published.rows()
+    }
     worst = max(off, key=lambda name: abs(off[name]))
     assert (
-        worst == ("torchtune", "LoRA") and f"torchtune's LoRA, is {100 * off[worst]:.1f} % too high" in TEXT
+        worst == ("torchtune", "LoRA")
+        and f"torchtune's LoRA, is {100 * off[worst]:.1f} % too high" in TEXT
     )
     assert sum(abs(error) < 0.01 for error in off.values()) > len(off) / 2

@@ -1,4 +1,6 @@
-"""Lesson 08's exercises against the library and transformers, and the figures that its text states."""
+"""Lesson 08's exercises against the library and transformers, and the figures that its text
+states.
+"""
 
 import weakref
 from pathlib import Path
@@ -24,9 +26,12 @@ def test_what_runs_again_is_what_the_library_counts():
         layer, x = lesson_08.Attention(), torch.randn(2, 5, 12)
     plain, checkpointed = lesson_08._steps(layer, x, x)
     again = count_operations(checkpointed) - count_operations(plain)
-    # Three projections (the fourth saves nothing that backward waits for), and two products of 3 heads of 6.
+    # Three projections (the fourth saves nothing that backward waits for), and two products of 3
+    # heads of 6.
     assert (
-        lesson_08.repeated(plain, checkpointed) == again == 2 * (2 * 5 * 3 * 12 * 18 + 2 * 2 * 3 * 5 * 5 * 6)
+        lesson_08.repeated(plain, checkpointed)
+        == again
+        == 2 * (2 * 5 * 3 * 12 * 18 + 2 * 2 * 3 * 5 * 5 * 6)
     )
 
 
@@ -64,7 +69,11 @@ def test_the_library_moves_and_tiles_within_the_exercises_budgets():
 
 def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
     text = " ".join(TEXT.read_text(encoding="utf-8").replace("#", " ").split())
-    for card in (lesson_08_moving.DISK_CARD, lesson_08_moving.TILED_CARD, lesson_08_numbers.RECOMPUTE_CARD):
+    for card in (
+        lesson_08_moving.DISK_CARD,
+        lesson_08_moving.TILED_CARD,
+        lesson_08_numbers.RECOMPUTE_CARD,
+    ):
         assert f"**{card}**" in text
     model, ids = lesson_08_moving.disk_setting()
     mlp, x = lesson_08_moving.tiled_setting()
@@ -76,7 +85,9 @@ def test_cards_and_peaks_that_the_lesson_states_are_those_of_its_checks():
 
 
 def test_the_weights_of_8_3_live_as_long_as_the_answer_that_knows_their_addresses():
-    """Else a tensor made later may lie where a weight lay, and a right answer that compares addresses keeps it in memory."""
+    """Else a tensor made later may lie where a weight lay, and a right answer that compares
+    addresses keeps it in memory.
+    """
     gone = []
 
     class Watched(lesson_08_moving.Disk):

@@ -59,7 +59,9 @@ def test_the_frontier_of_a_model_of_smollm2s_proportions():
         model,
         {
             "use_reentrant": False,
-            "context_fn": lambda: create_selective_checkpoint_contexts(lesson_08.every_second_product()),
+            "context_fn": lambda: create_selective_checkpoint_contexts(
+                lesson_08.every_second_product()
+            ),
         },
     )
     points["every second product"] = point()
@@ -130,7 +132,12 @@ def test_on_a_slow_card_moving_can_win_and_on_a_fast_one_only_over_nvlink():
 def test_the_run_of_32768_tokens():
     config = known_model("Llama-2-7B")[1]
     config.max_position_embeddings = 32768
-    recipe = {"precision": "bf16", "optimizer": "adamw-fused", "lora_rank": 16, "checkpointing": "per-layer"}
+    recipe = {
+        "precision": "bf16",
+        "optimizer": "adamw-fused",
+        "lora_rank": 16,
+        "checkpointing": "per-layer",
+    }
     sizes = {"batch_size": 1, "seq_len": 32768, "target": "cuda"}
     peak = predict(config, recipe=Recipe(**recipe), **sizes).peak
     assert f"{peak.total / GiB:.0f} GiB do not fit on a card of 24" in TEXT

@@ -38,7 +38,9 @@ def test_exercise_9_2_is_torchs_adafactor_where_no_eps_matters():
     optimizer = torch.optim.Adafactor([p], lr=1.0, beta2_decay=-0.8, eps=(1e-30, 1e-3), d=1e9)
     for step in (1, 2):
         beta2 = 1 - step**-0.8
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        p.grad = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
         before, rho = p.detach().clone(), max(1e-3, p.detach().norm().item() / math.sqrt(p.numel()))
         optimizer.step()
         v = lesson_09.adafactor_second_moment(p.grad, row, column, beta2, 0.0)
@@ -91,14 +93,19 @@ def test_the_recipes_that_exercise_9_8_takes_for_right_are_right():
     (layers, every_weight), adapters = lesson_09_capstone.under_300()
     assert lesson_09_capstone.what_is_in_the_way(layers, every_weight) == ""
     assert lesson_09_capstone.what_is_in_the_way(*adapters) == ""
-    assert lesson_09_capstone.smollm2_peak(layers + 1, every_weight).total > lesson_09_capstone.CARD_300
+    assert (
+        lesson_09_capstone.smollm2_peak(layers + 1, every_weight).total
+        > lesson_09_capstone.CARD_300
+    )
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (7, 7)])
 def test_exercise_9_9_is_torchs_adam_between_two_projections(shape):
     """On the small matrix itself, with directions that come from the squared gradient."""
     rank, lr, scale = 2, 0.1, 0.25
-    mine = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    mine = nn.Parameter(
+        torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    )
     wide, theirs, state = shape[0] <= shape[1], mine.detach().clone(), {}
     small = nn.Parameter(torch.zeros((rank, shape[1]) if wide else (shape[0], rank)).double())
     optimizer, P = torch.optim.Adam([small], lr=lr * scale), None
@@ -114,12 +121,16 @@ def test_exercise_9_9_is_torchs_adam_between_two_projections(shape):
         way = small.detach() - before
         theirs += P @ way if wide else way @ P.T
         assert torch.allclose(mine, theirs, rtol=1e-9)
-    kept = [held.untyped_storage().nbytes() for held in state.values() if isinstance(held, torch.Tensor)]
+    kept = [
+        held.untyped_storage().nbytes() for held in state.values() if isinstance(held, torch.Tensor)
+    ]
     assert sum(kept) == 8 * rank * (min(shape) + 2 * max(shape))
 
 
 def test_a_right_answer_to_9_9_may_have_any_signs_and_a_wrong_one_may_not():
-    """The old moments meet each new direction with either sign; which one a decomposition gives is its own affair."""
+    """The old moments meet each new direction with either sign; which one a decomposition gives is
+    its own affair.
+    """
     galore, seen = lesson_09_galore, []
     for signs in ((1, 1), (1, -1), (-1, -1)):
         name = next(iter(galore.CASES))

@@ -33,9 +33,9 @@ def most_gradients(recipe: Recipe) -> int:
 def test_the_gradients_that_are_left_by_a_step_in_backward():
     left, all_of_them = (most_gradients(Recipe(in_backward=way)) for way in (True, False))
     assert (
-        f"At most the largest one exists: on the tiny Llama, {left / 1e6:.1f} of {all_of_them / 1e6:.1f} MB."
-        in TEXT
-    )
+        f"At most the largest one exists: on the tiny Llama, {left / 1e6:.1f} of "
+        f"{all_of_them / 1e6:.1f} MB."
+    ) in TEXT
 
 
 @pytest.mark.parametrize("recipe", [{"accumulation": 2}, {"precision": "autocast-fp16"}])
@@ -104,7 +104,9 @@ def test_the_weights_in_4_bits_and_what_they_save():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         prepare(model, Recipe(precision="bf16", lora_rank=32, quantized_base=True))
-    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit))
+    count = sum(
+        m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear4bit)
+    )
     assert f"SmolLM2 has {count:,} weights in 4 bits" in TEXT
     assert f"QLoRA saves {count * (2 - 0.5159) / MiB:.0f} MiB at any length" in TEXT
 
@@ -123,18 +125,23 @@ def test_what_is_at_the_peak_of_300_mib():
 
 
 def test_the_time_of_muons_products():
-    """Five rounds of X X', A A and B X, against forward and backward: 6 operations a weight and token."""
+    """Five rounds of X X', A A and B X, against forward and backward: 6 operations a weight and
+    token.
+    """
     n, m = 576, 1536  # SmolLM2's MLP
     tokens = 5 * (4 * n * n * m + 2 * n**3) / (6 * n * m)
     assert f"its products cost what {round(tokens, -2):,.0f} tokens of SmolLM2 cost" in TEXT
 
 
 def test_the_record_of_the_optimizers():
-    record = json.loads((ROOT / "benchmarks" / "results" / "optimizers.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (ROOT / "benchmarks" / "results" / "optimizers.json").read_text(encoding="utf-8")
+    )
     rows = record["optimizers"]
     assert (
-        f"In our record of the full run, the loss falls from {record['held-out loss before']:.3f} to" in TEXT
-    )
+        f"In our record of the full run, the loss falls from {record['held-out loss before']:.3f} "
+        "to"
+    ) in TEXT
     for names, text in {
         ("adamw", "adamw-8bit"): "(AdamW and 8-bit AdamW)",
         ("lion",): "(Lion)",

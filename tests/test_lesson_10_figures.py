@@ -1,4 +1,6 @@
-"""What lesson 10 says in figures that none of its cells prints, and its file of settings for accelerate."""
+"""What lesson 10 says in figures that none of its cells prints, and its file of settings for
+accelerate.
+"""
 
 import re
 from pathlib import Path
@@ -10,7 +12,9 @@ from gradmem_lib.course import models
 from gradmem_lib.planning.cards import BUS_KEPT, BUSES, CARDS
 from gradmem_lib.prediction.configs import skeleton
 
-SOURCE = (Path(__file__).parent.parent / "solutions" / "10_beyond_one_card.py").read_text(encoding="utf-8")
+SOURCE = (Path(__file__).parent.parent / "solutions" / "10_beyond_one_card.py").read_text(
+    encoding="utf-8"
+)
 TEXT = " ".join(SOURCE.replace("#", " ").split())
 
 
@@ -20,10 +24,13 @@ def numbers_of(model) -> int:
 
 def test_the_small_llama():
     (sizes,) = re.findall(r"models.tiny_llama\((.*?)\)", SOURCE)
-    weights = numbers_of(models.tiny_llama(**{k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", sizes)}))
+    weights = numbers_of(
+        models.tiny_llama(**{k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", sizes)})
+    )
     assert f"a Llama with {weights:,} weights" in TEXT and f"/ {weights:_}" in TEXT
     assert (
-        f"all {4 * weights:,} bytes of gradients" in TEXT and f"has {4 * weights:,} bytes of weights" in TEXT
+        f"all {4 * weights:,} bytes of gradients" in TEXT
+        and f"has {4 * weights:,} bytes of weights" in TEXT
     )
 
 
@@ -38,9 +45,15 @@ def test_the_70b():
 def test_the_7b_and_the_links():
     weights = numbers_of(skeleton(known_model("Llama-2-7B")[1]))
     assert TEXT.count(f"{weights / 1e9:.2f}e9") == 2
-    assert f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * card.link" in TEXT
-    assert CARDS["RTX 4090 24GB"].link == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT
-    assert f"An RTX 4090 computes {CARDS['RTX 4090 24GB'].half / 1e12:.0f} trillion operations" in TEXT
+    assert (
+        f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * card.link" in TEXT
+    )
+    assert (
+        CARDS["RTX 4090 24GB"].link == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT
+    )
+    assert (
+        f"An RTX 4090 computes {CARDS['RTX 4090 24GB'].half / 1e12:.0f} trillion operations" in TEXT
+    )
     assert CARDS["H100 80GB"].link == 450e9 and "NVLink has 450" in TEXT
 
 
@@ -52,7 +65,11 @@ def test_accelerate_reads_the_settings(tmp_path):
     path = tmp_path / "fsdp.yaml"
     path.write_text(settings, encoding="utf-8")
     read = load_config_from_file(str(path))
-    assert (read.distributed_type.value, read.num_processes, read.mixed_precision) == ("FSDP", 2, "bf16")
+    assert (read.distributed_type.value, read.num_processes, read.mixed_precision) == (
+        "FSDP",
+        2,
+        "bf16",
+    )
     known = {f"fsdp_{name}" for name in FullyShardedDataParallelPlugin.__dataclass_fields__}
     assert set(read.fsdp_config) <= known | {"fsdp_version"}, set(read.fsdp_config) - known
     path.write_text(settings.replace("fsdp_version", "fsdp_versoin"), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Lesson 11's hints and its worked example quote what the puzzles weigh, and no hint gives an answer away."""
+"""Lesson 11's hints and its worked example quote what the puzzles weigh, and no hint gives an
+answer away.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 from gradmem_lib.course import puzzle
 from gradmem_lib.units import GiB
 
-SOURCE = (Path(__file__).parent.parent / "solutions" / "11_make_it_fit.py").read_text(encoding="utf-8")
+SOURCE = (Path(__file__).parent.parent / "solutions" / "11_make_it_fit.py").read_text(
+    encoding="utf-8"
+)
 TEXT = " ".join(SOURCE.replace("\n# ", " ").split())
 NAMES: dict = {}
 exec("\n".join(re.findall(r"^\w+ = .*\{\".*", SOURCE.partition("## 2")[0], re.MULTILINE)), NAMES)
@@ -36,7 +40,9 @@ def test_hints_have_breakdowns():
     assert len(breakdowns()) >= 18 and TEXT.count("` needs ") == len(breakdowns())
 
 
-@pytest.mark.parametrize(("id", "expression", "needs", "parts"), breakdowns(), ids=lambda value: value[:24])
+@pytest.mark.parametrize(
+    ("id", "expression", "needs", "parts"), breakdowns(), ids=lambda value: value[:24]
+)
 def test_a_hint_quotes_what_a_recipe_needs_that_is_no_answer(id, expression, needs, parts):
     answer = eval(expression, dict(NAMES))
     wrong, weighed = puzzle(id).judge(answer)
@@ -65,7 +71,9 @@ def test_what_is_left_of_11_5_is_less_than_one_rows_activations():
     one, kept = puzzle("11.5"), NAMES["qlora"] | {"accumulation": 8}
     weighed = one.weigh(one.recipe(kept))
     assert f"those of one row are {rounded(weighed.held['activations'], '10.6')} GiB" in TEXT
-    assert weighed.spare < 0 and one.best()[0].offload == "activations" and one.best()[1].spare > GiB
+    assert (
+        weighed.spare < 0 and one.best()[0].offload == "activations" and one.best()[1].spare > GiB
+    )
 
 
 @pytest.mark.skipif(not os.environ.get("GRADMEM_ALL"), reason="what moves has to be predicted")
@@ -73,4 +81,7 @@ def test_larger_pieces_hardly_make_11_5_faster():
     one, moved = puzzle("11.5"), NAMES["qlora"] | {"offload": "activations"}
     by_rows = [one.weigh(one.recipe(moved | {"accumulation": n})) for n in (8, 2)]
     assert all(weighed.spare > GiB for weighed in by_rows)
-    assert f"four rows at once save {100 * (1 - by_rows[1].seconds / by_rows[0].seconds):.0f} %" in TEXT
+    assert (
+        f"four rows at once save {100 * (1 - by_rows[1].seconds / by_rows[0].seconds):.0f} %"
+        in TEXT
+    )

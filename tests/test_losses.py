@@ -1,4 +1,6 @@
-"""chunked_loss is the model's own loss, or refused: for every kind of output layer, found by running both."""
+"""chunked_loss is the model's own loss, or refused: for every kind of output layer, found by
+running both.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.training import tiny
-from gradmem_lib.training.losses import check_pieces, chunked_loss, chunked_loss_refusal, count_items
+from gradmem_lib.training.losses import (
+    check_pieces,
+    chunked_loss,
+    chunked_loss_refusal,
+    count_items,
+)
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 
@@ -130,7 +137,12 @@ def test_chunks_of_labels_that_lie_elsewhere_and_of_no_language_model_are_refuse
     with pytest.raises(ValueError, match="other labels"):
         chunked_loss(model, batch_of(ids) | {"shift_labels": ids})
     with pytest.raises(ValueError, match="Linear is none"):
-        predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=Recipe(chunked_loss=True), target="cpu")
+        predict(
+            torch.nn.Linear(2, 2),
+            batch=torch.ones(2, 2),
+            recipe=Recipe(chunked_loss=True),
+            target="cpu",
+        )
 
 
 class LlamaForCausalLM(torch.nn.Module):
@@ -164,11 +176,14 @@ class T5ForConditionalGeneration(torch.nn.Module):
     ],
 )
 def test_labels_that_count(kind, counted):
-    """Of two rows of 4, the first column predicts nothing where the model shifts, and -100 counts nowhere."""
+    """Of two rows of 4, the first column predicts nothing where the model shifts, and -100 counts
+    nowhere.
+    """
     model = kind()
     labels = torch.tensor([[7, 5, 2, -100], [1, -100, -100, 9]])
     assert count_items(model, {"labels": labels}) == counted
-    assert count_items(model, {"labels": torch.tensor([3, -100, 0])}) == 2  # of each row one: never shifted
+    # of each row one: never shifted
+    assert count_items(model, {"labels": torch.tensor([3, -100, 0])}) == 2
     wrapped = torch.nn.Module()
     wrapped.module = model  # as DistributedDataParallel has it
     assert count_items(wrapped, {"labels": labels}) == counted
@@ -184,8 +199,11 @@ HEADS = {
     "intermediate_size": 32,
     "vocab_size": 60,
 }
-PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
-        {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()}  # fmt: skip
+PAIR = {
+    f"{part}_{what}": n
+    for part in ("encoder", "decoder")
+    for what, n in {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -195,29 +213,83 @@ PAIR = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
         ("BartForCausalLM", SMALL | PAIR),
         ("BertGenerationDecoder", HEADS | {"is_decoder": True}),
         ("BertForSequenceClassification", HEADS | {"num_labels": 1}),
-        ("ModernBertForMaskedLM", HEADS | {"sparse_prediction": True, "sparse_pred_ignore_index": 0, "pad_token_id": 0}),
+        (
+            "ModernBertForMaskedLM",
+            HEADS | {"sparse_prediction": True, "sparse_pred_ignore_index": 0, "pad_token_id": 0},
+        ),
         ("ModernBertForMaskedLM", HEADS | {"sparse_pred_ignore_index": 0, "pad_token_id": 0}),
         ("ElectraForPreTraining", HEADS),
         ("BioGptForTokenClassification", HEADS | {"num_labels": 60}),
-        ("Wav2Vec2ForCTC", HEADS | {
-            "conv_dim": (8,), "conv_stride": (40,), "conv_kernel": (40,), "num_feat_extract_layers": 1,
-            "ctc_loss_reduction": "mean", "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}),
-        ("Qwen2AudioForConditionalGeneration", {
-            "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
-            "audio_config": PAIR | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16}, "audio_token_index": 59}),
-        ("BlipForQuestionAnswering", {
-            "text_config": HEADS | {"encoder_hidden_size": 32, "bos_token_id": 1, "sep_token_id": 2, "pad_token_id": 0},
-            "vision_config": HEADS | {"image_size": 16, "patch_size": 8}}),
-        ("SegformerForSemanticSegmentation", {
-            "num_labels": 1, "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3],
-            "strides": [2], "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
-        ("SegformerForSemanticSegmentation", {
-            "num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [8], "sr_ratios": [2], "patch_sizes": [3], "strides": [2],
-            "num_attention_heads": [1], "mlp_ratios": [2], "decoder_hidden_size": 16}),
+        (
+            "Wav2Vec2ForCTC",
+            HEADS
+            | {
+                "conv_dim": (8,),
+                "conv_stride": (40,),
+                "conv_kernel": (40,),
+                "num_feat_extract_layers": 1,
+                "ctc_loss_reduction": "mean",
+                "num_conv_pos_embeddings": 4,
+                "num_conv_pos_embedding_groups": 2,
+            },
+        ),
+        (
+            "Qwen2AudioForConditionalGeneration",
+            {
+                "text_config": HEADS | {"num_key_value_heads": 2, "model_type": "qwen2"},
+                "audio_config": PAIR
+                | {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16},
+                "audio_token_index": 59,
+            },
+        ),
+        (
+            "BlipForQuestionAnswering",
+            {
+                "text_config": HEADS
+                | {
+                    "encoder_hidden_size": 32,
+                    "bos_token_id": 1,
+                    "sep_token_id": 2,
+                    "pad_token_id": 0,
+                },
+                "vision_config": HEADS | {"image_size": 16, "patch_size": 8},
+            },
+        ),
+        (
+            "SegformerForSemanticSegmentation",
+            {
+                "num_labels": 1,
+                "num_encoder_blocks": 1,
+                "depths": [1],
+                "hidden_sizes": [8],
+                "sr_ratios": [2],
+                "patch_sizes": [3],
+                "strides": [2],
+                "num_attention_heads": [1],
+                "mlp_ratios": [2],
+                "decoder_hidden_size": 16,
+            },
+        ),
+        (
+            "SegformerForSemanticSegmentation",
+            {
+                "num_encoder_blocks": 1,
+                "depths": [1],
+                "hidden_sizes": [8],
+                "sr_ratios": [2],
+                "patch_sizes": [3],
+                "strides": [2],
+                "num_attention_heads": [1],
+                "mlp_ratios": [2],
+                "decoder_hidden_size": 16,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_labels_that_count_are_those_of_the_models_own_loss(name, options):
-    """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces, the whole batch's loss."""
+    """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces,
+    the whole batch's loss.
+    """
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     model = cls(cls.config_class(**options)).eval()
@@ -283,23 +355,69 @@ def made(cls, **options):
         (made(transformers.DetrForObjectDetection), {}, "DetrForObjectDetection"),
         (made(transformers.Wav2Vec2ForPreTraining), {}, "Wav2Vec2ForPreTraining"),
         (torch.nn.Linear(2, 2), {"return_loss": True}, "return_loss=True"),
-        (made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="sum"), {}, "ctc_loss_reduction='sum'"),
+        (
+            made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="sum"),
+            {},
+            "ctc_loss_reduction='sum'",
+        ),
         (made(transformers.Wav2Vec2ForCTC, ctc_loss_reduction="mean"), {}, None),
-        (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 4}, "answers beyond the row"),
-        (made(transformers.BertForQuestionAnswering), {"start_positions": 4, "end_positions": 3}, "answers beyond the row"),
-        (made(transformers.BertForQuestionAnswering), {"start_positions": 3, "end_positions": 3}, None),
-        (made(transformers.LukeForMaskedLM), {"labels": True, "entity_labels": True}, "entity_labels"),
+        (
+            made(transformers.BertForQuestionAnswering),
+            {"start_positions": 3, "end_positions": 4},
+            "answers beyond the row",
+        ),
+        (
+            made(transformers.BertForQuestionAnswering),
+            {"start_positions": 4, "end_positions": 3},
+            "answers beyond the row",
+        ),
+        (
+            made(transformers.BertForQuestionAnswering),
+            {"start_positions": 3, "end_positions": 3},
+            None,
+        ),
+        (
+            made(transformers.LukeForMaskedLM),
+            {"labels": True, "entity_labels": True},
+            "entity_labels",
+        ),
         (made(transformers.LukeForMaskedLM), {"labels": True, "entity_labels": None}, None),
-        (made(transformers.BrosForTokenClassification), {"bbox_first_token_mask": True}, "bbox_first_token_mask"),
-        (made(transformers.LlamaForCausalLM), {"labels": True, "shift_labels": True}, "shift_labels"),
+        (
+            made(transformers.BrosForTokenClassification),
+            {"bbox_first_token_mask": True},
+            "bbox_first_token_mask",
+        ),
+        (
+            made(transformers.LlamaForCausalLM),
+            {"labels": True, "shift_labels": True},
+            "shift_labels",
+        ),
         (made(transformers.LlamaForCausalLM), {"num_items_in_batch": 9}, "num_items_in_batch"),
         (made(transformers.MusicgenForCausalLM), {}, "MusicgenForCausalLM"),
         (made(transformers.CsmForConditionalGeneration), {}, "CsmForConditionalGeneration"),
-        (made(transformers.MixtralForCausalLM, output_router_logits=True), {}, "output_router_logits=True"),
-        (made(transformers.MixtralForCausalLM, output_router_logits=False), {"output_router_logits": True}, "output_router_logits=True"),
-        (made(transformers.MixtralForCausalLM, output_router_logits=True), {"output_router_logits": False}, None),
-        (made(transformers.Qwen3VLMoeForConditionalGeneration, text_config=SimpleNamespace(output_router_logits=True)), {},
-         "output_router_logits=True"),
+        (
+            made(transformers.MixtralForCausalLM, output_router_logits=True),
+            {},
+            "output_router_logits=True",
+        ),
+        (
+            made(transformers.MixtralForCausalLM, output_router_logits=False),
+            {"output_router_logits": True},
+            "output_router_logits=True",
+        ),
+        (
+            made(transformers.MixtralForCausalLM, output_router_logits=True),
+            {"output_router_logits": False},
+            None,
+        ),
+        (
+            made(
+                transformers.Qwen3VLMoeForConditionalGeneration,
+                text_config=SimpleNamespace(output_router_logits=True),
+            ),
+            {},
+            "output_router_logits=True",
+        ),
         (torch.nn.Linear(2, 2), {"image_labels": True}, None),
         (made(Own), {"image_labels": True}, None),
         (made(Own), {}, None),
@@ -307,7 +425,7 @@ def made(cls, **options):
         (torch.nn.Linear(2, 2), {"return_loss": False}, None),
         (torch.nn.Linear(2, 2), torch.ones(2, 2), None),
     ],
-)  # fmt: skip
+)
 def test_a_loss_that_pieces_do_not_have_is_refused(model, batch, says):
     if isinstance(batch, dict):
         batch = {"input_ids": torch.zeros(2, 4)} | {
@@ -330,11 +448,24 @@ def test_answers_beyond_a_row_of_embeddings_are_seen_too():
 @pytest.mark.parametrize(
     ("width", "most", "heads", "factor"),
     [
-        (4096, 32, 2, 16), (4096, 32, 8, 4), (768, 12, 2, 6), (1024, None, 2, 8), (80, 10, 2, 5),
-        (768, 12, 8, 12), (80, 5, 2, 5), (48, 2, 8, 2), (144, 4, 2, 4),  # one head is left, where fewer divide nothing
-        (32, None, 2, 1), (75, 5, 2, 1), (64, 3, 2, 1), (64, 5, 2, 1), (40, 4, 2, 1), (4096, 1, 2, 1),
+        (4096, 32, 2, 16),
+        (4096, 32, 8, 4),
+        (768, 12, 2, 6),
+        (1024, None, 2, 8),
+        (80, 10, 2, 5),
+        # one head is left, where fewer divide nothing
+        (768, 12, 8, 12),
+        (80, 5, 2, 5),
+        (48, 2, 8, 2),
+        (144, 4, 2, 4),
+        (32, None, 2, 1),
+        (75, 5, 2, 1),
+        (64, 3, 2, 1),
+        (64, 5, 2, 1),
+        (40, 4, 2, 1),
+        (4096, 1, 2, 1),
     ],
-)  # fmt: skip
+)
 def test_a_tiny_copys_heads_keep_their_size(width, most, heads, factor):
     assert tiny._factor(width, most, heads) == factor
 
@@ -349,15 +480,29 @@ def test_a_tiny_copy_is_small_where_sizes_cost_and_else_as_it_was():
     assert config.to_dict() == before
     kept = {"sliding_window": 77, "rms_norm_eps": 3e-7, "of_others": [5] * 31, "of_layers": [5] * 2}
     expected = kept | {
-        "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 97,
-        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False,
-        "max_position_embeddings": config.max_position_embeddings, "bos_token_id": 0,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "vocab_size": 97,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "use_cache": False,
+        "max_position_embeddings": config.max_position_embeddings,
+        "bos_token_id": 0,
+    }
     assert {name: getattr(found, name) for name in expected} == expected
     assert not hasattr(found, "quantization_config")
-    config = transformers.MixtralConfig(num_hidden_layers=1, num_experts_per_tok=1, max_position_embeddings=9)
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1, num_experts_per_tok=1, max_position_embeddings=9
+    )
     found = tiny.tiny_config(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-    assert (found.num_hidden_layers, found.num_experts_per_tok, found.max_position_embeddings) == (1, 1, 128)
+    assert (found.num_hidden_layers, found.num_experts_per_tok, found.max_position_embeddings) == (
+        1,
+        1,
+        128,
+    )
 
 
 def test_a_tiny_copy_is_of_the_part_that_the_class_is_for():
@@ -378,8 +523,15 @@ def test_a_tiny_copy_has_at_most_so_many_parameters(monkeypatch):
 
 
 def test_nobody_who_watches_sees_the_tiny_copy():
-    options = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    cls, config = causal("Llama", num_hidden_layers=2, vocab_size=200, rope_theta=12345.0, **options)
+    options = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    cls, config = causal(
+        "Llama", num_hidden_layers=2, vocab_size=200, rope_theta=12345.0, **options
+    )
     model, ids = cls(config), torch.randint(3, 200, (2, 40))
     peaks = []
     for _ in range(2):  # the first time makes it
@@ -392,5 +544,6 @@ def test_nobody_who_watches_sees_the_tiny_copy():
     config.rms_norm_eps = 2e-6  # and predict, whose tensors have no values
     recipe = Recipe(chunked_loss=True)
     assert predict(config, batch_size=2, seq_len=40, recipe=recipe, target="cpu").peak.total > 0
-    config.rms_norm_eps, config.final_logit_softcapping = 3e-6, 30.0  # a name that Llama does not look at
+    # a name that Llama does not look at
+    config.rms_norm_eps, config.final_logit_softcapping = 3e-6, 30.0
     assert chunked_loss_refusal(cls, config) is None

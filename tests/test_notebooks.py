@@ -1,4 +1,6 @@
-"""The notebooks as they are stored: all executed, all in step with their sources, lessons empty, and none needs a network."""
+"""The notebooks as they are stored: all executed, all in step with their sources, lessons empty,
+and none needs a network.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_everything_is_in_step(capfd):
 
 @every(SOLUTIONS)
 def test_every_cell_of_a_solution_was_executed_in_order_without_an_error(path):
-    assert list(builder.failures(nbformat.read(path, as_version=nbformat.NO_CONVERT), path.name)) == []
+    assert (
+        list(builder.failures(nbformat.read(path, as_version=nbformat.NO_CONVERT), path.name)) == []
+    )
     assert [cell.execution_count for cell in code(path)] == list(range(1, len(code(path)) + 1))
 
 
@@ -57,9 +61,9 @@ def test_every_cell_of_a_solution_was_executed_in_order_without_an_error(path):
 def test_a_stored_output_names_no_folder_of_the_computer_that_made_it(path):
     for number, cell in enumerate(cells(path), 1):
         stored = str(cell.get("outputs", ""))
-        assert not re.search(r"(?:/(?:tmp|home|root|Users)/|ipykernel_\d|0x[0-9a-f]{9,})", stored), (
-            f"cell {number}"
-        )
+        assert not re.search(
+            r"(?:/(?:tmp|home|root|Users)/|ipykernel_\d|0x[0-9a-f]{9,})", stored
+        ), f"cell {number}"
 
 
 @every(LESSONS)
@@ -71,18 +75,28 @@ def test_a_lesson_is_empty_and_holds_no_answer(path):
 
 @every([*SOLUTIONS, *LESSONS])
 def test_a_cell_can_be_taken_in_at_a_glance(path):
-    long = [cell.source for cell in code(path) if builder.code_lines(cell.source) > builder.MAX_LINES]
+    long = [
+        cell.source for cell in code(path) if builder.code_lines(cell.source) > builder.MAX_LINES
+    ]
     assert not long, f"more than {builder.MAX_LINES} lines of code"
 
 
 def exercises(source: list) -> list[tuple[str, str]]:
-    """For every cell with an answer: the code from it up to the next one, and the prose since the check before it."""
-    answers = [n for n, cell in enumerate(source) if cell.cell_type == "code" and ANSWER.search(cell.source)]
+    """For every cell with an answer: the code from it up to the next one, and the prose since the
+    check before it.
+    """
+    answers = [
+        n
+        for n, cell in enumerate(source)
+        if cell.cell_type == "code" and ANSWER.search(cell.source)
+    ]
     found, start = [], 0
     for answer, following in zip(answers, [*answers[1:], len(source)], strict=True):
         own = source[answer:following]
         after = "\n".join(cell.source for cell in own if cell.cell_type == "code")
-        prose = "\n".join(cell.source for cell in source[start:answer] if cell.cell_type == "markdown")
+        prose = "\n".join(
+            cell.source for cell in source[start:answer] if cell.cell_type == "markdown"
+        )
         found.append((after, prose))
         start = answer + 1
     return found
@@ -95,15 +109,21 @@ def test_every_exercise_has_a_check_of_its_own_and_a_hint(path):
     for after, prose in found:
         name = after.splitlines()[0]
         assert CHECK.search(after), f"no check follows the exercise that begins with {name!r}"
-        assert "<details>" in prose, f"no <details> hint stands before the exercise that begins with {name!r}"
-        assert prose.count("<details>") == prose.count("</details>"), f"an open <details> before {name!r}"
+        assert "<details>" in prose, (
+            f"no <details> hint stands before the exercise that begins with {name!r}"
+        )
+        assert prose.count("<details>") == prose.count("</details>"), (
+            f"an open <details> before {name!r}"
+        )
 
 
 @every(SOURCES)
 def test_the_exercises_checked_are_those_that_the_library_knows(path):
     from gradmem_lib.course import check as known
 
-    checked = [name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)]
+    checked = [
+        name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)
+    ]
     number = int(path.stem.split("_")[0])
     assert sorted(set(checked)) == sorted(each.id for each in known.all_exercises(lesson=number))
 
@@ -130,7 +150,9 @@ def test_part_one_takes_five_hours_at_most():
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
-    """The environment of a process that reaches nothing but this computer, with nothing unpacked yet."""
+    """The environment of a process that reaches nothing but this computer, with nothing unpacked
+    yet.
+    """
     dropped = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HOME")
     folder = tmp_path_factory.mktemp("offline")
     return {k: v for k, v in os.environ.items() if k not in dropped} | {
@@ -148,7 +170,10 @@ def offline(tmp_path_factory):
         "socket.create_connection(('example.org', 80), timeout=1)",
         "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))",
         "__import__('urllib.request').request.urlopen('https://example.org', timeout=1)",
-        "__import__('subprocess').run([sys.executable, '-c', 'import socket; socket.gethostbyname(\"example.org\")'], check=True)",
+        (
+            "__import__('subprocess').run([sys.executable, '-c', 'import socket; "
+            'socket.gethostbyname("example.org")\'], check=True)'
+        ),
     ],
 )
 def test_the_network_is_really_cut_off(offline, attempt):
@@ -158,7 +183,8 @@ def test_the_network_is_really_cut_off(offline, attempt):
     assert "without a network" in done.stderr or "Connection refused" in done.stderr
 
 
-# Lesson 00 as a learner's first, with SmolLM2 still in its package. The others run without one every night, here and in the browser.
+# Lesson 00 as a learner's first, with SmolLM2 still in its package. The others run without one
+# every night, here and in the browser.
 @every(LESSONS if os.environ.get("GRADMEM_ALL") else LESSONS[:1])
 def test_a_lesson_runs_from_top_to_bottom_without_a_network(path, offline, tmp_path):
     """As a learner's first Run All, by nbval: no answers written, SmolLM2 still in its package."""
@@ -182,7 +208,8 @@ def test_a_lesson_runs_from_top_to_bottom_without_a_network(path, offline, tmp_p
     )
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"{len(code(path))} passed" in done.stdout
-    # Nothing was passed, and the reference took over everywhere; lesson 00 shows a wrong answer on purpose.
+    # Nothing was passed, and the reference took over everywhere; lesson 00 shows a wrong answer on
+    # purpose.
     tried = json.loads(progress.read_text(encoding="utf-8"))["checks"] if progress.exists() else {}
     assert {name: entry["outcome"] for name, entry in tried.items()} == (
         {"0.1": "not yet"} if path.stem.startswith("00") else {}

@@ -1,4 +1,6 @@
-"""What autograd saves is moved away and comes back: bytes of files on disk, gradients to the bit, and nothing left behind."""
+"""What autograd saves is moved away and comes back: bytes of files on disk, gradients to the bit,
+and nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, make_trainer, offload_activations, prepare
+from gradmem_lib import (
+    MemoryTracker,
+    Recipe,
+    checkpoint_layers,
+    make_trainer,
+    offload_activations,
+    prepare,
+)
 from gradmem_lib import step as train_step
 from gradmem_lib.course import models
 from gradmem_lib.course.compat_course import saved_tensor_hooks
@@ -41,11 +50,15 @@ def left(folder: Path) -> list[Path]:
 
 def chain() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+    )
 
 
 def saved_bytes(run, stays) -> tuple[int, torch.Tensor]:
-    """What autograd saves in ``run()``, by PyTorch's own hooks: each storage once, all of them alive at the end."""
+    """What autograd saves in ``run()``, by PyTorch's own hooks: each storage once, all of them
+    alive at the end.
+    """
     kept = {}
     with saved_tensors_hooks(
         lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
@@ -122,7 +135,8 @@ def test_a_module_moves_what_its_config_does():
     """Of a module the step before is traced as well, and what it moves is not counted."""
     cfg, ask = config("gpt2"), {"batch_size": 8, "seq_len": 16, "target": "cpu"}
     there, here = (
-        predict(given, recipe=Recipe(offload="activations"), **ask) for given in (model_class(cfg)(cfg), cfg)
+        predict(given, recipe=Recipe(offload="activations"), **ask)
+        for given in (model_class(cfg)(cfg), cfg)
     )
     assert there.moved == here.moved > 0
 
@@ -210,7 +224,11 @@ def test_twice_through_one_graph_and_through_its_gradient(tmp_path):
             y = (x.exp() * x.sin()).sum()
             (first,) = torch.autograd.grad(y, x, create_graph=True)
             penalty = first.square().sum()
-        return first, *torch.autograd.grad(penalty, x, retain_graph=True), *torch.autograd.grad(penalty, x)
+        return (
+            first,
+            *torch.autograd.grad(penalty, x, retain_graph=True),
+            *torch.autograd.grad(penalty, x),
+        )
 
     assert all(map(torch.equal, grads(offload_activations(tmp_path)), grads(nullcontext())))
     assert not left(tmp_path)
@@ -248,7 +266,9 @@ def test_parameters_stay_tied_frozen_and_in_views(tmp_path):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="pins and copies there")
 @pytest.mark.skipif(OLDER, reason="has no such option")
 def test_transformers_own_offload_is_an_error_without_an_accelerator():
-    """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's device."""
+    """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's
+    device.
+    """
     model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64).train()
     model.activation_checkpointing_enable(offload=True)
     ids = torch.randint(0, 64, (4, 16))
@@ -266,7 +286,12 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
         model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
         recipe = Recipe(checkpointing="per-layer", offload=offload, accumulation=2)
         trainer = make_trainer(
-            model, recipe, batch_size=4, train_dataset=rows, max_steps=2, output_dir=tmp_path / "out"
+            model,
+            recipe,
+            batch_size=4,
+            train_dataset=rows,
+            max_steps=2,
+            output_dir=tmp_path / "out",
         )
         trainer.train()
         weights.append([p.detach().clone() for p in model.parameters()])
@@ -276,7 +301,9 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(kind, tmp_path):
-    """A GRU changes the chunks of one storage in place, one after another, and each has a version of its own."""
+    """A GRU changes the chunks of one storage in place, one after another, and each has a version
+    of its own.
+    """
     torch.manual_seed(0)
     model, x = kind(4, 5, 2, bidirectional=True), torch.randn(3, 2, 4)
     found = []
@@ -366,7 +393,13 @@ class Squared(nn.Module):
 
 
 T5 = transformers.T5Config(
-    vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    vocab_size=128,
+    d_model=64,
+    d_kv=16,
+    d_ff=96,
+    num_layers=2,
+    num_heads=4,
+    decoder_start_token_id=0,
 )
 
 
@@ -385,7 +418,8 @@ def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
     assert_same(predicted, tracker)
     run = prepare(model, recipe)
     taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
-    assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)  # the last step's loss
+    # the last step's loss
+    assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)
 
 
 def test_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
@@ -394,7 +428,9 @@ def test_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
     sparse, empty = torch.eye(3).to_sparse(), torch.empty(0, 3, requires_grad=True)
     for given, moves in ((model, 0), (None, 1)):
         with offload_activations(tmp_path, model=given) as moved:
-            loss = (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum() + (empty * empty).sum()
+            loss = (
+                (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum() + (empty * empty).sum()
+            )
         assert moved.tensors == moves
         (found,) = torch.autograd.grad(loss, x)
         assert torch.equal(found, model.scale + 1)
@@ -411,7 +447,9 @@ def test_nothing_but_what_was_moved_is_held_when_it_comes_back(tmp_path):
 
 
 def test_moving_shows_a_tracker_nothing_that_it_does_not_count(tmp_path):
-    """The data that a graph keeps, and that no module was called with, is older than the block and stays unknown."""
+    """The data that a graph keeps, and that no module was called with, is older than the block and
+    stays unknown.
+    """
     x, weight = torch.randn(300), torch.randn(300, requires_grad=True)
     with MemoryTracker(live=False) as tracker, offload_activations(tmp_path) as moved:
         loss = (weight * x).sum()

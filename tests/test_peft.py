@@ -1,4 +1,6 @@
-"""Adapters are PEFT's: what is saved loads there, and models that peft has made are taken everywhere or refused."""
+"""Adapters are PEFT's: what is saved loads there, and models that peft has made are taken
+everywhere or refused.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_what_save_model_writes_is_loaded_by_peft(base, tmp_path):
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "saved")
     loaded.save_pretrained(tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
-    assert config == {name: theirs[name] for name in config} | {"target_modules": config["target_modules"]}
+    assert config == {name: theirs[name] for name in config} | {
+        "target_modules": config["target_modules"]
+    }
     assert config["inference_mode"] is True
     assert type(loaded) is peft.PeftModelForCausalLM
     ids = rows(2).ids
@@ -66,7 +70,11 @@ def random_additions(model):
 
 def of_several_ranks(model):
     add_lora(model, 3, ("q_proj", "v_proj"))
-    replace(model, "model.layers.1.mlp.up_proj", LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0))
+    replace(
+        model,
+        "model.layers.1.mlp.up_proj",
+        LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,7 @@ def of_several_ranks(model):
         (lambda: tiny_config("mixtral"), lambda model: add_lora(model, 3)),
     ],
     ids=["llama", "bert", "vit", "t5", "mixtral"],
-)  # fmt: skip
+)
 def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     torch.manual_seed(0)
     fresh = model_class(cfg())(cfg())
@@ -87,7 +95,11 @@ def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
     change(model)
     save_adapters(random_additions(model), tmp_path)
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
-    given = torch.randn(2, 3, 32, 32) if "pixel" in model.main_input_name else torch.randint(3, 90, (2, 12))
+    given = (
+        torch.randn(2, 3, 32, 32)
+        if "pixel" in model.main_input_name
+        else torch.randint(3, 90, (2, 12))
+    )
     with torch.no_grad():
         pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
         ours, theirs = (m.eval()(given, **pair).logits for m in (model, loaded))
@@ -106,7 +118,9 @@ def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
             fresh.get_submodule(name).weight.copy_(module.base.dequantized())
     ids = rows(2).ids
     expected = logits(model, ids)
-    assert torch.allclose(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5)
+    assert torch.allclose(
+        logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5
+    )
 
 
 def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
@@ -125,7 +139,9 @@ def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
 def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):
     model = LlamaForSequenceClassification(config("llama"))
     add_lora(model, 3, ("score",))
-    with pytest.raises(ValueError, match=r"no addition to a pretrained layer in this .*, only \['score'\]"):
+    with pytest.raises(
+        ValueError, match=r"no addition to a pretrained layer in this .*, only \['score'\]"
+    ):
         save_adapters(model, tmp_path)
 
 
@@ -150,7 +166,8 @@ TAKEN = {
 def test_a_peft_model_is_predicted_to_the_byte(name):
     model = wrapped(dtype=torch.bfloat16 if TAKEN[name].precision is None else torch.float32)
     assert_same(
-        predict(model, batch=BATCH, recipe=TAKEN[name], target="cpu"), tracked(model, BATCH, TAKEN[name])
+        predict(model, batch=BATCH, recipe=TAKEN[name], target="cpu"),
+        tracked(model, BATCH, TAKEN[name]),
     )
 
 
@@ -191,10 +208,14 @@ def test_chunks_have_the_loss_of_a_peft_model():
     [
         ({}, Recipe(lora_rank=4), "has LoRA already"),
         ({"kind": "PromptTuningConfig", "num_virtual_tokens": 3}, Recipe(), "trains a prompt"),
-        ({"target_modules": ["lm_head", "q_proj"]}, Recipe(chunked_loss=True), "adapter on the output layer"),
+        (
+            {"target_modules": ["lm_head", "q_proj"]},
+            Recipe(chunked_loss=True),
+            "adapter on the output layer",
+        ),
         ({"kind": "AdaLoraConfig", "total_step": 9}, Recipe(chunked_loss=True), "adds something"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_taken_is_refused_in_a_sentence(options, recipe, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         prepare(wrapped(**options), recipe)

@@ -62,7 +62,10 @@ def track(recipe, seq_len, rows, budget):
 def tight(config):
     """A card on which QLoRA has to give something up."""
     whole = needs(
-        config, Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused"), 4, 128
+        config,
+        Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused"),
+        4,
+        128,
     )
     return plan(config, card=whole // 2, seq_len=128, global_batch=4, method="qlora", target="cpu")
 
@@ -130,7 +133,9 @@ def test_an_optimizer_in_backward_gets_the_whole_batch_at_once_and_advice_to_shr
 def test_roomy_card_gets_plain_training(config):
     made = plan(config, card="24 GiB", seq_len=16, global_batch=4, method="qlora", target="cpu")
     recipe = made.best.recipe
-    assert recipe.checkpointing is None and recipe.every_n_layers is None and recipe.accumulation == 1
+    assert (
+        recipe.checkpointing is None and recipe.every_n_layers is None and recipe.accumulation == 1
+    )
     assert made.next_faster is None
 
 
@@ -138,7 +143,9 @@ def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
     made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
     best = made.best
     assert best.needs == best.prediction.peak.total + sum(best.parts.values())
-    assert best.needs >= best.prediction.replay_allocator() + allocator.workspace() + allocator.CONTEXT
+    assert (
+        best.needs >= best.prediction.replay_allocator() + allocator.workspace() + allocator.CONTEXT
+    )
     cards = Card("one byte less", best.needs - 1, 1e12, 1e12, 1e12)
     refused = plan(config, card=cards, seq_len=16, global_batch=1, method="qlora", target="cuda")
     assert best.recipe not in [o.recipe for o in refused.fits]
@@ -174,7 +181,13 @@ def test_qlora_predicted_equals_tracked(config, checkpointing):
     ],
 )
 def test_bad_input_is_a_sentence(config, changes, says):
-    asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 2, "method": "qlora", "target": "cpu"} | changes
+    asked = {
+        "card": "1 GiB",
+        "seq_len": 16,
+        "global_batch": 2,
+        "method": "qlora",
+        "target": "cpu",
+    } | changes
     with pytest.raises(ValueError, match=says):
         plan(config, **asked)
 
@@ -220,7 +233,9 @@ def test_a_module_without_a_config_is_sent_to_predict():
         plan(nn.Linear(2, 2), card="1 GiB", seq_len=16, global_batch=1)
 
 
-def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(config, monkeypatch):
+def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(
+    config, monkeypatch
+):
     def only_bf16(*args, recipe, **kwargs):
         if recipe.precision != "bf16":
             raise CannotTrace("some operation reads values")

@@ -1,4 +1,6 @@
-"""A plan for several cards: what they send each other, what each holds, and the way that is found."""
+"""A plan for several cards: what they send each other, what each holds, and the way that
+is found.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from gradmem_lib.course import models
 from gradmem_lib.course.processes import torchrun
 from gradmem_lib.course.ranks import loopback_only, run_ranks
 from gradmem_lib.planning.cards import CARDS, find_card
-from gradmem_lib.planning.cost import NCCL, beside, count, resident_bytes, seconds_per_token, sent_bytes
+from gradmem_lib.planning.cost import (
+    NCCL,
+    beside,
+    count,
+    resident_bytes,
+    seconds_per_token,
+    sent_bytes,
+)
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.planning.options import Option, describe
 from gradmem_lib.planning.plan import plan
@@ -43,14 +52,20 @@ SENT = [
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that broadcasts, gathers and scatters are of, but for a rotary embedding's few frequencies."""
+    """Bytes that broadcasts, gathers and scatters are of, but for a rotary embedding's few
+    frequencies.
+    """
 
     def __init__(self):
         super().__init__()
         self.nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in ("c10d::broadcast_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+        if func.name() in (
+            "c10d::broadcast_",
+            "c10d::_allgather_base_",
+            "c10d::_reduce_scatter_base_",
+        ):
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             nbytes = max(t.nbytes for t in tensors)  # of a gather or a scatter, the whole
             self.nbytes += nbytes if nbytes > 1000 else 0
@@ -88,11 +103,14 @@ def test_bytes_sent_are_those_of_real_ranks():
 
 
 def test_seconds_on_two_cards_by_hand():
-    """Llama-2-7B on two RTX 4090, 4 x 2 rows of 2,048 tokens each: what one card takes, and gathers and sums over PCIe 4."""
+    """Llama-2-7B on two RTX 4090, 4 x 2 rows of 2,048 tokens each: what one card takes, and gathers
+    and sums over PCIe 4.
+    """
     work, card = count(known_model("Llama-2-7B")[1]), CARDS["RTX 4090 24GB"]
     parameters, root = 6_738_415_616, 2 * 131_072_000 + 4096
     alone = Recipe(precision="bf16", optimizer="adamw-fused", accumulation=4)
-    step_bytes = (3 * 2 + 4 * 2) * parameters  # weights, gradients and states in the optimizer's step
+    # weights, gradients and states in the optimizer's step
+    step_bytes = (3 * 2 + 4 * 2) * parameters
     rows = 4 * 2 * 2048
 
     def found(**changes):
@@ -104,7 +122,9 @@ def test_seconds_on_two_cards_by_hand():
     assert found(sharding="ddp") == pytest.approx((one + 2 * parameters / link) / 2)
     assert found(sharding="zero1") == pytest.approx((one - half + 3 * parameters / link) / 2)
     assert found(sharding="zero2") == pytest.approx((one - half + 4 * 2 * parameters / link) / 2)
-    assert found(sharding="fsdp") == pytest.approx((one - half + 4 * (3 * parameters - root) / link) / 2)
+    assert found(sharding="fsdp") == pytest.approx(
+        (one - half + 4 * (3 * parameters - root) / link) / 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +143,9 @@ def test_seconds_on_two_cards_by_hand():
 def test_residents_of_one_of_four_cards_by_hand(recipe, parameters, gradients, optimizer):
     work = count(known_model("Llama-2-7B")[1])
     held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-    assert resident_bytes(work, recipe, 4) == {name: n * work.parameters for name, n in held.items()}
+    assert resident_bytes(work, recipe, 4) == {
+        name: n * work.parameters for name, n in held.items()
+    }
 
 
 def test_nccl_needs_room_on_each_of_several_cards():
@@ -134,14 +156,17 @@ def test_nccl_needs_room_on_each_of_several_cards():
 def test_ways_over_several_cards_go_together():
     search = Search(count(known_model("Llama-2-7B")[1]), find_card("4090"), 2048, 8, "cuda", 2)
     mixed, eight_bits = [
-        next(f for f in search.families("full") if f.optimizer == o) for o in ("adamw-fused", "adamw-8bit")
+        next(f for f in search.families("full") if f.optimizer == o)
+        for o in ("adamw-fused", "adamw-8bit")
     ]
     precisions = {(way.sharding, way.precision) for way in search.ways(mixed)}
     cut, whole = "float32-master", "autocast-bf16"
     assert precisions == {("ddp", whole), ("zero1", whole), ("zero2", cut), ("fsdp", cut)}
     assert {way.sharding for way in search.ways(eight_bits)} == {"ddp", "zero1"}
     assert {way.accumulation for way in search.ways(mixed)} == {1, 2, 4}
-    assert search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
+    assert (
+        search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
+    )
     lora = next(iter(search.families("lora")))
     assert {way.sharding for way in search.ways(lora)} == {
         "ddp",
@@ -154,10 +179,15 @@ def test_ways_over_several_cards_go_together():
 
 def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
     few = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
     )
     search = Search(count(few), find_card("1 GiB"), 64, 4, "cuda", 2)
-    whole = Recipe(precision="bf16", optimizer="sgd", sharding="fsdp")  # in one piece, nothing run again
+    # in one piece, nothing run again
+    whole = Recipe(precision="bf16", optimizer="sgd", sharding="fsdp")
     assert search.seconds(replace(whole, sharding="ddp")) < search.seconds(whole)
     assert search.next_faster(search.option(whole)) is None
     slower = replace(whole, checkpointing="per-layer", accumulation=2)
@@ -166,7 +196,11 @@ def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
 
 def test_where_nothing_fits_shards_go_to_the_host():
     few = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
     )
     search = Search(count(few), find_card("1064 MiB"), 64, 2, "cuda", 2)
     search.move(["full"])
@@ -174,14 +208,20 @@ def test_where_nothing_fits_shards_go_to_the_host():
     assert {None, "boundaries", "parameters"} == set(away)
     host, here = away["parameters"], away[None]
     assert host.recipe.sharding == "fsdp" and host.needs < here.needs and host.prediction.moved > 0
-    both_ways = host.prediction.moved / 64 / search.card.bus  # a step's bytes, up and down, of one row a card
+    # a step's bytes, up and down, of one row a card
+    both_ways = host.prediction.moved / 64 / search.card.bus
     assert host.seconds * 2 > both_ways > 0
 
 
 def test_what_moves_away_leaves_room_for_larger_micro_batches():
-    # A 70B on two cards of 24 GB: one row at a time is what fits before anything moves; afterwards two do, and weights travel once.
+    # A 70B on two cards of 24 GB: one row at a time is what fits before anything moves; afterwards
+    # two do, and weights travel once.
     few = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
     )
     away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
@@ -189,7 +229,12 @@ def test_what_moves_away_leaves_room_for_larger_micro_batches():
     search.join(search.option(recipe))
     assert [option.recipe.accumulation for option in search.fits()] == [1]
     tight = Search(
-        count(few), find_card(search.option(replace(recipe, accumulation=2)).needs), 2048, 8, "cuda", 2
+        count(few),
+        find_card(search.option(replace(recipe, accumulation=2)).needs),
+        2048,
+        8,
+        "cuda",
+        2,
     )
     tight.join(tight.option(recipe))
     assert [option.recipe.accumulation for option in tight.fits()] == [2]
@@ -220,15 +265,19 @@ ids = torch.arange(64).reshape(4, 16) * 7 % 96
 train_dataset = [{{"input_ids": row, "labels": row}} for row in ids]
 """
 SAVE = """
-whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-torch.save({n: p.detach().clone() for n, p in whole.items()}, f"{config._name_or_path}/" + os.environ["RANK"])
+whole = {}
+for n, p in model.named_parameters():
+    p = p.full_tensor() if hasattr(p, "full_tensor") else p
+    whole[n] = p.detach().clone()
+torch.save(whole, f"{config._name_or_path}/" + os.environ["RANK"])
 """
 HELD = """
 def nbytes(tensors):
     return sum(t.to_local().nbytes for t in tensors if t.dim())
 
 states = [state for of in optimizer.state.values() for state in of.values()]
-torch.save([float(loss), nbytes(model.parameters()), nbytes(states)], f"{config._name_or_path}/" + os.environ["RANK"])
+held = [float(loss), nbytes(model.parameters()), nbytes(states)]
+torch.save(held, f"{config._name_or_path}/" + os.environ["RANK"])
 """
 
 
@@ -247,7 +296,9 @@ def launched(starts: str, script: str, folder, monkeypatch) -> None:
     for name, value in (ours | loopback_only()).items():
         monkeypatch.setenv(name, value)
     program = Path(sys.executable).parent / command[0]
-    done = subprocess.run([program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -267,7 +318,11 @@ def test_a_plan_is_carried_out_by_the_torchrun_command_that_it_prints(tmp_path, 
     loss = alone(input_ids=space["ids"], labels=space["ids"]).loss.item()
     half = sum(p.numel() for p in alone.parameters()) // 2
     for rank in "01":  # half of the numbers in bf16, and two states of each
-        assert torch.load(tmp_path / rank) == [pytest.approx(loss, rel=1e-6), 2 * half, 2 * 2 * half]
+        assert torch.load(tmp_path / rank) == [
+            pytest.approx(loss, rel=1e-6),
+            2 * half,
+            2 * 2 * half,
+        ]
 
 
 STARTED = [("fsdp", "accelerate"), ("ddp", "run_ranks")]  # each program
@@ -276,13 +331,18 @@ if ALL:  # and each command that starts it: ten seconds more for each
 
 
 @pytest.mark.parametrize("sharding, starts", STARTED)
-def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(sharding, starts, tmp_path, monkeypatch):
+def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
+    sharding, starts, tmp_path, monkeypatch
+):
     config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=2)
     text = plan_code(Option(recipe, 1, 0.0, 0, None, {}, cards=2), config, config, "cpu")
-    more = f", max_steps=1, max_grad_norm=0, learning_rate=1.0, live=False, progress=False, output_dir={str(tmp_path)!r}"
+    more = (
+        ", max_steps=1, max_grad_norm=0, learning_rate=1.0, live=False, progress=False, "
+        f"output_dir={str(tmp_path)!r}"
+    )
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     text = text.replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
     start = SCRIPT.format(folder=str(tmp_path))

@@ -1,4 +1,6 @@
-"""Costs of a recipe against what is counted by hand, by torch, and on real models: absolute numbers, not orders."""
+"""Costs of a recipe against what is counted by hand, by torch, and on real models: absolute
+numbers, not orders.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def work() -> Work:
 
 
 def test_sizes_of_llama_2_7b_by_hand():
-    """From the paper's table: 32 layers of width 4096 with an MLP of 11008, 32,000 words, output layer not tied."""
+    """From the paper's table: 32 layers of width 4096 with an MLP of 11008, 32,000 words, output
+    layer not tied.
+    """
     found = count(known_model("Llama-2-7B")[1])
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert found.matrices == 32 * layer and found.head == 32000 * 4096
@@ -54,7 +58,12 @@ def test_sizes_of_llama_2_7b_by_hand():
 
 def test_sizes_of_other_kinds_by_hand():
     bert = count(known_model("BERT-base")[1])
-    assert not bert.causal and not bert.chunked and bert.vocabulary == 30522 and bert.head == 30522 * 768
+    assert (
+        not bert.causal
+        and not bert.chunked
+        and bert.vocabulary == 30522
+        and bert.head == 30522 * 768
+    )
     assert bert.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
     t5 = count(known_model("T5-small")[1])
     assert t5.scores == 3 * 6 * 8 * 64 and not t5.causal
@@ -66,7 +75,9 @@ def test_sizes_of_other_kinds_by_hand():
         num_attention_heads=4,
         num_key_value_heads=4,
     )
-    mixtral = count(AutoConfig.for_model("mixtral", num_local_experts=8, num_experts_per_tok=2, **sizes))
+    mixtral = count(
+        AutoConfig.for_model("mixtral", num_local_experts=8, num_experts_per_tok=2, **sizes)
+    )
     assert mixtral.experts == 3 * 2 * (3 * 32 * 48) and mixtral.matrices == 3 * (4 * 32 * 32)
     gemma = count(known_model("Gemma-2-2B")[1])
     assert (
@@ -77,8 +88,8 @@ def test_sizes_of_other_kinds_by_hand():
 @pytest.mark.parametrize(
     "recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step",
     [
-        # Numbers a parameter: read in forward and backward; a gradient written twice over and read; then weights read and
-        # written, gradients read, and two states read and written.
+        # Numbers a parameter: read in forward and backward; a gradient written twice over and read;
+        # then weights read and written, gradients read, and two states read and written.
         (Recipe(optimizer="adamw-fused"), 83, 4 * (2 + 3), 4 * 3 + 4 * 4),
         (Recipe(precision="bf16", optimizer="adamw-fused"), 165, 2 * (2 + 3), 2 * 3 + 4 * 2),
         (Recipe(precision="bf16", optimizer="adamw-8bit"), 165, 2 * (2 + 3), 2 * 3 + 4),
@@ -89,9 +100,12 @@ def test_sizes_of_other_kinds_by_hand():
     ids=lambda value: f"{value.precision}-{value.optimizer}" if isinstance(value, Recipe) else None,
 )
 def test_seconds_of_a_token_by_hand(recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step):
-    """Llama-2-7B on an RTX 4090, 4 x 2 rows of 2,048 tokens: from the data sheet and the paper's sizes alone."""
+    """Llama-2-7B on an RTX 4090, 4 x 2 rows of 2,048 tokens: from the data sheet and the paper's
+    sizes alone.
+    """
     parameters, matrices, head, scores = 6_738_415_616, 6_476_005_376, 131_072_000, 131_072
-    attention = 2 * 2048 * scores  # two products of (2048, 128) matrices a head, half of them masked
+    # two products of (2048, 128) matrices a head, half of them masked
+    attention = 2 * 2048 * scores
     forward = 2 * (matrices + head) + attention
     computed = 3 * forward / (rate * 1e12 / 2)
     rows = 2 * 2048
@@ -103,16 +117,25 @@ def test_seconds_of_a_token_by_hand(recipe, rate, bytes_of_a_micro_batch, bytes_
 
 
 def test_what_is_moved_crosses_the_bus_away_and_back():
-    """The inputs of Llama-2-7B's 32 layers, 4,096 bf16 numbers a token, over PCIe 4 at 80 % of its 31.5 GB a second."""
-    work, alone = count(known_model("Llama-2-7B")[1]), Recipe(precision="bf16", checkpointing="per-layer")
+    """The inputs of Llama-2-7B's 32 layers, 4,096 bf16 numbers a token, over PCIe 4 at 80 % of its
+    31.5 GB a second.
+    """
+    work, alone = (
+        count(known_model("Llama-2-7B")[1]),
+        Recipe(precision="bf16", checkpointing="per-layer"),
+    )
     moving, sizes = replace(alone, offload="boundaries"), (RTX_4090, 2, 2048)
     nbytes = 2 * 32 * 4096 * 2
     longer = seconds_per_token(work, moving, *sizes) - seconds_per_token(work, alone, *sizes)
     assert longer == pytest.approx(nbytes / (0.8 * 31.5e9))
-    assert seconds_per_token(work, moving, *sizes, nbytes) == seconds_per_token(work, moving, *sizes)
+    assert seconds_per_token(work, moving, *sizes, nbytes) == seconds_per_token(
+        work, moving, *sizes
+    )
 
 
-def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen(work):
+def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen(
+    work,
+):
     # torch counts whole matrices of scores, also where half of them is masked.
     whole = replace(work, causal=False)
 
@@ -130,7 +153,8 @@ def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_we
     positions = 2 * 8 * 64 if OLDER else 0  # times frequencies, as a product of matrices
     assert estimated(plain) == counted(plain) - positions
     again = replace(plain, checkpointing="per-layer")
-    # A checkpoint ends its second forward where the last tensor that it needs is made: without each layer's last product.
+    # A checkpoint ends its second forward where the last tensor that it needs is made: without each
+    # layer's last product.
     assert estimated(again) - counted(again) + positions == 2 * (2 * 172 * 64) * (2 * 64)
     assert (
         estimated(replace(plain, every_n_layers=2)) - estimated(plain)
@@ -144,7 +168,11 @@ def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_we
 @pytest.mark.parametrize("kind", [BertForMaskedLM, MixtralForCausalLM])
 def test_operations_of_other_kinds(kind):
     sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=128,
     )
     config = kind.config_class(**sizes, pad_token_id=0, attn_implementation="eager")
     if kind is MixtralForCausalLM:
@@ -177,7 +205,9 @@ def test_bytes_moved_by_hand(work):
 
 
 def test_operations_of_adapters_by_hand(work):
-    """Frozen weights have no gradient of their own, and attention's products have two each; adapters are like other weights."""
+    """Frozen weights have no gradient of their own, and attention's products have two each;
+    adapters are like other weights.
+    """
     attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
     frozen = 2 * (work.matrices + work.head)
     found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
@@ -190,16 +220,23 @@ def test_rates_by_precision_and_card(work):
     def seconds(precision, card=turing):
         return seconds_per_token(work, Recipe(precision=precision), card, 1, 8)
 
-    assert seconds("float32") == seconds("bf16") == seconds("autocast-bf16") == 4 * seconds("autocast-fp16")
-    ampere = replace(turing, capability=(8, 0))
-    assert seconds("bf16", ampere) == seconds("autocast-fp16") and seconds("float32", ampere) == seconds(
-        "float32"
+    assert (
+        seconds("float32")
+        == seconds("bf16")
+        == seconds("autocast-bf16")
+        == 4 * seconds("autocast-fp16")
     )
+    ampere = replace(turing, capability=(8, 0))
+    assert seconds("bf16", ampere) == seconds("autocast-fp16") and seconds(
+        "float32", ampere
+    ) == seconds("float32")
 
 
 def test_layers_run_again():
     seven = count(
-        AutoConfig.for_model("llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8)
+        AutoConfig.for_model(
+            "llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8
+        )
     )
     assert run_again(seven, Recipe()) == 0 and run_again(seven, Recipe(checkpointing=3)) == 1
     assert (
@@ -209,7 +246,9 @@ def test_layers_run_again():
 
 
 def test_bytes_that_a_token_keeps_at_least(work):
-    """Linear layers take and return 2 x (4 x 128 + 3 x 236) numbers a token, of which half is counted, and 512 logits."""
+    """Linear layers take and return 2 x (4 x 128 + 3 x 236) numbers a token, of which half is
+    counted, and 512 logits.
+    """
     layers = 4 * (64 + 64) + 3 * (64 + 172)
 
     def kept(**changes):
@@ -218,12 +257,24 @@ def test_bytes_that_a_token_keeps_at_least(work):
     assert kept() == 4 * (layers + 512) and kept(precision="bf16") == 2 * (layers + 512)
     assert kept(precision="autocast-bf16", chunked_loss=True) == 2 * layers
     assert kept(every_n_layers=2) == 4 * (layers / 2 + 512)
-    assert kept(checkpointing="per-layer") == kept(checkpointing=1, chunked_loss=True) == 4 * layers / 2
+    assert (
+        kept(checkpointing="per-layer")
+        == kept(checkpointing=1, chunked_loss=True)
+        == 4 * layers / 2
+    )
     assert kept_by_a_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
     assert kept_by_a_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
 
 
-OPTIMIZERS = ["adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "adafactor", "adafactor-torch", "sgd"]
+OPTIMIZERS = [
+    "adamw",
+    "adamw-foreach",
+    "adamw-fused",
+    "adamw-8bit",
+    "adafactor",
+    "adafactor-torch",
+    "sgd",
+]
 RESIDENTS = [
     *(Recipe(precision=p, optimizer=o) for p in ("float32", "bf16") for o in OPTIMIZERS),
     Recipe(precision="bf16", optimizer="adamw-stochastic"),
@@ -237,7 +288,9 @@ RESIDENTS = [
 
 
 def nbytes(tensors) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.mark.parametrize("recipe", RESIDENTS, ids=describe)
@@ -248,8 +301,8 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
         step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         found = resident_bytes(work, recipe)
-        # AdamW counts its steps in tensors of 4 bytes; codes and scales of 8-bit states and of a base in 4 bits are in whole
-        # blocks, and small tensors' states stay in the weights' dtype.
+        # AdamW counts its steps in tensors of 4 bytes; codes and scales of 8-bit states and of a
+        # base in 4 bits are in whole blocks, and small tensors' states stay in the weights' dtype.
         states = [
             s
             for o in optimizers
@@ -257,12 +310,16 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
             for s in one.values()
             if isinstance(s, torch.Tensor)
         ]
-        assert found["optimizer"] == pytest.approx(nbytes(s for s in states if s.dim()), rel=0.06, abs=1)
+        assert found["optimizer"] == pytest.approx(
+            nbytes(s for s in states if s.dim()), rel=0.06, abs=1
+        )
         slack = 0.01 if recipe.quantized_base else 0
         assert found["parameters"] == pytest.approx(nbytes(model.parameters()), rel=slack)
         if not recipe.in_backward:
             model(input_ids=ids, labels=ids).loss.backward()
-            assert found["gradients"] == nbytes(p.grad for p in model.parameters() if p.grad is not None)
+            assert found["gradients"] == nbytes(
+                p.grad for p in model.parameters() if p.grad is not None
+            )
         else:
             assert found["gradients"] == 0
 

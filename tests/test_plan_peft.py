@@ -1,4 +1,6 @@
-"""A plan for a model with adapters in it: those are trained, and every option needs what a tracked step of that model does."""
+"""A plan for a model with adapters in it: those are trained, and every option needs what a tracked
+step of that model does.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def wrapped(family: str = "llama", dtype: torch.dtype = BF16, kind: str = "LoraC
         cfg = tiny_config(family)
     torch.manual_seed(0)
     base = model_class(cfg)(cfg).to(dtype)
-    settings = {"target_modules": "all-linear"} | ({"r": 4} if kind == "LoraConfig" else {}) | options
+    settings = (
+        {"target_modules": "all-linear"} | ({"r": 4} if kind == "LoraConfig" else {}) | options
+    )
     return peft.get_peft_model(base, getattr(peft, kind)(**settings))
 
 
@@ -42,12 +46,16 @@ def planned(model, card, **changes):
 
 
 def assert_tracked(made, model) -> None:
-    """Every option that was predicted, by category at every moment, beside a step of the very model."""
+    """Every option that was predicted, by category at every moment, beside a step of the very
+    model.
+    """
     for option in (*made.fits, *made.refused):
         given = copy.deepcopy(model)
         dtype = option.recipe.weight_dtype
         batch = example_batch(
-            given if dtype is None else copy.deepcopy(model).to(dtype), ASKED["global_batch"], TOKENS
+            given if dtype is None else copy.deepcopy(model).to(dtype),
+            ASKED["global_batch"],
+            TOKENS,
         )
         assert_same(option.prediction, tracked(given, batch, option.recipe))
         assert str(option).startswith("lora, ") and option.recipe.lora_rank is None
@@ -81,20 +89,27 @@ def added_by_us(model):
 
 LAYOUTS = {
     "some layers, several ranks": {
-        "layers_to_transform": [2, 3], "rank_pattern": {"q_proj": 7}, "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [2, 3],
+        "rank_pattern": {"q_proj": 7},
+        "target_modules": ["q_proj", "up_proj"],
     },
     "DoRA, and a whole head": {"use_dora": True, "modules_to_save": ["lm_head"]},
-    "embedding and head": {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "lora_dropout": 0.1},
+    "embedding and head": {
+        "target_modules": ["q_proj", "lm_head", "embed_tokens"],
+        "lora_dropout": 0.1,
+    },
     "by transformers": added_by_transformers,
     "by add_lora": added_by_us,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_planned_as_it_is(name):
     how = LAYOUTS[name]
     model = (
-        wrapped(**how) if isinstance(how, dict) else how(LlamaForCausalLM(config("llama", layers=4)).to(BF16))
+        wrapped(**how)
+        if isinstance(how, dict)
+        else how(LlamaForCausalLM(config("llama", layers=4)).to(BF16))
     )
     before = {n: (p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()}
     assert_tracked(planned(model, "620 KB"), model)
@@ -102,7 +117,9 @@ def test_any_layout_is_planned_as_it_is(name):
 
 
 def test_the_models_own_dtypes_come_first():
-    """The adapters are float32 and the base bf16: no named precision has that, and nothing is rounded by keeping it."""
+    """The adapters are float32 and the base bf16: no named precision has that, and nothing is
+    rounded by keeping it.
+    """
     model = wrapped(r=1, target_modules=["q_proj"])
     made = planned(model, "4 MB")
     assert made.best.recipe.precision is None and "lora, precision=None, adamw-fused" in str(made)
@@ -117,11 +134,14 @@ def test_what_lies_on_the_card_is_counted_by_the_model_itself():
     held = resident_bytes(work, Recipe(precision=None, optimizer="adamw-fused"))
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert held == {
-        "parameters": sum(p.nbytes for p in model.parameters()), "gradients": trained, "optimizer": 2 * trained,
-    }  # fmt: skip
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "gradients": trained,
+        "optimizer": 2 * trained,
+    }
     made = planned(model, sum(held.values()) - 1)
     assert any(
-        "lora, precision=None" in str(out) and out.needs == sum(held.values()) for out in made.ruled_out
+        "lora, precision=None" in str(out) and out.needs == sum(held.values())
+        for out in made.ruled_out
     )
 
 
@@ -129,7 +149,13 @@ def test_several_cards():
     model = wrapped(dtype=torch.float32)
     made = planned(model, "4 MB", cards=2)
     assert {o.recipe.sharding for o in (*made.fits, *made.refused)} <= {"ddp", "fsdp"} and made.best
-    asked = {"batch_size": 2, "seq_len": TOKENS, "recipe": made.best.recipe, "target": "cpu", "ranks": 2}
+    asked = {
+        "batch_size": 2,
+        "seq_len": TOKENS,
+        "recipe": made.best.recipe,
+        "target": "cpu",
+        "ranks": 2,
+    }
     assert predict(model, **asked).peak == made.best.prediction.peak
 
 
@@ -146,14 +172,18 @@ def test_the_printed_code_trains_the_models_own_adapters(name, tmp_path):
     wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert wanted.keys() == gradients.found.keys() and all("lora_" in n for n in wanted)
     for parameter, gradient in wanted.items():
-        torch.testing.assert_close(gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter)
-    trainer = run(made.code, tmp_path, steps=2, model=model, train_dataset=Rows(name), callbacks=[])[
-        "trainer"
-    ]
+        torch.testing.assert_close(
+            gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter
+        )
+    trainer = run(
+        made.code, tmp_path, steps=2, model=model, train_dataset=Rows(name), callbacks=[]
+    )["trainer"]
     expected, found = made.best.prediction.peak, trainer.memory.by_step[2]
     for category, nbytes in expected.by_category.items():
         # The loader's tensors and the loss's few numbers apart.
-        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), category
+        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), (
+            category
+        )
 
 
 def checkpointed():
@@ -183,14 +213,24 @@ def frozen():
     [
         (wrapped, {"method": "full"}, ValueError, "This one has method='full'"),
         (wrapped, {"method": "qlora"}, ValueError, "This one has method='qlora'"),
-        (lambda: wrapped(kind="IA3Config", feedforward_modules=[]), {}, ValueError, "This one has IA3"),
-        (lambda: wrapped(kind="AdaLoraConfig", total_step=9), {}, ValueError, "This one has ADALORA"),
+        (
+            lambda: wrapped(kind="IA3Config", feedforward_modules=[]),
+            {},
+            ValueError,
+            "This one has IA3",
+        ),
+        (
+            lambda: wrapped(kind="AdaLoraConfig", total_step=9),
+            {},
+            ValueError,
+            "This one has ADALORA",
+        ),
         (in_4_bits, {}, ValueError, "This one has a base in 4 bits"),
         (frozen, {}, ValueError, "nothing to train"),
         (checkpointed, {}, RuntimeError, "checkpointed already"),
         (compiled, {}, RuntimeError, "compiled"),
     ],
-)  # fmt: skip
+)
 def test_what_plan_cannot_train_is_refused_in_a_sentence(make, asked, error, says):
     with pytest.raises(error, match=says):
         planned(make(), "4 MB", **asked)

@@ -34,13 +34,25 @@ def option(
 
 
 FITS = option(
-    replace(PLAIN, every_n_layers=2, accumulation=4), 2, 12.345, 1400, activations=900, parts=CONTEXT
+    replace(PLAIN, every_n_layers=2, accumulation=4),
+    2,
+    12.345,
+    1400,
+    activations=900,
+    parts=CONTEXT,
 )
 SLOW = option(replace(PLAIN, checkpointing="per-layer", accumulation=8), 1, 20.0, 1000)
 FASTER = option(
-    replace(PLAIN, accumulation=4), 2, 12.0, 1900, "optimizer_step", activations=1000, other=38, gradients=37,
+    replace(PLAIN, accumulation=4),
+    2,
+    12.0,
+    1900,
+    "optimizer_step",
+    activations=1000,
+    other=38,
+    gradients=37,
     parts=CONTEXT,
-)  # fmt: skip
+)
 FASTEST = option(PLAIN, 8, 10.0, 5000)
 RULED_OUT = [
     RuledOut(
@@ -55,9 +67,19 @@ RULED_OUT = [
 
 def plan_of(**changes) -> Plan:
     given = dict(
-        title="a model", card=CARD, seq_len=2048, global_batch=8, method="full", target="cuda", fits=[FITS, SLOW],
-        refused=[FASTER, FASTEST], ruled_out=RULED_OUT, advice=[], given=None, config=None,
-    )  # fmt: skip
+        title="a model",
+        card=CARD,
+        seq_len=2048,
+        global_batch=8,
+        method="full",
+        target="cuda",
+        fits=[FITS, SLOW],
+        refused=[FASTER, FASTEST],
+        ruled_out=RULED_OUT,
+        advice=[],
+        given=None,
+        config=None,
+    )
     return Plan(**given | changes)
 
 
@@ -73,20 +95,26 @@ def test_a_plan_word_for_word():
         str(plan_of())
         == repr(plan_of())
         == (
-            "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method full, target cuda\n"
+            "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method "
+            "full, target cuda\n"
             "\n"
-            "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %\n"
+            "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of "
+            "those within 10 %\n"
             "of each other, the recipe that changes training least comes first.\n"
             "  us/token      needs      spare   recipe\n"
-            "     12.35   1.86 GiB 148.00 MiB   full, bf16, adamw-fused, every_n_layers=2, micro-batch 2 x 4\n"
-            "     20.00 1000.00 MiB   1.02 GiB   full, bf16, adamw-fused, checkpointing=per-layer, micro-batch 1 x 8\n"
+            "     12.35   1.86 GiB 148.00 MiB   full, bf16, adamw-fused, every_n_layers=2, "
+            "micro-batch 2 x 4\n"
+            "     20.00 1000.00 MiB   1.02 GiB   full, bf16, adamw-fused, checkpointing=per-layer, "
+            "micro-batch 1 x 8\n"
             "\n"
             "The next faster one does not fit: full, bf16, adamw-fused, micro-batch 2 x 4\n"
-            "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations 1000.00 MiB, parameters\n"
+            "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations "
+            "1000.00 MiB, parameters\n"
             "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
             "\n"
             "Ruled out without a prediction:\n"
-            "  * full, autocast-bf16, adamw-fused; full, float32, adamw: weights 3.00 GiB alone, and the card has 2.00 GiB.\n"
+            "  * full, autocast-bf16, adamw-fused; full, float32, adamw: weights 3.00 GiB alone, "
+            "and the card has 2.00 GiB.\n"
             "  * full, bf16, adamw-8bit: some operation reads values."
         )
     )
@@ -95,20 +123,29 @@ def test_a_plan_word_for_word():
 
 
 def test_a_plan_in_which_nothing_fits_word_for_word():
-    made = plan_of(fits=[], ruled_out=[], advice=["A larger card would do.", "So would shorter rows."])
+    made = plan_of(
+        fits=[], ruled_out=[], advice=["A larger card would do.", "So would shorter rows."]
+    )
     assert str(made) == (
-        "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method full, target cuda\n"
+        "a model on Tiny 2GB (2,147,483,648 bytes), global batch 8 x 2,048 tokens, method full, "
+        "target cuda\n"
         "\n"
         "Nothing fits. Closest:\n"
         "  us/token      needs      spare   recipe\n"
         "     12.00   2.34 GiB -352.00 MiB   full, bf16, adamw-fused, micro-batch 2 x 4\n"
         "\n"
-        "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations 1000.00 MiB, parameters\n"
+        "  It needs 352.00 MiB more than there is: at the peak, in optimizer step, activations "
+        "1000.00 MiB, parameters\n"
         "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
         "  * A larger card would do.\n"
         "  * So would shorter rows."
     )
-    assert made.best is None and made.next_faster is None and made.closest is FASTER and made.code == ""
+    assert (
+        made.best is None
+        and made.next_faster is None
+        and made.closest is FASTER
+        and made.code == ""
+    )
 
 
 def test_a_plan_for_several_cards_says_so():
@@ -119,7 +156,8 @@ def test_a_plan_for_several_cards_says_so():
     )
     assert "adamw-fused, sharding=fsdp, every_n_layers=2, micro-batch 2 x 4 x 4 cards\n" in text
     assert (
-        "\nStart the code of the first one with: torchrun --nproc-per-node=4 train.py, or: accelerate launch "
+        "\nStart the code of the first one with: torchrun --nproc-per-node=4 train.py, or: "
+        "accelerate launch "
         "--multi_gpu --num_processes=4 train.py\n" in text
     )
     assert "cards" not in str(plan_of()) and "torchrun" not in str(plan_of())
@@ -137,7 +175,13 @@ def test_a_plan_as_plain_values():
     assert found == {
         "model": "a model",
         "card": {
-            "name": "Tiny 2GB", "nbytes": 2 * GiB, "half": 2e12, "single": 1e12, "bandwidth": 1e11, "capability": [8, 6], "bus": 31.5e9,
+            "name": "Tiny 2GB",
+            "nbytes": 2 * GiB,
+            "half": 2e12,
+            "single": 1e12,
+            "bandwidth": 1e11,
+            "capability": [8, 6],
+            "bus": 31.5e9,
             "nvlink": 0.0,
         },
         "cards": 1,
@@ -152,7 +196,7 @@ def test_a_plan_as_plain_values():
         "closest": {name: value for name, value in options[0].items() if name != "why"},
         "advice": ["Go."],
         "code": "",
-    }  # fmt: skip
+    }
     recipe = options[0].pop("recipe")
     assert Recipe(**recipe) == FASTER.recipe
     assert options[0] == {
@@ -162,18 +206,27 @@ def test_a_plan_as_plain_values():
         "spare": -352 * MiB,
         "estimated_seconds_per_token": 12e-6,
         "peak": {
-            "total": 1900 * MiB, "phase": "optimizer_step", "parameters": 825 * MiB, "gradients": 37 * MiB, "optimizer": 0,
-            "activations": 1000 * MiB, "temporaries": 0, "other": 38 * MiB,
+            "total": 1900 * MiB,
+            "phase": "optimizer_step",
+            "parameters": 825 * MiB,
+            "gradients": 37 * MiB,
+            "optimizer": 0,
+            "activations": 1000 * MiB,
+            "temporaries": 0,
+            "other": 38 * MiB,
         },
-        "beyond_the_peak": CONTEXT, "moved": 0,
+        "beyond_the_peak": CONTEXT,
+        "moved": 0,
         "why": FASTER.why_not(),
-    }  # fmt: skip
+    }
     assert [o["needs"] for o in options] == [FASTER.needs, FASTEST.needs]
 
 
 def test_a_recipe_in_a_line_is_spelled_as_in_a_recipe():
     assert describe(Recipe()) == "full, float32, adamw"
-    recipe = Recipe(precision="bf16", in_backward=True, checkpointing="per-layer", chunked_loss=True)
+    recipe = Recipe(
+        precision="bf16", in_backward=True, checkpointing="per-layer", chunked_loss=True
+    )
     assert str(option(recipe, 4)) == (
         "full, bf16, adamw, in_backward, checkpointing=per-layer, chunked_loss, micro-batch 4 x 1"
     )
@@ -204,7 +257,9 @@ def test_what_changes_training_more():
 
 
 def test_options_in_order():
-    """By time; within a tenth of the fastest, what changes training least; without what is beaten."""
+    """By time; within a tenth of the fastest, what changes training least; without what is
+    beaten.
+    """
     mixed = replace(PLAIN, precision="autocast-bf16")
     fast, equal = option(PLAIN, microseconds=10), option(mixed, microseconds=11)
     slower = option(replace(mixed, checkpointing="per-layer"), microseconds=11.5, mib=900)
@@ -228,7 +283,9 @@ def test_what_stands_in_the_way_leaves_out_what_is_less_than_a_fiftieth(category
 
 
 class Sizes:
-    """In place of a search: a row's token takes 8 MiB of full fine-tuning, 4 of LoRA, 1 of QLoRA, dealt over the cards."""
+    """In place of a search: a row's token takes 8 MiB of full fine-tuning, 4 of LoRA, 1 of QLoRA,
+    dealt over the cards.
+    """
 
     own = False
 
@@ -259,12 +316,15 @@ class Told(SimpleNamespace):
 
 
 def test_advice_by_hand(monkeypatch):
-    """1 GiB and a card of 300 MiB: the next method that fits, the most rows, the longest row, the smallest card and number."""
+    """1 GiB and a card of 300 MiB: the next method that fits, the most rows, the longest row, the
+    smallest card and number.
+    """
     monkeypatch.setattr("gradmem_lib.planning.plan.Search", Sizes)
     small = replace(CARD, nbytes=300 * MiB)
     least = min(CARDS.values(), key=lambda card: card.nbytes)
     in_backward = (
-        " An optimizer that steps in backward cannot accumulate: its batch goes through in one piece."
+        " An optimizer that steps in backward cannot accumulate: its batch goes through "
+        "in one piece."
     )
     method = "method='qlora' would fit: qlora needs 128.00 MiB."
     rows = "global_batch=4 would fit, by the same recipe: full needs 256.00 MiB." + in_backward
@@ -277,7 +337,8 @@ def test_advice_by_hand(monkeypatch):
     assert _advice(search, ["full", "lora", "qlora"])[0] == rows
     search.own = True
     assert _advice(search, ["full"])[0] == rows
-    # Two cards: rows go by twos, 12 are dealt to 4 cards and not to 8; half of a row of one token is none.
+    # Two cards: rows go by twos, 12 are dealt to 4 cards and not to 8; half of a row of one token
+    # is none.
     assert _advice(Sizes(None, small, 8, 12, cards=2), ["full"])[1:] == [
         "global_batch=6 would fit, by the same recipe: full needs 192.00 MiB." + in_backward,
         "seq_len=4 would fit, by the same recipe: full needs 192.00 MiB.",
@@ -285,8 +346,11 @@ def test_advice_by_hand(monkeypatch):
         "cards=4 would fit: full needs 192.00 MiB.",
     ]
     assert [line.split("=")[0] for line in _advice(Sizes(None, small, 1, 128), ["full"])] == [
-        "method", "global_batch", larger, "cards",
-    ]  # fmt: skip
+        "method",
+        "global_batch",
+        larger,
+        "cards",
+    ]
     one_row = "global_batch=1 would fit, by the same recipe: full needs 296.00 MiB."
     assert one_row + in_backward in _advice(Sizes(None, small, 37, 16), ["full"])
     most = max(card.nbytes for card in CARDS.values())

@@ -68,15 +68,18 @@ def brute_force(
 
 
 def check(everything: list[Option], nbytes: int, made) -> None:
-    """Nothing that fits is faster than the plan's best by more than an estimate can tell, or as fast and closer to plain
-    training. Optimizers in backward, which ``Trainer`` has not, are for where nothing else fits."""
+    """Nothing that fits is faster than the plan's best by more than an estimate can tell, or as
+    fast and closer to plain training. Optimizers in backward, which ``Trainer`` has not, are for
+    where nothing else fits.
+    """
     fits = [replace(o, card_bytes=nbytes) for o in everything if o.needs <= nbytes]
     fits = [o for o in fits if not o.recipe.in_backward] or fits
     assert bool(made.best) == bool(fits), nbytes
     if not fits:
         assert min(everything, key=lambda o: o.needs).needs == made.closest.needs
         return
-    # A part of each layer that runs again is not in the table: it is taken where it is faster than anything there.
+    # A part of each layer that runs again is not in the table: it is taken where it is faster than
+    # anything there.
     best = next((o for o in fits if o.recipe == made.best.recipe), made.best)
     less = (
         (*SELECTIVE, "first-1") if OLDER else SELECTIVE
@@ -92,11 +95,15 @@ def check(everything: list[Option], nbytes: int, made) -> None:
 
 @pytest.mark.parametrize("method", ["qlora", "lora", "full"])
 def test_the_best_found_is_the_best_of_all(method, predicted, monkeypatch):
-    """On cards of every size from too small to ample, so that each step of the search is the one that decides."""
+    """On cards of every size from too small to ample, so that each step of the search is the one
+    that decides.
+    """
     if method != "qlora" and not ALL:
         pytest.skip("many predictions: make nightly")
     if method == "full":
-        monkeypatch.setattr("gradmem_lib.planning.search.OPTIMIZERS", ("adamw-fused", "adafactor-torch"))
+        monkeypatch.setattr(
+            "gradmem_lib.planning.search.OPTIMIZERS", ("adamw-fused", "adafactor-torch")
+        )
     config, remembered = predicted
     monkeypatch.setattr("gradmem_lib.planning.search.predict", remembered)
     rows = 4 if method == "qlora" and ALL else 2
@@ -131,15 +138,29 @@ def pretended(work):
         ]
         rows = np.array(
             [
-                [i, PHASES.index(phase), 0, held["parameters"], gradients, held["optimizer"], kept, extra, 64]
+                [
+                    i,
+                    PHASES.index(phase),
+                    0,
+                    held["parameters"],
+                    gradients,
+                    held["optimizer"],
+                    kept,
+                    extra,
+                    64,
+                ]
                 for i, (phase, gradients, kept, extra) in enumerate(moments)
             ],
             dtype=np.int64,
         )
         rows[:, 2] = rows[:, 3:].sum(axis=1)
         at = rows[rows[:, 2].argmax()]
-        peak = MemorySnapshot(int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]])
-        return SimpleNamespace(target=target, timeline=SimpleNamespace(rows=rows), peak=peak, moved=0)
+        peak = MemorySnapshot(
+            int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]]
+        )
+        return SimpleNamespace(
+            target=target, timeline=SimpleNamespace(rows=rows), peak=peak, moved=0
+        )
 
     return answer
 
@@ -160,7 +181,9 @@ def pretended(work):
         ],
     ),
 )
-def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, cards, predicted, monkeypatch):
+def test_the_best_found_is_the_best_of_all_on_every_card(
+    method, seq_len, cards, predicted, monkeypatch
+):
     """With bytes from a formula, so that hundreds of cards cost nothing."""
     config, _ = predicted
     asked = []
@@ -193,7 +216,9 @@ def test_the_best_found_is_the_best_of_all_on_every_card(method, seq_len, cards,
 
 
 def first_k(made, layers: int, rows: int) -> list:
-    """Of the best recipe's kind, each number of layers run again, in micro-batches as large and smaller."""
+    """Of the best recipe's kind, each number of layers run again, in micro-batches as large and
+    smaller.
+    """
     plain = replace(made.best.recipe, checkpointing=None, every_n_layers=None)
     return [
         replace(plain, accumulation=n, checkpointing=f"first-{k}")
@@ -225,7 +250,11 @@ def test_no_smaller_number_of_layers_run_again_is_faster_and_fits(method, cards,
             ).peak.total
             micro = rows // recipe.accumulation
             seconds = seconds_per_token(work, recipe, CARD, micro, 200, cards=cards)
-            assert needs > nbytes or seconds >= made.best.seconds, (nbytes, made.best.recipe, recipe)
+            assert needs > nbytes or seconds >= made.best.seconds, (
+                nbytes,
+                made.best.recipe,
+                recipe,
+            )
     assert len([way for way in found if str(way).startswith("first-")]) > (1 if OLDER else 2)
 
 
@@ -233,13 +262,21 @@ def test_the_layers_run_again_are_as_few_as_really_fit():
     """Predicted by itself, one layer less needs more than there is."""
     config = models.tiny_llama(**LLAMA | {"layers": 6}).config
     sizes = {"batch_size": 2, "seq_len": 64, "target": "cpu"}
-    recipe = plan(config, card=2**40, method="qlora", seq_len=64, global_batch=2, target="cpu").best.recipe
+    recipe = plan(
+        config, card=2**40, method="qlora", seq_len=64, global_batch=2, target="cpu"
+    ).best.recipe
     halves = replace(recipe, accumulation=2)
     most, least = (
-        predict(config, recipe=replace(halves, checkpointing=how), **sizes).peak.total for how in (None, "per-layer")
-    )  # fmt: skip
+        predict(config, recipe=replace(halves, checkpointing=how), **sizes).peak.total
+        for how in (None, "per-layer")
+    )
     best = plan(
-        config, card=(3 * most + least) // 4, method="qlora", seq_len=64, global_batch=2, target="cpu"
+        config,
+        card=(3 * most + least) // 4,
+        method="qlora",
+        seq_len=64,
+        global_batch=2,
+        target="cpu",
     ).best
     k = int(best.recipe.checkpointing.removeprefix("first-"))
     needs = [
@@ -267,7 +304,9 @@ def searching(predicted, monkeypatch):
     """A search with bytes from a formula, of 4 rows on each of its cards."""
     work = count(predicted[0])
     monkeypatch.setattr("gradmem_lib.planning.search.predict", pretended(work))
-    return lambda seq_len=64, cards=1, card=CARD: Search(work, card, seq_len, 4 * cards, "cpu", cards)
+    return lambda seq_len=64, cards=1, card=CARD: Search(
+        work, card, seq_len, 4 * cards, "cpu", cards
+    )
 
 
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused", attention="fused")
@@ -275,7 +314,9 @@ BF16 = Recipe(precision="bf16", optimizer="adamw-fused", attention="fused")
 
 @pytest.mark.parametrize("pieces, others", [(1, (2, 4)), (2, (4,)), (4, (4,))])
 def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching):
-    """All but what does not shrink with them (64 bytes and what is rounded), gradients waiting at every moment."""
+    """All but what does not shrink with them (64 bytes and what is rounded), gradients waiting at
+    every moment.
+    """
     search = searching()
     known = search.option(replace(BF16, accumulation=pieces))
     for n in others:
@@ -300,10 +341,17 @@ def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searc
     search = searching(seq_len=1)
     known = search.option(replace(BF16, optimizer="adafactor-torch"))
     other = search.option(BF16)
-    assert known.prediction.peak.phase == "optimizer_step" and other.prediction.peak.phase == "backward"
+    assert (
+        known.prediction.peak.phase == "optimizer_step"
+        and other.prediction.peak.phase == "backward"
+    )
     assert search._least(BF16, known) == other.prediction.peak.total > known.prediction.peak.total
     back = search._least(known.recipe, other)
-    assert back == max(row[2] for row in known.prediction.timeline.rows[:3]) < known.prediction.peak.total
+    assert (
+        back
+        == max(row[2] for row in known.prediction.timeline.rows[:3])
+        < known.prediction.peak.total
+    )
 
 
 def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):
@@ -318,13 +366,16 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
 
 
 def test_the_lightest_is_the_lightest_of_all(searching):
-    """One that steps after backward, and one that steps in it, by trying every way of every family."""
+    """One that steps after backward, and one that steps in it, by trying every way of every
+    family.
+    """
     for methods in (["full"], ["lora", "full"], ["qlora"]):
         search = searching()
         every = [way for m in methods for f in search.families(m) for way in search.ways(f)]
         kinds = sorted({way.in_backward for way in every})
         bytes_of = {
-            k: [sum(search.residents(w).values()) for w in every if w.in_backward == k] for k in kinds
+            k: [sum(search.residents(w).values()) for w in every if w.in_backward == k]
+            for k in kinds
         }
         found = search.lightest(methods)
         assert [recipe.in_backward for recipe in found] == kinds
@@ -335,7 +386,10 @@ def test_the_lightest_is_the_lightest_of_all(searching):
 
 def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(searching):
     families = list(searching().families("full"))
-    held = [min(sum(searching().residents(way).values()) for way in searching().ways(f)) for f in families]
+    held = [
+        min(sum(searching().residents(way).values()) for way in searching().ways(f))
+        for f in families
+    ]
     search = searching(card=replace(CARD, nbytes=min(held)))
     search.run("full")
     assert not search.fits()
@@ -348,8 +402,17 @@ def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(se
     "mib, says",
     [
         (2, "weights 3.00 MiB alone, and the card has 2.00 MiB"),
-        (4, "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB"),
-        (5, "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are 9.00 MiB"),
+        (
+            4,
+            "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB",
+        ),
+        (
+            5,
+            (
+                "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are "
+                "9.00 MiB"
+            ),
+        ),
     ],
 )
 def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, monkeypatch):
@@ -366,12 +429,16 @@ def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, 
 def test_the_fewest_layers_are_found_on_the_line_or_beside_it_in_two_looks(
     layers, beside, searching, monkeypatch
 ):
-    """Where every layer that runs again saves as much; or where one more has to than the line says."""
+    """Where every layer that runs again saves as much; or where one more has to than the
+    line says.
+    """
     for fewest in range(1, layers - beside):
         search = searching(card=replace(CARD, nbytes=1000 * (layers - fewest) + 500))
         search.work = replace(search.work, layers=layers)
         asked = []
-        monkeypatch.setattr(search, "_fits", lambda k, n=fewest, a=asked: a.append(k) or k >= n + beside)
+        monkeypatch.setattr(
+            search, "_fits", lambda k, n=fewest, a=asked: a.append(k) or k >= n + beside
+        )
         none = SimpleNamespace(needs=1000 * layers, fits=False)
         every = SimpleNamespace(needs=0, recipe=replace(BF16, checkpointing="per-layer"))
         ways = list(range(1, layers))
@@ -421,9 +488,15 @@ def test_master_weights_are_for_those_that_gather_and_train_all_of_them(searchin
     [(1, False, {"boundaries"}), (2, False, {"boundaries", "parameters"}), (2, True, set())],
 )
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_what_moves_to_the_host_where_nothing_fits(method, cards, fits, asks, predicted, monkeypatch):
-    """Inputs of checkpoints on any number of cards; of several, what they share. Neither where there is no room for a context."""
-    work = replace(count(predicted[0]), chunked=False)  # as of a model whose loss is not taken in pieces
+def test_what_moves_to_the_host_where_nothing_fits(
+    method, cards, fits, asks, predicted, monkeypatch
+):
+    """Inputs of checkpoints on any number of cards; of several, what they share.
+
+    Neither where there is no room for a context.
+    """
+    # as of a model whose loss is not taken in pieces
+    work = replace(count(predicted[0]), chunked=False)
     for nbytes, asks_here in ((2**31, asks), (2**20, set())):
         search, asked = Search(work, replace(CARD, nbytes=nbytes), 64, 4 * cards, "cuda", cards), []
         monkeypatch.setattr(

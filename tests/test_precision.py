@@ -1,4 +1,6 @@
-"""16 bits: rounding by chance against its expectation, our scaler against torch's, and who computes in what."""
+"""16 bits: rounding by chance against its expectation, our scaler against torch's, and who computes
+in what.
+"""
 
 import copy
 import pickle
@@ -24,14 +26,17 @@ from gradmem_lib.training.prepare import prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 
-EVERY = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).double()  # all of them from 0 up, finite
+# all of them from 0 up, finite
+EVERY = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("x", [1.001, -1.001, 0.3, 255.9, 3e-5, -7e-20, 1.5e-40, 1 + 1 / 256, 2 - 2**-20])
+@pytest.mark.parametrize(
+    "x", [1.001, -1.001, 0.3, 255.9, 3e-5, -7e-20, 1.5e-40, 1 + 1 / 256, 2 - 2**-20]
+)
 def test_a_number_goes_to_one_of_its_neighbours_and_its_mean_stays(x):
     n = 40_000
     x = torch.tensor(x).double().item()  # as float32 has it
@@ -67,7 +72,9 @@ def trained(optimizer, parameter, gradients):
 
 
 def test_updates_far_below_a_gap_count_on_average():
-    """One weight many times over: its mean follows AdamW in float64, where plain AdamW in bf16 stands still."""
+    """One weight many times over: its mean follows AdamW in float64, where plain AdamW in bf16
+    stands still.
+    """
     gradients = [0.02 * (1 + i % 3) for i in range(60)]
     many, settings = 20_000, {"lr": 1e-4, "weight_decay": 0.01}
     exact = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -111,19 +118,37 @@ def test_other_dtypes_and_shapes_are_updated_as_usual():
 
 def test_our_scaler_begins_and_waits_as_torchs_does():
     ours, theirs = GradScaler(), torch.amp.GradScaler("cpu")
-    assert ours.get_scale() == theirs.get_scale() and ours.growth_interval == theirs.get_growth_interval()
+    assert (
+        ours.get_scale() == theirs.get_scale()
+        and ours.growth_interval == theirs.get_growth_interval()
+    )
 
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_our_scaler_does_what_torchs_does(interval):
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]
     theirs = [nn.Parameter(p.detach().clone()) for p in weights]
-    scalers = GradScaler(2.0**4, interval), torch.amp.GradScaler("cpu", 2.0**4, growth_interval=interval)
+    scalers = (
+        GradScaler(2.0**4, interval),
+        torch.amp.GradScaler("cpu", 2.0**4, growth_interval=interval),
+    )
     sides = [
         (made, torch.optim.SGD(ps, lr=0.1, momentum=0.5), ps)
         for made, ps in zip(scalers, (weights, theirs), strict=True)
     ]
-    for factor in (1.0, float("inf"), 2.0, 0.5, 1.0, float("nan"), -float("inf"), 3.0, 1.0, 1.0, 1.0):
+    for factor in (
+        1.0,
+        float("inf"),
+        2.0,
+        0.5,
+        1.0,
+        float("nan"),
+        -float("inf"),
+        3.0,
+        1.0,
+        1.0,
+        1.0,
+    ):
         for made, optimizer, ps in sides:
             loss = ps[0].sum() + (ps[1] * torch.tensor([[1.0, factor], [0.5, 2.0]])).sum()
             optimizer.zero_grad()
@@ -141,7 +166,9 @@ def test_a_step_with_a_scaler_skips_and_goes_on():
     for made in (GradScaler(2.0**26), torch.amp.GradScaler("cpu", 2.0**26)):
         torch.manual_seed(0)
         recipe = Recipe(precision="autocast-fp16", optimizer="adamw", accumulation=2)
-        model, optimizer, _ = prepare(model_class(config("llama"))(config("llama")), recipe, lr=1e-3)
+        model, optimizer, _ = prepare(
+            model_class(config("llama"))(config("llama")), recipe, lr=1e-3
+        )
         before = [p.detach().clone() for p in model.parameters()]
         step(model, optimizer, batch, recipe, scaler=made)
         assert made.get_scale() == 2.0**25
@@ -152,7 +179,8 @@ def test_a_step_with_a_scaler_skips_and_goes_on():
         assert not torch.equal(ends[-1][1][0], before[0])
     assert ends[0][0] == ends[1][0] < 2.0**25
     assert all(
-        torch.allclose(p, q, rtol=1e-6, atol=1e-7) for p, q in zip(ends[0][1], ends[1][1], strict=True)
+        torch.allclose(p, q, rtol=1e-6, atol=1e-7)
+        for p, q in zip(ends[0][1], ends[1][1], strict=True)
     )
 
 
@@ -169,7 +197,9 @@ def test_a_scaler_adds_nothing_to_the_predicted_peak():
 
 
 def test_a_frozen_part_and_adapters_are_predicted_with_rounding_by_chance():
-    recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", lora_rank=4, checkpointing="per-layer")
+    recipe = Recipe(
+        precision="bf16", optimizer="adamw-stochastic", lora_rank=4, checkpointing="per-layer"
+    )
     model = model_class(config("gqa"))(config("gqa"))
     batch = example_batch(model, BATCH, SEQ)
     model, optimizer, undo = prepare(model, recipe)
@@ -181,10 +211,13 @@ def test_a_frozen_part_and_adapters_are_predicted_with_rounding_by_chance():
     assert_same(found, tracker)
 
 
-@pytest.mark.parametrize("precision", ["float32", "autocast-bf16", "autocast-fp16", "float32-master"])
+@pytest.mark.parametrize(
+    "precision", ["float32", "autocast-bf16", "autocast-fp16", "float32-master"]
+)
 def test_exact_weights_need_no_rounding_by_chance(precision):
     with pytest.raises(
-        ValueError, match=f"adamw-stochastic rounds bf16 weights by chance, and precision='{precision}'"
+        ValueError,
+        match=f"adamw-stochastic rounds bf16 weights by chance, and precision='{precision}'",
     ):
         Recipe(precision=precision, optimizer="adamw-stochastic")
 

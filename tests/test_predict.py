@@ -1,4 +1,6 @@
-"""The prediction is the tracker's measurement, byte for byte; what cannot be predicted is refused, and nothing is left behind."""
+"""The prediction is the tracker's measurement, byte for byte; what cannot be predicted is refused,
+and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ EVERYWHERE = {
     "autocast-foreach": Recipe(precision="autocast-bf16", optimizer="adamw-foreach"),
     "master-per-layer": Recipe(precision="float32-master", checkpointing="per-layer"),
     "segments": Recipe(precision="bf16", checkpointing=2, optimizer="adamw-foreach"),
-    "fp16-every-second": Recipe(precision="autocast-fp16", every_n_layers=2, optimizer="adamw-fused"),
+    "fp16-every-second": Recipe(
+        precision="autocast-fp16", every_n_layers=2, optimizer="adamw-fused"
+    ),
     "lora-per-layer": Recipe(lora_rank=4, checkpointing="per-layer", precision="autocast-bf16"),
     "in-backward": Recipe(in_backward=True, optimizer="sgd", momentum=0.9, attention="eager"),
 }
@@ -37,7 +41,9 @@ MORE = {
     "adafactor-torch": Recipe(optimizer="adafactor-torch", precision="bf16"),
     "8-bit": Recipe(optimizer="adamw-8bit", precision="bf16"),
     "stochastic": Recipe(optimizer="adamw-stochastic", precision="bf16"),
-    "stochastic-accumulated": Recipe(optimizer="adamw-stochastic", precision="bf16", accumulation=2),
+    "stochastic-accumulated": Recipe(
+        optimizer="adamw-stochastic", precision="bf16", accumulation=2
+    ),
     "sgd": Recipe(optimizer="sgd"),
     "momentum": Recipe(optimizer="sgd", momentum=0.9),
     "master-foreach": Recipe(precision="float32-master", optimizer="adamw-foreach"),
@@ -53,15 +59,20 @@ MORE = {
     "lora-targets": Recipe(lora_rank=2, lora_targets=["q_proj", "v_proj"], precision="bf16"),
     "chunked": Recipe(chunked_loss=True, precision="bf16"),
     "chunked-autocast-lora": Recipe(chunked_loss=True, precision="autocast-bf16", lora_rank=2),
-    "in-backward-adafactor-torch": Recipe(in_backward=True, optimizer="adafactor-torch", precision="bf16"),
+    "in-backward-adafactor-torch": Recipe(
+        in_backward=True, optimizer="adafactor-torch", precision="bf16"
+    ),
     "in-backward-adamw": Recipe(in_backward=True, precision="bf16", checkpointing="per-layer"),
 }
 # Every recipe with Llama, and every family with each fourth recipe; all of them every night.
 TABLE = [
-    (f, r, f == "llama" or (i + j) % 4 == 0) for i, f in enumerate(FAMILIES) for j, r in enumerate(EVERYWHERE)
+    (f, r, f == "llama" or (i + j) % 4 == 0)
+    for i, f in enumerate(FAMILIES)
+    for j, r in enumerate(EVERYWHERE)
 ]
 TABLE += [("llama", r, True) for r in MORE]
-# States and the step's temporaries of each optimizer on more families: tied weights, biases, transposed matrices, pictures.
+# States and the step's temporaries of each optimizer on more families: tied weights, biases,
+# transposed matrices, pictures.
 OPTIMIZERS_OF = ("adafactor", "adafactor-torch", "8-bit", "stochastic", "sgd", "momentum")
 TABLE += [
     (f, r, (i + j) % 2 == 0)
@@ -69,16 +80,23 @@ TABLE += [
     for j, r in enumerate(OPTIMIZERS_OF)
 ]
 TABLE += [
-    ("gemma3", r, True) for r in ("float32", "bf16-eager-fused", "autocast-foreach", "master-per-layer")
+    ("gemma3", r, True)
+    for r in ("float32", "bf16-eager-fused", "autocast-foreach", "master-per-layer")
 ]
-CASES = [(family, name) for family, name, always in TABLE if always or os.environ.get("GRADMEM_ALL") == "1"]
+CASES = [
+    (family, name)
+    for family, name, always in TABLE
+    if always or os.environ.get("GRADMEM_ALL") == "1"
+]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=lambda value: value)
 def test_predicted_is_tracked(family, name):
     recipe = (EVERYWHERE | MORE)[name]
-    assert_same(predict(config(family), batch_size=BATCH, seq_len=SEQ, recipe=recipe, target="cpu"),
-                measured(config(family), recipe))  # fmt: skip
+    assert_same(
+        predict(config(family), batch_size=BATCH, seq_len=SEQ, recipe=recipe, target="cpu"),
+        measured(config(family), recipe),
+    )
 
 
 def test_enough_cases():
@@ -173,12 +191,17 @@ def test_nothing_is_left_behind():
     cfg = config("llama")
     given = cfg.to_json_string()
     for target in ("cpu", "cuda"):
-        predict(cfg, batch_size=2, seq_len=8, target=target, recipe=Recipe(precision="autocast-bf16"))
+        predict(
+            cfg, batch_size=2, seq_len=8, target=target, recipe=Recipe(precision="autocast-bf16")
+        )
     with pytest.raises(CannotTrace):
         predict(reads, batch=x, target="cpu")
     assert state() == before
     assert cfg.to_json_string() == given
-    assert not _get_current_dispatch_mode_stack() and not torch.overrides._get_current_function_mode_stack()
+    assert (
+        not _get_current_dispatch_mode_stack()
+        and not torch.overrides._get_current_function_mode_stack()
+    )
     assert MemoryTracker._running is None
     assert type(torch.empty(1)) is torch.Tensor
 
@@ -199,7 +222,9 @@ class Selects(Reads):
         return y[y > 0].sum()
 
 
-@pytest.mark.parametrize(("model", "operation"), [(Reads(), "_local_scalar_dense"), (Selects(), "nonzero")])
+@pytest.mark.parametrize(
+    ("model", "operation"), [(Reads(), "_local_scalar_dense"), (Selects(), "nonzero")]
+)
 def test_what_cannot_be_traced_is_named(model, operation):
     with pytest.raises(CannotTrace, match=operation) as error:
         predict(model, batch=torch.randn(4, 4), target="cpu")
@@ -285,7 +310,9 @@ def test_a_local_folder(tmp_path):
 
 
 class Adapter(nn.Module):
-    """A linear layer with an addition of low rank, each in a dtype of its own, as PEFT makes it of a base in bf16."""
+    """A linear layer with an addition of low rank, each in a dtype of its own, as PEFT makes it of
+    a base in bf16.
+    """
 
     def __init__(self, base: nn.Linear, rank: int = 2):
         super().__init__()
@@ -312,7 +339,9 @@ MIXED = {
     "accumulated": Recipe(
         precision=None, accumulation=4, optimizer="adamw-foreach", checkpointing="per-layer"
     ),
-    "8-bit in backward": Recipe(precision=None, in_backward=True, optimizer="adamw-8bit", chunked_loss=True),
+    "8-bit in backward": Recipe(
+        precision=None, in_backward=True, optimizer="adamw-8bit", chunked_loss=True
+    ),
 }
 
 
@@ -336,7 +365,9 @@ def test_a_module_is_taken_in_the_dtypes_that_it_has(recipe):
 def test_short_traces_of_mixed_dtypes_and_their_layers():
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": Recipe(precision=None)}
     for target in ("cpu", "cuda"):
-        short, full = (predict(adapted(9), **ask, target=target, full=full) for full in (False, True))
+        short, full = (
+            predict(adapted(9), **ask, target=target, full=full) for full in (False, True)
+        )
         assert short.traced_layers and short.peak == full.peak
 
 

@@ -1,4 +1,6 @@
-"""Predictions for a card: what its kernels keep, what its allocator reserves, and functions that come back afterwards."""
+"""Predictions for a card: what its kernels keep, what its allocator reserves, and functions that
+come back afterwards.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Reads(nn.Module):
 def patched() -> dict:
     """The functions that a trace for a card replaces."""
     places = [*cuda_kernels.IN_FLOAT32, (torch.nn.functional, "scaled_dot_product_attention")]
-    return {(home, name): getattr(home, name) for home, name in [*places, (torch.nn.functional, "dropout")]}
+    return {
+        (home, name): getattr(home, name)
+        for home, name in [*places, (torch.nn.functional, "dropout")]
+    }
 
 
 def test_functions_come_back_after_a_trace_for_a_card():
@@ -48,7 +53,9 @@ def test_functions_come_back_after_a_trace_for_a_card():
 
 
 def on_card(family: str, **settings):
-    return predict(config(family), batch_size=BATCH, seq_len=SEQ, target="cuda", recipe=Recipe(**settings))
+    return predict(
+        config(family), batch_size=BATCH, seq_len=SEQ, target="cuda", recipe=Recipe(**settings)
+    )
 
 
 def test_cuda_counts_whole_blocks():
@@ -61,7 +68,9 @@ def test_cuda_counts_whole_blocks():
 
 
 def test_step_counters_stay_on_the_host_unless_fused():
-    plain, fused = (on_card("llama", optimizer=name).current.by_category for name in ("adamw", "adamw-fused"))
+    plain, fused = (
+        on_card("llama", optimizer=name).current.by_category for name in ("adamw", "adamw-fused")
+    )
     tensors = sum(1 for _ in model_class(config("llama"))(config("llama")).parameters())
     assert fused["optimizer"] - plain["optimizer"] == 512 * tensors
 
@@ -115,13 +124,17 @@ def test_the_allocators_rules():
     assert allocator.replayed([9 * MiB, 9 * MiB]) == 20 * MiB
     assert allocator.replayed([11 * MiB]) == 12 * MiB  # its own segment, in whole 2 MiB
     assert allocator.replayed([12 * MiB, -1, 12 * MiB]) == 12 * MiB  # a freed block serves again
-    assert allocator.replayed([12 * MiB, -1, 11 * MiB, MiB + 1]) == 32 * MiB  # 1 MiB left is not split off
-    assert allocator.replayed([9 * MiB, 9 * MiB, -1, -2, 16 * MiB]) == 20 * MiB  # free neighbours merge
+    # 1 MiB left is not split off
+    assert allocator.replayed([12 * MiB, -1, 11 * MiB, MiB + 1]) == 32 * MiB
+    # free neighbours merge
+    assert allocator.replayed([9 * MiB, 9 * MiB, -1, -2, 16 * MiB]) == 20 * MiB
     assert allocator.replayed([9 * MiB, 9 * MiB, -1, 16 * MiB]) == 36 * MiB
 
 
 def test_the_allocator_keeps_its_books():
-    """Random requests: blocks never overlap, and all free memory merges back into whole segments."""
+    """Random requests: blocks never overlap, and all free memory merges back into whole
+    segments.
+    """
     rng = np.random.default_rng(0)
     blocks, live = allocator.Allocator(), {}
     for _ in range(2000):
@@ -144,7 +157,9 @@ def test_dropout_keeps_a_mask_of_a_byte_on_a_card_alone(target, nbytes):
 
     def kept(dropout: nn.Module) -> int:
         model = nn.Sequential(nn.Linear(16, 1024), dropout, nn.Linear(1024, 1))
-        found = predict(model, batch=torch.ones(64, 16), loss=lambda m, x: m(x).mean(), target=target)
+        found = predict(
+            model, batch=torch.ones(64, 16), loss=lambda m, x: m(x).mean(), target=target
+        )
         return max(found.timeline.by_category["activations"])
 
     assert round((kept(nn.Dropout(0.5)) - kept(nn.Identity())) / (64 * 1024)) == nbytes

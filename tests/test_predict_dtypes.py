@@ -1,4 +1,6 @@
-"""A batch in another dtype than the weights: what the real step refuses, a prediction refuses, and what runs has its bytes."""
+"""A batch in another dtype than the weights: what the real step refuses, a prediction refuses, and
+what runs has its bytes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ CASES = {
     "put in": lambda: (Beside(put, 2, 4), ROWS),
     "added by index": lambda: (Beside(lambda w, rows: rows.index_add(0, FIRST, w), 2, 4), ROWS),
     "huber": lambda: (Beside(F.huber_loss, 2, 4), ROWS),
-    "entropy": lambda: (Beside(lambda w, rows: F.binary_cross_entropy(w.sigmoid(), rows), 2, 4), ROWS),
+    "entropy": lambda: (
+        Beside(lambda w, rows: F.binary_cross_entropy(w.sigmoid(), rows), 2, 4),
+        ROWS,
+    ),
     "soft margin": lambda: (Beside(F.soft_margin_loss, 2, 4), ROWS),
     "squares": lambda: (Beside(F.mse_loss, 2, 4), ROWS),
     "product by number": lambda: (Beside(torch.mul, 2, 4), ROWS),
@@ -61,7 +66,9 @@ def mean(model, batch):
     return model(batch).float().mean()
 
 
-@pytest.mark.parametrize("weights, given", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "weights, given", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_real_step_refuses_is_refused(case, weights, given):
     model, batch = CASES[case]()

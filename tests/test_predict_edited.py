@@ -1,4 +1,6 @@
-"""Models that were edited by hand, and hooks: predicted as they are, or refused; no layer's answer is taken for another's."""
+"""Models that were edited by hand, and hooks: predicted as they are, or refused; no layer's answer
+is taken for another's.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,14 @@ def half_is_frozen(model):
 
 
 EDITS = (
-    fewer_are_called, one_layer_twice, two_share_a_matrix, one_is_passed_over, one_part_keeps_more, one_has_another_class,
+    fewer_are_called,
+    one_layer_twice,
+    two_share_a_matrix,
+    one_is_passed_over,
+    one_part_keeps_more,
+    one_has_another_class,
     half_is_frozen,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
@@ -112,7 +119,9 @@ class Own(LlamaForCausalLM):
             if i == 6:
                 hidden, rotary = hidden[:, ::2], tuple(part[:, ::2] for part in rotary)
             hidden = layer(hidden, position_embeddings=rotary)
-        return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1), labels[:, ::2].flatten())
+        return nn.functional.cross_entropy(
+            self.lm_head(hidden).flatten(0, 1), labels[:, ::2].flatten()
+        )
 
 
 def test_a_class_of_ones_own_is_traced_whole():
@@ -140,7 +149,9 @@ class Bags(nn.Module):
         return self.out(self.bag(ids, offsets)).mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"include_last_offset": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 3}, {"include_last_offset": True}], ids=str
+)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_embeddings_to_the_byte(mode, options):
     given = {"ids": torch.arange(30) % 40, "offsets": torch.tensor([0, 4, 9, 30])}
@@ -156,7 +167,9 @@ def test_a_tokenizers_batch_is_a_dict():
     given = batch()
     given["attention_mask"] = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
     expected = predict(llama(2), batch=given, recipe=RECIPE, target="cpu").peak
-    assert predict(llama(2), batch=BatchEncoding(given), recipe=RECIPE, target="cpu").peak == expected
+    assert (
+        predict(llama(2), batch=BatchEncoding(given), recipe=RECIPE, target="cpu").peak == expected
+    )
     assert_predicted(llama(2), BatchEncoding(given), RECIPE)
 
 

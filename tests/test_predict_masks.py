@@ -1,4 +1,6 @@
-"""What a batch's values hide: fused attention builds a mask where they hide something, and none where they do not."""
+"""What a batch's values hide: fused attention builds a mask where they hide something, and none
+where they do not.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ def test_a_mask_of_hidden_tokens_is_predicted(family, mask, recipe):
     assert_predicted(lm(family), text_batch(attention_mask=mask), RECIPES[recipe])
 
 
-@pytest.mark.parametrize("positions", [POSITIONS, POSITIONS % 8], ids=["one sequence", "two sequences"])
+@pytest.mark.parametrize(
+    "positions", [POSITIONS, POSITIONS % 8], ids=["one sequence", "two sequences"]
+)
 def test_a_mask_between_packed_sequences_is_predicted(positions):
     assert_predicted(lm("llama"), text_batch(position_ids=positions), Recipe(attention=None))
 
 
 def test_hidden_tokens_need_more_bytes_than_none():
     peaks = [
-        predict(lm("llama"), batch=text_batch(attention_mask=m), target="cpu").peak for m in (FULL, HIDDEN)
+        predict(lm("llama"), batch=text_batch(attention_mask=m), target="cpu").peak
+        for m in (FULL, HIDDEN)
     ]
     assert peaks[0].total < peaks[1].total
 

@@ -1,4 +1,6 @@
-"""Predictions for modules and batches that are no plain language model: what is set on them counts, and what their kernels keep."""
+"""Predictions for modules and batches that are no plain language model: what is set on them counts,
+and what their kernels keep.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.training.recipe import Recipe
 
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96,
-    "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 ASK = {"batch_size": 2, "seq_len": 16, "target": "cpu"}
 
 
@@ -62,7 +69,10 @@ def test_another_attention_is_another_question():
         config = GPTNeoXConfig(**SMALL, attn_implementation=attention)
         found[attention] = predict(config, **ASK, recipe=recipe).peak
         batch = example_batch(LlamaForCausalLM(LlamaConfig(**SMALL)), 2, 16)
-        assert found[attention] == tracked(model_class(config)(copy.deepcopy(config)), batch, recipe).peak
+        assert (
+            found[attention]
+            == tracked(model_class(config)(copy.deepcopy(config)), batch, recipe).peak
+        )
     assert found["sdpa"].total != found["eager"].total
 
 
@@ -120,7 +130,9 @@ def test_checkpoints_on_a_module_are_predicted(every):
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_cache_that_is_on_is_predicted(use_cache):
-    config = LlamaConfig(**SMALL, num_key_value_heads=2, use_cache=use_cache, attn_implementation="eager")
+    config = LlamaConfig(
+        **SMALL, num_key_value_heads=2, use_cache=use_cache, attn_implementation="eager"
+    )
     model = LlamaForCausalLM(config)
     predicted = predict(model, **ASK, recipe=Recipe(attention=None))
     assert predicted.peak == own_loop(model).peak
@@ -156,7 +168,8 @@ class Frozen(Recurrent):
 
     def forward(self, x):
         with torch.no_grad():
-            shift = self.layers(x)[0].mean() + self.layers(x.repeat(1, 9, 1))[0].mean()  # the step's peak
+            # the step's peak
+            shift = self.layers(x)[0].mean() + self.layers(x.repeat(1, 9, 1))[0].mean()
         return super().forward(x + shift)
 
 
@@ -169,7 +182,11 @@ class Unfolded(nn.Module):
 
     def __init__(self, window: int, stride: int):
         super().__init__()
-        self.taken = {"kernel_size": (window, 1), "padding": (window // 2, 0), "stride": (stride, 1)}
+        self.taken = {
+            "kernel_size": (window, 1),
+            "padding": (window // 2, 0),
+            "stride": (stride, 1),
+        }
         self.weight = nn.Parameter(torch.randn(6 * window, 6 * window))
 
     def forward(self, x):
@@ -182,7 +199,9 @@ def test_folds_keep_the_storage_of_their_columns(window, stride):
     assert_predicted(Unfolded(window, stride), torch.randn(2, 6, 18, 1, requires_grad=True))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64), (128, 8, 256, 100)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64), (128, 8, 256, 100)]
+)
 def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
     seq, batch, inputs, hidden = sizes
     kept = []
@@ -207,8 +226,17 @@ def test_what_recurrent_layers_keep_on_a_card_is_refused():
         predict(Recurrent(nn.LSTM), batch=batch, recipe=Recipe(precision="bf16"), target="cpu")
 
 
-LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.kl_div,
-          F.binary_cross_entropy_with_logits, F.poisson_nll_loss)  # fmt: skip
+LOSSES = (
+    F.mse_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.l1_loss,
+    F.soft_margin_loss,
+    F.binary_cross_entropy,
+    F.kl_div,
+    F.binary_cross_entropy_with_logits,
+    F.poisson_nll_loss,
+)
 
 
 @pytest.mark.parametrize("function", LOSSES, ids=lambda f: f.__name__)
@@ -222,8 +250,15 @@ def test_a_loss_may_keep_more_than_its_number(function, reduction):
 
 
 def llava() -> LlavaForConditionalGeneration:
-    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "image_size": 16, "patch_size": 8}  # fmt: skip
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     text = {"model_type": "llama", **SMALL}
     return LlavaForConditionalGeneration(
         LlavaConfig(vision_config=vision, text_config=text, image_token_index=95)
@@ -238,7 +273,9 @@ def test_parameters_without_a_gradient_have_no_states():
     predicted = predict(model.config, **ASK)
     tracker = tracked(model, {"input_ids": ids, "labels": ids})
     assert (predicted.peak, predicted.peak_by_phase) == (tracker.peak, tracker.peak_by_phase)
-    assert predicted.current.by_category["optimizer"] < 2 * predicted.current.by_category["parameters"]
+    assert (
+        predicted.current.by_category["optimizer"] < 2 * predicted.current.by_category["parameters"]
+    )
 
 
 class Flagged(nn.Module):
@@ -253,7 +290,9 @@ class Flagged(nn.Module):
 def test_one_tensor_twice_and_flags_in_a_batch():
     x = torch.randn(32, 64)
     scaled = {"by": torch.tensor(2.0), "x": x, "target": x}
-    assert_predicted(Flagged(), scaled, Recipe(accumulation=2), lambda m, b: m(b["x"], b["target"] * b["by"]))
+    assert_predicted(
+        Flagged(), scaled, Recipe(accumulation=2), lambda m, b: m(b["x"], b["target"] * b["by"])
+    )
     with pytest.raises(ValueError, match="without a tensor of rows"):
         predict(Flagged(), batch={"double": torch.tensor(True)}, target="cpu")
     assert_predicted(Flagged(), {"x": x, "target": x})
@@ -268,8 +307,10 @@ class Depthwise(nn.Module):
     def __init__(self):
         super().__init__()
         self.before, self.between, self.after = (
-            nn.Linear(8, 16), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Linear(16, 4)
-        )  # fmt: skip
+            nn.Linear(8, 16),
+            nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            nn.Linear(16, 4),
+        )
 
     def forward(self, x):
         picture = self.before(x).transpose(1, 2).view(len(x), 16, 6, 6)
@@ -292,20 +333,31 @@ class Counts(nn.Module):
 def test_every_micro_batch_of_a_module_is_traced():
     """What a module of one's own does may change from one to the next: none stands for others."""
     assert_predicted(Counts(), torch.randn(35, 8), Recipe(accumulation=5))
-    on_card = predict(Counts(), batch=torch.randn(35, 8), recipe=Recipe(accumulation=5), target="cuda")
+    on_card = predict(
+        Counts(), batch=torch.randn(35, 8), recipe=Recipe(accumulation=5), target="cuda"
+    )
     assert on_card.requests() == traced(on_card._question, None).requests
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_view_of_one_row_has_strides_of_its_own(rows):
     assert_predicted(Depthwise(), torch.randn(rows, 36, 8), Recipe(optimizer="sgd"))
-    assert_predicted(Depthwise(), torch.randn(2 * rows, 36, 8), Recipe(accumulation=2, optimizer="sgd"))
+    assert_predicted(
+        Depthwise(), torch.randn(2 * rows, 36, 8), Recipe(accumulation=2, optimizer="sgd")
+    )
 
 
 def test_clip_is_trained_on_pairs():
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = CLIPConfig(
-        text_config=SMALL, vision_config=tower | {"image_size": 16, "patch_size": 8}, projection_dim=16
+        text_config=SMALL,
+        vision_config=tower | {"image_size": 16, "patch_size": 8},
+        projection_dim=16,
     )
     model = model_class(config)(copy.deepcopy(config))
     batch = example_batch(model, 2, 16)
@@ -327,7 +379,9 @@ HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 @pytest.mark.parametrize("family", ["Llama", "Roberta"])
 def test_other_heads_from_a_config(family, head):
     config = {"Llama": LlamaConfig, "Roberta": RobertaConfig}[family](
-        **SMALL, architectures=[f"{family}For{head}"], num_labels=2 if head == "QuestionAnswering" else 3
+        **SMALL,
+        architectures=[f"{family}For{head}"],
+        num_labels=2 if head == "QuestionAnswering" else 3,
     )
     predicted = predict(config, **ASK)
     model = model_class(config)(copy.deepcopy(config))
@@ -344,12 +398,19 @@ def test_a_compiled_module_is_refused():
 def test_a_mask_that_masks_nothing_is_looked_at_and_left_out():
     cfg = config("llama", 2)
     model, ids = model_class(cfg)(cfg), torch.arange(256).view(2, 128) % 90
-    assert_predicted(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+    assert_predicted(
+        model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    )
 
 
 def test_what_a_first_step_leaves_in_a_module_is_there_before_the_second():
     """Rotary frequencies of long sequences, which a first long one makes."""
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, "short_factor": [1.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 2.0,
+        "short_factor": [1.0] * 4,
+    }
     rope |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
     cfg = LlamaConfig(**SMALL, **{"rope_scaling" if OLDER else "rope_parameters": rope})
     if OLDER:  # reads how long the row is
@@ -372,7 +433,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Nine blocks that hold the same, of which the sixth may work longer, and the last ones may be left out."""
+    """Nine blocks that hold the same, of which the sixth may work longer, and the last ones may be
+    left out.
+    """
 
     def __init__(self, rounds: int = 1, used: int = 9):
         super().__init__()
@@ -406,6 +469,10 @@ def test_sparse_gradients_and_parameters_of_another_module_are_refused():
         nn.Linear(16, 16).requires_grad_(False),
     )
     with pytest.raises(CannotTrace, match=r"sparse_coo.*sparse=False"):
-        predict(Bagged(mode="sum", sparse=True), batch=ids, recipe=Recipe(optimizer="sgd"), target="cpu")
+        predict(
+            Bagged(mode="sum", sparse=True), batch=ids, recipe=Recipe(optimizer="sgd"), target="cpu"
+        )
     with pytest.raises(CannotTrace, match="another module's parameter: give one module"):
-        predict(nn.Linear(16, 16), batch=x, loss=lambda m, b: F.mse_loss(m(b), teacher(b)), target="cpu")
+        predict(
+            nn.Linear(16, 16), batch=x, loss=lambda m, b: F.mse_loss(m(b), teacher(b)), target="cpu"
+        )

@@ -28,11 +28,16 @@ from gradmem_lib.prediction.question import CannotTrace
 FAMILIES = ("llama", "gpt2", "mixtral", "t5")
 ADAPTERS = {"lora_rank": 4, "precision": "bf16"}
 VARIANTS = (
-    {}, {"checkpointing": "per-layer"}, ADAPTERS, {"accumulation": 2}, {"precision": "float32-master"},
+    {},
+    {"checkpointing": "per-layer"},
+    ADAPTERS,
+    {"accumulation": 2},
+    {"precision": "float32-master"},
     ADAPTERS | {"quantized_base": True, "checkpointing": "per-layer"},
-)  # fmt: skip
+)
 WHOLE_GRID = [
-    (family, {"sharding": how} | more) for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
+    (family, {"sharding": how} | more)
+    for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
 ]
 GRID = each(17, WHOLE_GRID)  # in steps in which every family, every way and every variant comes
 
@@ -45,7 +50,11 @@ def test_a_predicted_rank_is_the_tracked_one(ranks):
     measured = run_ranks(measured_here, cases, ranks=ranks, seconds=600)
     for i, (family, fields) in enumerate(cases):
         for rank in range(ranks) if ALL else (i % ranks,):
-            assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (family, fields, rank)
+            assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (
+                family,
+                fields,
+                rank,
+            )
 
 
 def test_buckets_of_a_card_are_rounded_as_a_whole():
@@ -57,9 +66,20 @@ def test_buckets_of_a_card_are_rounded_as_a_whole():
 
 
 def test_buckets_of_whole_blocks_are_predicted_from_a_few_layers():
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 128, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+    }
     cfg = LlamaConfig(**sizes, num_hidden_layers=9)
-    asked = {"batch_size": 2, "seq_len": 8, "recipe": Recipe(sharding="ddp"), "target": "cuda", "ranks": 2}
+    asked = {
+        "batch_size": 2,
+        "seq_len": 8,
+        "recipe": Recipe(sharding="ddp"),
+        "target": "cuda",
+        "ranks": 2,
+    }
     short, full = predict(cfg, **asked), predict(cfg, full=True, **asked)
     assert short.traced_layers and not full.traced_layers and figures(short) == figures(full)
 
@@ -86,7 +106,14 @@ def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypat
 
 @pytest.mark.parametrize("family", ["t5"] if OLDER else ["t5", "opt"])
 def test_layers_that_return_views_are_predicted_without_a_warning(family, recwarn):
-    predict(config_of(family), batch_size=2, seq_len=8, recipe=Recipe(sharding="fsdp"), target="cpu", ranks=2)
+    predict(
+        config_of(family),
+        batch_size=2,
+        seq_len=8,
+        recipe=Recipe(sharding="fsdp"),
+        target="cpu",
+        ranks=2,
+    )
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -108,7 +135,9 @@ def test_short_traces_make_the_whole_one(how):
 
 
 @pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))
-def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(how, monkeypatch):
+def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(
+    how, monkeypatch
+):
     asked = {
         "batch_size": 5,
         "seq_len": 8,
@@ -144,15 +173,20 @@ def test_gathered_parameters_are_parameters():
 def test_offloaded_shards_are_not_on_the_card(full):
     cfg, recipe = config("gqa", 8), Recipe(sharding="fsdp", offload="parameters")
     asked = {"batch_size": 2, "seq_len": 8, "target": "cuda", "ranks": 2}
-    there, here = (predict(cfg, recipe=r, full=full, **asked) for r in (recipe, Recipe(sharding="fsdp")))
+    there, here = (
+        predict(cfg, recipe=r, full=full, **asked) for r in (recipe, Recipe(sharding="fsdp"))
+    )
     for category in ("parameters", "gradients", "optimizer"):
         assert there.current.by_category[category] == 0 and there.peak.by_category["gradients"] == 0
     assert there.current.by_category["other"] == here.current.by_category["other"]
     kept = sum(here.current.by_category[c] for c in ("parameters", "optimizer"))
     assert there.peak_by_phase["forward"] < here.peak_by_phase["forward"] - 0.9 * kept
-    # Each rank sends its half up for forward, its layers' half once more for backward, and its half of the gradients down.
+    # Each rank sends its half up for forward, its layers' half once more for backward, and its half
+    # of the gradients down.
     model = skeleton(cfg)
-    whole, layers = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers))
+    whole, layers = (
+        sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers)
+    )
     assert there.moved == (2 * whole + layers) // 2 and here.moved == 0
 
 
@@ -187,8 +221,17 @@ def test_no_group_is_left_also_after_an_error():
 
 def the_groups() -> list:
     """What torch knows of process groups."""
-    tables = (dict(vars(c10d)[f"_{name}"]) for name in ("pg_map", "pg_names", "pg_group_ranks", "tags_to_pg"))
-    return [dist.is_initialized(), c10d.GroupMember.WORLD, c10d._world.group_count, sys.excepthook, *tables]
+    tables = (
+        dict(vars(c10d)[f"_{name}"])
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "tags_to_pg")
+    )
+    return [
+        dist.is_initialized(),
+        c10d.GroupMember.WORLD,
+        c10d._world.group_count,
+        sys.excepthook,
+        *tables,
+    ]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -200,7 +243,9 @@ def test_a_group_that_exists_is_put_aside_and_given_back(inside):
         before = the_groups()
         with contextlib.suppress(ZeroDivisionError), one_of(5, 4) as mesh:
             assert (dist.get_world_size(), dist.get_rank(), mesh.size()) == (5, 4, 5)
-            assert [dist.get_process_group_ranks(group) for group in c10d._world.pg_map] == [list(range(5))]
+            assert [dist.get_process_group_ranks(group) for group in c10d._world.pg_map] == [
+                list(range(5))
+            ]
             model = nn.Linear(2, 2)
             with MemoryTracker(live=False) as tracker:
                 parallel = DistributedDataParallel(model, process_group=mesh.get_group())
@@ -223,7 +268,9 @@ def in_a_rank(rows: int, tokens: int) -> tuple:
     found = []
     for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
         asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
-        found.append(figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked)))
+        found.append(
+            figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
+        )
     sums = []
     for one in (None, group, dist.new_group([0, 1])):
         number = torch.ones(1)

@@ -32,7 +32,11 @@ from gradmem_lib.training.recipe import Recipe
                 ("llama", Recipe(checkpointing="per-layer", accumulation=2)),
                 (
                     "tied",
-                    Recipe(precision="autocast-bf16", optimizer="adamw-foreach", checkpointing="per-layer"),
+                    Recipe(
+                        precision="autocast-bf16",
+                        optimizer="adamw-foreach",
+                        checkpointing="per-layer",
+                    ),
                 ),
                 ("qwen3", Recipe(in_backward=True, attention="eager")),
                 ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
@@ -60,7 +64,12 @@ def test_short_traces_say_what_the_full_one_says(family, recipe, target):
             (Recipe(checkpointing=2), 13, (5, 7), "cpu"),  # 2, 2, ..., 1
             (Recipe(checkpointing=2, optimizer="sgd"), 13, (5, 7), "cuda"),
             (Recipe(every_n_layers=2, optimizer="sgd"), 13, (5, 7), "cuda"),
-            (Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2), 19, (7, 10), "cpu"),
+            (
+                Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2),
+                19,
+                (7, 10),
+                "cpu",
+            ),
             (Recipe(checkpointing=2, precision="bf16", lora_rank=2), 12, (4, 6), "cpu"),
             (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
         ],
@@ -68,7 +77,10 @@ def test_short_traces_say_what_the_full_one_says(family, recipe, target):
 )
 def test_segments_are_repeated_whole(recipe, layers, traced, target):
     ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
-    short, full = predict(config("llama", layers), **ask), predict(config("llama", layers), **ask, full=True)
+    short, full = (
+        predict(config("llama", layers), **ask),
+        predict(config("llama", layers), **ask, full=True),
+    )
     assert short.traced_layers == traced
     assert np.array_equal(short.timeline.rows, full.timeline.rows)
     assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
@@ -100,7 +112,9 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
 def test_a_full_trace_serves_the_allocator_too(monkeypatch):
     recipe = Recipe(precision="bf16", checkpointing="first-1", accumulation=5)
     ask = {"batch_size": 5, "seq_len": SEQ, "recipe": recipe, "target": "cuda"}
-    every = replayed(predict_module.traced(predict(config("llama"), **ask)._question, None).requests)
+    every = replayed(
+        predict_module.traced(predict(config("llama"), **ask)._question, None).requests
+    )
     made, traced = [], predict_module.traced
     monkeypatch.setattr(predict_module, "traced", lambda *a: made.append(a) or traced(*a))
     assert predict(config("llama"), **ask).replay_allocator() == every
@@ -129,7 +143,10 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
         [
             ("llama", Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
             ("gpt2", Recipe(precision="bf16", attention="eager", checkpointing=2)),
-            ("qwen3", Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True)),
+            (
+                "qwen3",
+                Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True),
+            ),
             ("vit", Recipe(optimizer="adafactor", accumulation=2)),
         ]
     ),
@@ -175,11 +192,15 @@ def test_remembered_results_have_the_form_of_real_ones():
         base = tensors[0].untyped_storage()._cdata
         return [
             (
-                t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes(),
+                t.shape,
+                t.stride(),
+                t.dtype,
+                t.storage_offset(),
+                t.untyped_storage().nbytes(),
                 t.untyped_storage()._cdata == base,
             )
             for t in _operations(*tensors)
-        ]  # fmt: skip
+        ]
 
     real = forms()
     fakes.known.clear()
@@ -215,7 +236,9 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much(name, asked, monkeypatch):
+def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much(
+    name, asked, monkeypatch
+):
     def times(target=None):
         with fakes.QuickFakeMode(target):
             x = torch.empty(4, 6)
@@ -274,8 +297,12 @@ def test_results_of_an_unusual_form_keep_it(name):
         for around in (nullcontext(), *[fakes.QuickFakeMode()] * 3):
             with around:
                 out = getattr(torch.ops.unusual, name)(torch.ones(4, 6))
-                tensors = [t for t in (out if type(out) is tuple else [out]) if isinstance(t, torch.Tensor)]
-                storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+                tensors = [
+                    t for t in (out if type(out) is tuple else [out]) if isinstance(t, torch.Tensor)
+                ]
+                storages = {
+                    t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
+                }
                 numbers = [n for n in out if not isinstance(n, torch.Tensor)]
                 forms.append(([*storages.values()], [t.storage_offset() for t in tensors], numbers))
         assert forms == [forms[0]] * 4
@@ -316,7 +343,9 @@ def test_results_of_lists_are_those_of_the_tensors_in_them():
 def test_what_is_repeated_of_a_schedule():
     for n in range(1, 200):
         size, recipe = predict_module._unit(Recipe(checkpointing="sqrt"), n)
-        assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(n**0.5)
+        assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(
+            n**0.5
+        )
     assert predict_module._unit(Recipe(every_n_layers=3), 9)[0] == 3
     assert predict_module._unit(Recipe(checkpointing="mlp"), 9)[0] == 1
     assert predict_module._unit(Recipe(checkpointing="best"), 64) is None
@@ -329,7 +358,9 @@ class Uneven(nn.Module):
     def __init__(self, odd: int | None = 7):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, width := 48 if i == odd else 32), nn.ReLU(), nn.Linear(width, 16))
+            nn.Sequential(
+                nn.Linear(16, width := 48 if i == odd else 32), nn.ReLU(), nn.Linear(width, 16)
+            )
             for i in range(11)
         )
 
@@ -342,13 +373,23 @@ class Uneven(nn.Module):
 def test_falls_back_where_layers_differ():
     ask = {"batch_size": BATCH, "seq_len": SEQ, "target": "cpu"}
     alternating = Gemma3TextConfig(
-        **TEXT, num_hidden_layers=10, num_key_value_heads=1, head_dim=16, sliding_window=8,
+        **TEXT,
+        num_hidden_layers=10,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
         layer_types=["sliding_attention", "full_attention"] * 5,
-    )  # fmt: skip
+    )
     assert predict(alternating, **ask).traced_layers == ()
-    assert predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1])).traced_layers == ()
-    assert predict(config("llama", 9), **ask, recipe=Recipe(checkpointing="best")).traced_layers == ()
-    assert predict(config("llama", 6), **ask).traced_layers == ()  # two short traces would be more work
+    assert (
+        predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1])).traced_layers
+        == ()
+    )
+    assert (
+        predict(config("llama", 9), **ask, recipe=Recipe(checkpointing="best")).traced_layers == ()
+    )
+    # two short traces would be more work
+    assert predict(config("llama", 6), **ask).traced_layers == ()
     assert repeated_layers(Uneven()) is None
     assert len(repeated_layers(Uneven(odd=None))) == 11
 
@@ -360,5 +401,7 @@ def test_any_module(odd):
     predicted = predict(model, batch=x, target="cpu")
     assert before == {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
     assert predicted.traced_layers == ()
-    assert predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
+    assert (
+        predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
+    )
     assert_same(predicted, tracked(model, x))

@@ -1,4 +1,6 @@
-"""The code that a plan prints runs, for every kind of model that plan accepts, and takes the step of the whole batch."""
+"""The code that a plan prints runs, for every kind of model that plan accepts, and takes the step
+of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,17 @@ from gradmem_lib.view.plan_code import plan_code
 
 ROWS, TOKENS, VOCAB, IMAGE_TOKEN = 4, 16, 96, 95
 TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-WIDE = TEXT | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-BERT = WIDE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+WIDE = TEXT | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+BERT = WIDE | {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 64,
+}
 VIT = {
     name: WIDE[name]
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -36,32 +47,65 @@ KINDS = {
     "LlamaForCausalLM": ("llama", WIDE),
     "GPT2LMHeadModel": (
         "gpt2",
-        TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        TEXT
+        | {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
     ),
     "BertForMaskedLM": ("bert", BERT),
     "RobertaForMaskedLM": ("roberta", BERT),
-    "DebertaV2ForMaskedLM": ("deberta-v2", BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "DebertaV2ForMaskedLM": (
+        "deberta-v2",
+        BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
     "BertForTokenClassification": ("bert", BERT | {"num_labels": 5}),
     "BertForSequenceClassification": ("bert", BERT | {"num_labels": 3}),
     "LlamaForSequenceClassification": ("llama", WIDE | {"num_labels": 3}),
     "BertForQuestionAnswering": ("bert", BERT),
     "T5ForConditionalGeneration": (
         "t5",
-        TEXT | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-                "decoder_start_token_id": 0},
+        TEXT
+        | {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
     ),
     "BartForConditionalGeneration": (
         "bart",
-        TEXT | {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-                "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
-                "max_position_embeddings": 64},
+        TEXT
+        | {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "dropout": 0.0,
+            "max_position_embeddings": 64,
+        },
     ),
     "LlavaForConditionalGeneration": (
         "llava",
-        {"vision_config": {"model_type": "clip_vision_model", **VIT}, "text_config": {"model_type": "llama", **WIDE},
-         "image_token_index": IMAGE_TOKEN, "image_seq_length": 4, "vision_feature_layer": -1},
+        {
+            "vision_config": {"model_type": "clip_vision_model", **VIT},
+            "text_config": {"model_type": "llama", **WIDE},
+            "image_token_index": IMAGE_TOKEN,
+            "image_seq_length": 4,
+            "vision_feature_layer": -1,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def config_of(name: str):
@@ -78,7 +122,9 @@ def model_of(name: str):
 
 
 class Rows(Dataset):
-    """Rows of one kind, whose numbers of labels that count are 15, 9, 6 and 2 where they can differ."""
+    """Rows of one kind, whose numbers of labels that count are 15, 9, 6 and 2 where they can
+    differ.
+    """
 
     def __init__(self, name: str):
         draw = torch.Generator().manual_seed(0)
@@ -119,8 +165,13 @@ class Gradients(TrainerCallback):
 
 
 def run(text: str, folder, steps: int = 1, **space) -> dict:
-    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it is changed."""
-    more = f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, callbacks=callbacks, output_dir={str(folder)!r}"
+    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it
+    is changed.
+    """
+    more = (
+        f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, "
+        f"callbacks=callbacks, output_dir={str(folder)!r}"
+    )
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     exec(compile(text, "plan", "exec"), space)
     return space
@@ -128,7 +179,9 @@ def run(text: str, folder, steps: int = 1, **space) -> dict:
 
 def option_of(made, **changes) -> Option:
     option = made.closest
-    return replace(option, recipe=Recipe(**changes), micro_batch=ROWS // changes.get("accumulation", 1))
+    return replace(
+        option, recipe=Recipe(**changes), micro_batch=ROWS // changes.get("accumulation", 1)
+    )
 
 
 if OLDER:
@@ -137,7 +190,9 @@ if OLDER:
 
 @pytest.fixture(scope="module")
 def planned():
-    """A plan for each kind of model, made once: that plan accepts the kind is part of what is tested."""
+    """A plan for each kind of model, made once: that plan accepts the kind is part of what is
+    tested.
+    """
     made = {}
 
     def of(name: str):
@@ -158,7 +213,9 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
 @pytest.mark.parametrize("name", each(2, KINDS))
 def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
     made = planned(name)
-    text = plan_code(option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu")
+    text = plan_code(
+        option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu"
+    )
     assert f"import {name}" in text
     gradients = Gradients()
     with torch.random.fork_rng():
@@ -167,13 +224,17 @@ def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned
     _, wanted = whole_batch(name)
     assert wanted.keys() == gradients.found.keys()
     for parameter, gradient in wanted.items():
-        torch.testing.assert_close(gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter)
+        torch.testing.assert_close(
+            gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter
+        )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     made = planned(name)
-    text = plan_code(option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu")
+    text = plan_code(
+        option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
@@ -186,7 +247,9 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
         assert found[parameter].grad is None
         if parameter in gradients:
             after = before.detach() - 1e-4 * gradients[parameter]
-            torch.testing.assert_close(found[parameter].detach(), after, rtol=1e-6, atol=1e-8, msg=parameter)
+            torch.testing.assert_close(
+                found[parameter].detach(), after, rtol=1e-6, atol=1e-8, msg=parameter
+            )
 
 
 def small() -> torch.nn.Module:
@@ -198,7 +261,9 @@ def small() -> torch.nn.Module:
     [
         Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
         Recipe(precision="bf16", optimizer="adamw-fused", checkpointing="first-1", accumulation=2),
-        Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"),
+        Recipe(
+            precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"
+        ),
         Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
         Recipe(precision="bf16", optimizer="adamw-8bit"),
         Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
@@ -221,7 +286,9 @@ def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
     assert found.phase == expected.phase
     for category, nbytes in expected.by_category.items():
         # The loader's tensors and the loss's few numbers apart.
-        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), category
+        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), (
+            category
+        )
 
 
 def text_of(given, config, recipe, target) -> str:
@@ -243,7 +310,8 @@ def test_printed_code_word_for_word():
         "    every_n_layers=2,\n"
         "    accumulation=8,\n"
         ")\n"
-        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, use_cpu=False)\n"
+        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, "
+        "use_cpu=False)\n"
         "trainer.train()\n"
     )
     recipe = Recipe(in_backward=True, chunked_loss=True)
@@ -264,7 +332,8 @@ def test_printed_code_word_for_word():
         'model.to("cuda")\n'
         "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
         "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, recipe)\n'
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
+        "rows.items()}, recipe)\n"
     )
 
 
@@ -326,10 +395,12 @@ def test_printed_code_for_several_cards_word_for_word():
         "    accumulation=4,\n"
         ")\n"
         "model, optimizer, undo = prepare(model, recipe, mesh=mesh)\n"
-        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), drop_last=True, "
+        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), "
+        "drop_last=True, "
         "collate_fn=default_data_collator)\n"
         "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, recipe)\n'
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
+        "rows.items()}, recipe)\n"
         "destroy_process_group()\n"
     )
     ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
@@ -338,7 +409,8 @@ def test_printed_code_for_several_cards_word_for_word():
         "accelerate launch --multi_gpu --num_processes=2 train.py\nfrom transf"
     )
     assert ddp.endswith(
-        "trainer = make_trainer(model, recipe, batch_size=8, train_dataset=train_dataset)\ntrainer.train()\n"
+        "trainer = make_trainer(model, recipe, batch_size=8, "
+        "train_dataset=train_dataset)\ntrainer.train()\n"
     )
 
 
@@ -361,7 +433,10 @@ def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
     assert f'from_pretrained("{whole}")' in text_of(whole, config, recipe, "cpu")
     for given in (sizes, sizes / "config.json"):
         text = text_of(given, config, recipe, "cpu")
-        assert f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n' in text
+        assert (
+            f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n'
+            in text
+        )
         space = {}
         exec(text.partition("recipe =")[0], space)
         assert space["model"].num_parameters() == small().num_parameters()
@@ -382,4 +457,6 @@ def test_printed_code_quotes_a_path(whole, tmp_path):
     space = {}
     exec(text_of(folder, small().config, Recipe(), "cpu").partition("recipe =")[0], space)
     assert space["model"].num_parameters() == small().num_parameters()
-    assert 'from_pretrained("me/\'mine\\\\x\\"")' in text_of("me/'mine\\x\"", small().config, Recipe(), "cpu")
+    assert 'from_pretrained("me/\'mine\\\\x\\"")' in text_of(
+        "me/'mine\\x\"", small().config, Recipe(), "cpu"
+    )

@@ -21,9 +21,13 @@ from gradmem_lib import MemoryTracker
 assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
 CHOSEN = list(PROGRAMS) if os.environ.get("GRADMEM_ALL") else list(PROGRAMS)[::4]
 
-# Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one: autograd adds gradients up in
-# place unless a mode is on (isTensorSubclassLike in torch 2.13).
-UNDER_A_MODE = {"bidirectional_lstm_on_packed_rows": 49_152, "orthogonal": 16_384, "sparse_embedding": 512}
+# Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one: autograd
+# adds gradients up in place unless a mode is on (isTensorSubclassLike in torch 2.13).
+UNDER_A_MODE = {
+    "bidirectional_lstm_on_packed_rows": 49_152,
+    "orthogonal": 16_384,
+    "sparse_embedding": 512,
+}
 # An operation makes a tensor of a Python number, outside of every dispatch.
 NUMBERS = 16
 
@@ -36,7 +40,9 @@ class Looking(TorchDispatchMode):
 
 
 def there_already(but: dict[int, int]) -> list[torch.Tensor]:
-    """Tensors that live now, such as batches, masks, and what a hook has put away, except those in the storages of ``but``."""
+    """Tensors that live now, such as batches, masks, and what a hook has put away, except those in
+    the storages of ``but``.
+    """
     gc.collect()
     every = [
         each
@@ -44,7 +50,9 @@ def there_already(but: dict[int, int]) -> list[torch.Tensor]:
         if issubclass(type(each), torch.Tensor) and type(each) is not FakeTensor
     ]
     plain = [
-        part for t in every for part in ([t] if t.layout == torch.strided else [t._indices(), t._values()])
+        part
+        for t in every
+        for part in ([t] if t.layout == torch.strided else [t._indices(), t._values()])
     ]
     return [t for t in plain if t.device.type == "cpu" and t.untyped_storage()._cdata not in but]
 
@@ -79,7 +87,8 @@ def every_program(**wrong: str):
     """A test for each program; those of ``wrong`` (name=reason) fail, until they no longer do."""
     marks = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in wrong.items()}
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks[name]) if name in marks else name for name in CHOSEN]
+        "name",
+        [pytest.param(name, marks=marks[name]) if name in marks else name for name in CHOSEN],
     )
 
 

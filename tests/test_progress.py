@@ -1,4 +1,6 @@
-"""Progress survives crashes, corruption, two notebooks at once, and a place where nothing can be written."""
+"""Progress survives crashes, corruption, two notebooks at once, and a place where nothing can be
+written.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ def test_the_place_is_the_users_data_folder_unless_told_otherwise(monkeypatch, t
     import platformdirs
 
     monkeypatch.delenv("GRADMEM_PROGRESS", raising=False)
-    assert progress.location() == (platformdirs.user_data_path("gradmem") / "progress.json").resolve()
+    assert (
+        progress.location() == (platformdirs.user_data_path("gradmem") / "progress.json").resolve()
+    )
     monkeypatch.setenv("GRADMEM_PROGRESS", "~/mine.json")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert progress.location() == tmp_path.resolve() / "mine.json"
@@ -70,7 +74,10 @@ def test_the_file_may_be_a_link(file, tmp_path, monkeypatch):
         b'{"version": 1, "checks": {"0.1": "passed"}, "guesses": {}}',
         b'{"version": 1, "checks": {"0.1": {"outcome": "passed", "tries": "3"}}, "guesses": {}}',
         b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": null, "unit": "bytes"}}}',
-        b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": 1, "unit": "bytes", "measured": "2"}}}',
+        (
+            b'{"version": 1, "checks": {}, "guesses": {"1.a": {"guess": 1, "unit": "bytes", '
+            b'"measured": "2"}}}'
+        ),
         b"[" * 100_000 + b"]" * 100_000,
     ],
 )
@@ -100,7 +107,9 @@ def test_a_damaged_entry_costs_no_other(file, capsys):
     damaged["checks"]["0.2"] = "passed"
     damaged["guesses"]["1.b"] = {"guess": "much", "unit": "bytes"}
     file.write_text(json.dumps(damaged))
-    assert progress.load()["checks"] == {"0.1": PASSED} and list(progress.load()["guesses"]) == ["1.a"]
+    assert progress.load()["checks"] == {"0.1": PASSED} and list(progress.load()["guesses"]) == [
+        "1.a"
+    ]
     progress.record_check("0.2", "passed")
     assert progress.load()["checks"] == {"0.1": PASSED, "0.2": PASSED}
     assert json.loads(file.with_name("progress.json.corrupt-1").read_text()) == damaged
@@ -133,13 +142,19 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_value_costs_its_entry_alone_wherever_it_stands(file, capsys, kind):
-    """In each field of each section, as an entry, and as an entry's name: the rest is read, shown and written again."""
+    """In each field of each section, as an entry, and as an entry's name: the rest is read, shown
+    and written again.
+    """
     file.parent.mkdir()
     mark = '"what is forged"'
     for section in ("checks", "guesses", "puzzles"):
         (good,) = GOOD[section].values()
         for field in (None, "its name", *good):
-            entry = mark if field is None else json.dumps(good).replace(json.dumps(good.get(field)), mark)
+            entry = (
+                mark
+                if field is None
+                else json.dumps(good).replace(json.dumps(good.get(field)), mark)
+            )
             name = mark if field == "its name" and FORGED[kind].startswith('"') else '"9.z"'
             text = json.dumps(GOOD).replace(f'"{section}": {{', f'"{section}": {{{name}: {entry}, ')
             file.write_text(text.replace(mark, FORGED[kind]))
@@ -149,7 +164,9 @@ def test_a_forged_value_costs_its_entry_alone_wherever_it_stands(file, capsys, k
             found = json.loads(file.read_text())
             found["checks"]["0.1"] = PASSED
             assert {
-                k: {i: e for i, e in v.items() if i in GOOD[k]} for k, v in found.items() if k != "version"
+                k: {i: e for i, e in v.items() if i in GOOD[k]}
+                for k, v in found.items()
+                if k != "version"
             } == {k: v for k, v in GOOD.items() if k != "version"}, (section, field)
     capsys.readouterr()
 
@@ -187,7 +204,9 @@ def test_what_is_not_a_file_is_neither_read_nor_replaced(file, tmp_path, monkeyp
         assert err.count("\n") == 1 and "not being saved" in err and str(place) in err
         with pytest.raises(progress.ProgressError):
             progress.reset()
-    assert stat.S_ISFIFO(pipe.stat().st_mode) and one.readlink() == other and other.readlink() == one
+    assert (
+        stat.S_ISFIFO(pipe.stat().st_mode) and one.readlink() == other and other.readlink() == one
+    )
 
 
 def test_a_pipe_in_the_place_of_the_lock_or_of_the_backup_stays(file, monkeypatch, capsys):
@@ -199,9 +218,12 @@ def test_a_pipe_in_the_place_of_the_lock_or_of_the_backup_stays(file, monkeypatc
     lock.unlink(missing_ok=True)
     os.mkfifo(lock)
     progress.record_check("0.2", "passed")
-    assert "not being saved" in capsys.readouterr().err and list(progress.load()["checks"]) == ["0.1"]
+    assert "not being saved" in capsys.readouterr().err and list(progress.load()["checks"]) == [
+        "0.1"
+    ]
     assert all(
-        stat.S_ISFIFO(file.with_name(f"progress.json.{end}").stat().st_mode) for end in ("bak", "lock")
+        stat.S_ISFIFO(file.with_name(f"progress.json.{end}").stat().st_mode)
+        for end in ("bak", "lock")
     )
 
 
@@ -296,7 +318,8 @@ def test_a_lock_that_is_never_released_is_not_waited_for_for_ever(file, monkeypa
 def test_processes_that_write_at_once_lose_nothing(file):
     code = (
         "import sys; from gradmem_lib.course import progress\n"
-        "for i in range(15): progress.record_check('0.1', 'not yet'); progress.record_guess(f'{sys.argv[1]}.{i}', i)"
+        "for i in range(15): progress.record_check('0.1', 'not yet'); "
+        "progress.record_guess(f'{sys.argv[1]}.{i}', i)"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]

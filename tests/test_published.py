@@ -32,12 +32,29 @@ def test_an_emptied_cache_keeps_the_segments_in_use():
 def test_gradients_wait_for_the_next_step(load):
     """Two weights, an activation, two gradients, a temporary for each of them, and the loss."""
     module = load("published_peft")
-    requests = (2 * MiB, 3 * MiB, MiB, 2 * MiB, 3 * MiB, -3, 4 * MiB, 5 * MiB, -6, -7, -4, -5, 512, -8)
+    requests = (
+        2 * MiB,
+        3 * MiB,
+        MiB,
+        2 * MiB,
+        3 * MiB,
+        -3,
+        4 * MiB,
+        5 * MiB,
+        -6,
+        -7,
+        -4,
+        -5,
+        512,
+        -8,
+    )
     assert module.Step(None, requests).gradients == {3, 4}
 
 
 def test_a_long_step_after_an_emptied_cache(load):
-    """Blocks of gradients are still held when the cache is emptied, and serve the long step's activations."""
+    """Blocks of gradients are still held when the cache is emptied, and serve the long step's
+    activations.
+    """
     module, own = load("published_peft"), 2 * 20 * MiB  # two workspaces
     short = module.Step(None, (40 * MiB, 12 * MiB, 40 * MiB, -2, 1024, -4, -3))
     long = module.Step(None, (40 * MiB, 30 * MiB, 40 * MiB, -2, 1024, -4, -3))
@@ -93,7 +110,9 @@ def test_a_recorded_row_can_be_predicted_again(load):
     assert module.predicted("StableLM-Alpha-3B", "nf4", 1) == row.predicted
 
 
-@pytest.mark.parametrize("double, nbytes", [(False, 0.5 + 4 / 64), (True, 0.5 + 1 / 64 + 4 / 64 / 256)])
+@pytest.mark.parametrize(
+    "double, nbytes", [(False, 0.5 + 4 / 64), (True, 0.5 + 1 / 64 + 4 / 64 / 256)]
+)
 def test_bytes_of_a_weight_in_four_bits(load, double, nbytes):
     layer = load("published_layers").FourBits(256, 512, bias=False, double=double)
     assert sum(p.nbytes for p in layer.parameters()) == nbytes * 256 * 512
@@ -113,7 +132,8 @@ def test_a_unit_of_fsdp_as_it_is_wrapped(load):
     module = load("published_answer")
     allocator, unit = Allocator(), [30 * MiB, 30 * MiB]
     module.wrap(allocator, unit, cards=2)
-    assert allocator.reserved == (30 + 30 + 60) * MiB  # the broadcast's copy makes room for the flat tensor
+    # the broadcast's copy makes room for the flat tensor
+    assert allocator.reserved == (30 + 30 + 60) * MiB
     used = [allocator._used[address][0] for address in allocator._used]
     assert used == [30 * MiB]
     module.wrap(allocator, unit, cards=1)
@@ -139,9 +159,9 @@ def test_the_picture_has_every_figure_in_digits_and_in_words(monkeypatch):
     assert len(figure.axes[0].patches) == 2 * len(rows)
     for row in rows:
         assert (
-            f"{row.run}: {row.what}: {row.published / 1e9:.2f} GB measured, {row.predicted / 1e9:.2f}"
-            in words
-        )
+            f"{row.run}: {row.what}: {row.published / 1e9:.2f} GB measured, "
+            f"{row.predicted / 1e9:.2f}"
+        ) in words
         assert (
             f"| {row.run} | {row.what} | {row.published / 1e9:.2f} | {row.predicted / 1e9:.2f} |"
             in published.table()

@@ -1,4 +1,6 @@
-"""Lesson 11's puzzles: what is recorded of them is true, sentences that judge are right, and stars are given and kept."""
+"""Lesson 11's puzzles: what is recorded of them is true, sentences that judge are right, and stars
+are given and kept.
+"""
 
 import os
 import re
@@ -57,28 +59,43 @@ def test_a_recipe_by_hand_is_none_that_the_planner_has_tried(monkeypatch):
 def test_bytes_and_time_are_those_of_plan():
     one = puzzle("11.1")
     found = plan(
-        one.model, card=one.card, seq_len=one.tokens, global_batch=one.rows, method="lora", target="cpu"
+        one.model,
+        card=one.card,
+        seq_len=one.tokens,
+        global_batch=one.rows,
+        method="lora",
+        target="cpu",
     )
     option = found.best
     assert (
-        one.weigh(option.recipe).needs == option.needs and one.weigh(option.recipe).seconds == option.seconds
+        one.weigh(option.recipe).needs == option.needs
+        and one.weigh(option.recipe).seconds == option.seconds
     )
 
 
-# Made by hand: (puzzle, recipe). Those of UNTRIED are faster than what the planner finds, which does not try their kind; once it does,
-# the test says so, and they move up.
+# Made by hand: (puzzle, recipe). Those of UNTRIED are faster than what the planner finds, which
+# does not try their kind; once it does, the test says so, and they move up.
 BF16 = {"precision": "bf16", "optimizer": "adamw-fused"}
 QLORA = BF16 | {"lora_rank": 16, "quantized_base": True}
 HOST = {"offload": "activations", "chunked_loss": True}
 BY_HAND = [
     ("11.5", QLORA | HOST | {"accumulation": 4}),
     ("11.6", QLORA | {"checkpointing": "first-31", "chunked_loss": True, "accumulation": 8}),
-    ("11.7", BF16 | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8}),
+    (
+        "11.7",
+        BF16
+        | {"lora_rank": 16, "checkpointing": "first-24", "chunked_loss": True, "accumulation": 8},
+    ),
     ("11.8", QLORA | HOST),
     (
         "11.11",
         QLORA
-        | {"sharding": "fsdp", "checkpointing": "per-layer", "offload": "boundaries", "accumulation": 2},
+        | {
+            "sharding": "fsdp",
+            "checkpointing": "per-layer",
+            "offload": "boundaries",
+            "accumulation": 2,
+        },
     ),
 ]
 UNTRIED = [
@@ -94,7 +111,13 @@ UNTRIED = [
     ),
     (  # it looks for parts of layers for the fastest of the methods alone
         "11.9",
-        BF16 | {"lora_rank": 16, "checkpointing": "elementwise", "chunked_loss": True, "accumulation": 8},
+        BF16
+        | {
+            "lora_rank": 16,
+            "checkpointing": "elementwise",
+            "chunked_loss": True,
+            "accumulation": 8,
+        },
     ),
     # All rows at once: larger pieces of what moves are tried with the whole loss alone.
     ("11.5", QLORA | HOST),
@@ -143,7 +166,8 @@ def test_what_does_not_fit_says_by_how_much_and_who_holds_it(capsys):
 
 
 @pytest.mark.parametrize(
-    ("rank", "says"), [(200, "optimizer states do not fit"), (10**5, "the weights alone do not fit")]
+    ("rank", "says"),
+    [(200, "optimizer states do not fit"), (10**5, "the weights alone do not fit")],
 )
 def test_adapters_of_a_large_rank_are_named_as_what_does_not_fit(rank, says, capsys):
     assert says in line(capsys, "11.1", BF16 | {"lora_rank": rank})[0]
@@ -167,9 +191,13 @@ def test_no_sentence_tells_the_answer(id):
 
 @pytest.mark.parametrize("key", puzzles.CONDITIONS)
 def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
-    breaks = {"full": {"lora_rank": 16}, "16 bits": {"lora_rank": 16, "quantized_base": True},
-              "once": {"lora_rank": 16, "checkpointing": "per-layer"}, "on the card": {"offload": "activations", "lora_rank": 16},
-              "after backward": {"in_backward": True}}[key]  # fmt: skip
+    breaks = {
+        "full": {"lora_rank": 16},
+        "16 bits": {"lora_rank": 16, "quantized_base": True},
+        "once": {"lora_rank": 16, "checkpointing": "per-layer"},
+        "on the card": {"offload": "activations", "lora_rank": 16},
+        "after backward": {"in_backward": True},
+    }[key]
     one = replace(puzzle("11.1"), conditions=(key,))
     recipe = Recipe(precision="bf16", **breaks)
     assert one.broken(recipe) == puzzles.CONDITIONS[key][2] and one.broken(recipe).startswith(
@@ -184,23 +212,47 @@ def test_a_broken_condition_is_named_whatever_the_bytes(key, capsys):
     [
         ("11.1", {"precision": "bf17"}, "precision='bf17' is not known"),
         ("11.1", {"rank": 3}, "a Recipe has no 'rank': its options are precision, "),
-        ("11.1", "bf16", "such as {'precision': 'bf16'}, or the Recipe itself, but 'bf16' was given"),
-        ("11.1", [{"precision": "bf16"}], "or the Recipe itself, but a sequence of length 1 was given"),
+        (
+            "11.1",
+            "bf16",
+            "such as {'precision': 'bf16'}, or the Recipe itself, but 'bf16' was given",
+        ),
+        (
+            "11.1",
+            [{"precision": "bf16"}],
+            "or the Recipe itself, but a sequence of length 1 was given",
+        ),
         ("11.1", Recipe, "but the class Recipe was given"),
-        ("11.1", {"checkpointing": "per-layer", "every_n_layers": 2}, "give one instead of the other"),
+        (
+            "11.1",
+            {"checkpointing": "per-layer", "every_n_layers": 2},
+            "give one instead of the other",
+        ),
         ("11.1", {"optimizer": "sgd"}, "plain SGD is not allowed"),
         ("11.1", {"optimizer": "sgd", "momentum": 0.9}, "also with momentum"),
         ("11.1", {"lora_rank": 4}, "rank 16 or more"),
         ("11.1", {"lora_rank": 16, "lora_targets": ("q_proj",)}, "on every linear layer"),
-        ("11.1", {"sharding": "fsdp"}, "sharding='fsdp' is for several cards, but there is only one"),
+        (
+            "11.1",
+            {"sharding": "fsdp"},
+            "sharding='fsdp' is for several cards, but there is only one",
+        ),
         ("11.1", {"precision": None}, "precision=None"),
         ("11.2", {"accumulation": 3}, "accumulation=3 does not cut 8 rows evenly"),
-        ("11.10", {"sharding": "fsdp", "accumulation": 4}, "accumulation=4 does not cut 2 rows of each card evenly"),
-        ("11.10", {"precision": "bf16"}, "8 cards train together, but the recipe does not say how they share"),
+        (
+            "11.10",
+            {"sharding": "fsdp", "accumulation": 4},
+            "accumulation=4 does not cut 2 rows of each card evenly",
+        ),
+        (
+            "11.10",
+            {"precision": "bf16"},
+            "8 cards train together, but the recipe does not say how they share",
+        ),
         ("11.10", {"lora_rank": 16}, "every weight must be trained"),  # no sharding would help it
         ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_recipe_here_hears_why(id, answer, says, capsys):
     said, result = line(capsys, id, answer)
     assert said.startswith(f"✗ {id} not yet: ") and says in said and result == puzzle(id).best()[0]
@@ -215,10 +267,14 @@ def test_the_impossible_one_is_impossible_and_wants_a_name(capsys):
     for precision in PRECISIONS:
         held = resident_bytes(here.work, Recipe(precision=precision))
         assert held["parameters"] + held["gradients"] > here.card.nbytes
-    assert resident_bytes(here.work, Recipe(precision="bf16"))["parameters"] < 0.6 * here.card.nbytes
+    assert (
+        resident_bytes(here.work, Recipe(precision="bf16"))["parameters"] < 0.6 * here.card.nbytes
+    )
     said, _ = line(capsys, "11.12", "Gradients ")
     assert "✓ 11.12 passed" in said and "12.55 GiB" in said and "25.10 GiB" in said
-    assert "the answer is the name of one category: parameters, " in line(capsys, "11.12", Recipe())[0]
+    assert (
+        "the answer is the name of one category: parameters, " in line(capsys, "11.12", Recipe())[0]
+    )
 
 
 # Stars.
@@ -241,10 +297,15 @@ def test_stars_are_given_by_time_and_kept(capsys):
     said, _ = line(capsys, "11.1", slow)
     assert "half a GiB ★☆☆ (" in said
     kept = progress.load()["puzzles"]["11.1"]
-    assert kept == {"seconds": weighed.seconds, "recipe": puzzles.written(best)}  # the faster one stays
+    # the faster one stays
+    assert kept == {"seconds": weighed.seconds, "recipe": puzzles.written(best)}
     assert eval(kept["recipe"]) == best
     table = str(stars()).splitlines()
-    assert len(table) == 12 and table[0].split()[:2] == ["11.1", "★★★"] and table[1].split()[0] == "11.2"
+    assert (
+        len(table) == 12
+        and table[0].split()[:2] == ["11.1", "★★★"]
+        and table[1].split()[0] == "11.2"
+    )
     assert "Stars of lesson 11's puzzles" in summary() and "★★★" in summary()
 
 
@@ -262,13 +323,18 @@ def test_who_beats_the_planner_is_told_and_shown_with_the_recipe():
     assert one.stars(faster) == "★★★, you beat the planner"
     progress.record_puzzle("11.4", faster, "Recipe(precision='bf16')")
     row = str(stars()).splitlines()[3]
-    assert "you beat the planner, with Recipe(precision='bf16')" in row and puzzles.micros(faster) in row
+    assert (
+        "you beat the planner, with Recipe(precision='bf16')" in row
+        and puzzles.micros(faster) in row
+    )
 
 
 def test_an_old_progress_file_has_no_stars_and_a_damaged_entry_costs_only_itself(capsys):
     progress.record_check("0.1", "passed")
     assert (
-        "puzzles" not in progress.load() and "Stars" not in summary() and len(str(stars()).splitlines()) == 12
+        "puzzles" not in progress.load()
+        and "Stars" not in summary()
+        and len(str(stars()).splitlines()) == 12
     )
     progress.record_puzzle("11.1", 2e-5, "Recipe()")
     progress.record_puzzle("11.2", 3e-5, "Recipe()")
@@ -302,8 +368,14 @@ def test_the_picture_shows_the_card_with_and_without_a_recipe():
     assert f'data-bytes="{weighed.room}"' in full._repr_html_()
     assert "left over" in str(full) and "★★★" in str(full)
     strict = replace(puzzle("11.1"), conditions=("16 bits",))
-    against = strict.show(Recipe(precision="bf16", lora_rank=16, quantized_base=True, accumulation=4))
-    assert "condition is broken" in str(against) and "★" not in str(against) and sum(against.parts().values())
+    against = strict.show(
+        Recipe(precision="bf16", lora_rank=16, quantized_base=True, accumulation=4)
+    )
+    assert (
+        "condition is broken" in str(against)
+        and "★" not in str(against)
+        and sum(against.parts().values())
+    )
 
 
 def test_a_puzzle_says_what_it_is():
@@ -327,6 +399,8 @@ def test_no_line_of_a_card_goes_through_the_total(share):
 
     picture = bar_svg({"x": {"parameters": round(share * 15 * 2**30)}}, cards={"card": 15 * 2**30})
     line = float(re.search(r'class="gm-card"[^>]* x1="([\d.]+)"', picture)[1])
-    label, words = re.search(r'<text x="([\d.]+)"[^>]*font-weight="700"[^>]*>([\d.]+ GiB)<', picture).groups()
+    label, words = re.search(
+        r'<text x="([\d.]+)"[^>]*font-weight="700"[^>]*>([\d.]+ GiB)<', picture
+    ).groups()
     assert line < float(label) or float(label) + 8 * len(words) < line
     assert float(label) + 8 * len(words) < 760

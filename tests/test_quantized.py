@@ -32,7 +32,12 @@ def test_nf4_keeps_weights_near_and_bytes_as_documented():
     assert error < 0.18  # half the widest gap between values, and the magnitudes' own rounding
     nbytes = {name: p.numel() * p.itemsize for name, p in small.named_parameters()}
     n = 512 * 384
-    assert nbytes == {"packed": n // 2, "magnitudes": n // 64, "scales": 4 * (n // 64 // 256), "offset": 4}
+    assert nbytes == {
+        "packed": n // 2,
+        "magnitudes": n // 64,
+        "scales": 4 * (n // 64 // 256),
+        "offset": 4,
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,9 @@ def test_each_4_bits_are_the_nearest_value_times_its_blocks_magnitude(shape):
         nearest_codes = (some[:, None] / scale.clamp(min=1e-38) - code).abs().argmin(1)
         kept += (code[nearest_codes] * scale + largest.mean()).tolist()
     nibbles = [(b[:, None] / k - values).abs().argmin(1) for b, k in zip(blocks, kept, strict=True)]
-    packed = torch.stack([layer.packed // 16, layer.packed % 16], dim=1).flatten()[: base.weight.numel()]
+    packed = torch.stack([layer.packed // 16, layer.packed % 16], dim=1).flatten()[
+        : base.weight.numel()
+    ]
     assert torch.equal(packed.long(), torch.cat(nibbles))
     wanted = torch.cat([values[n] * k for n, k in zip(nibbles, kept, strict=True)]).view(shape)
     torch.testing.assert_close(layer.dequantized(), wanted, rtol=1e-6, atol=1e-7)
@@ -64,9 +71,15 @@ def test_the_8_bit_values_are_middles_of_equal_intervals_of_decades(signed):
     for decade in range(7):
         intervals = 2**decade if signed else 2 ** (decade + 1)
         middles = [0.1 + 0.9 * (i + 0.5) / intervals for i in range(intervals)]
-        found += [sign * 10.0 ** (decade - 6) * m for m in middles for sign in ((1, -1) if signed else (1,))]
+        found += [
+            sign * 10.0 ** (decade - 6) * m
+            for m in middles
+            for sign in ((1, -1) if signed else (1,))
+        ]
     assert len(found) == 256
-    torch.testing.assert_close(code_table(signed, None), torch.tensor(sorted(found)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        code_table(signed, None), torch.tensor(sorted(found)), rtol=1e-6, atol=0
+    )
 
 
 def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
@@ -99,7 +112,9 @@ def most_at_once(run) -> int:
 
 
 def test_what_the_operators_take_inside_is_as_documented():
-    """``predict`` names both figures, which are those of one slice: all at once, it would be more for larger weights."""
+    """``predict`` names both figures, which are those of one slice: all at once, it would be more
+    for larger weights.
+    """
     layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
     layer.dequantized(torch.bfloat16)
     result, magnitudes = 2048 * 4096 * 2, 2048 * 4096 // quantized.BLOCK * 4
@@ -120,7 +135,9 @@ def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):
     assert torch.equal(layer.dequantized(), whole)
 
 
-@pytest.mark.parametrize("code", [code_table(True, None), code_table(False, None), quantized.nf4_values()])
+@pytest.mark.parametrize(
+    "code", [code_table(True, None), code_table(False, None), quantized.nf4_values()]
+)
 def test_the_table_finds_what_a_binary_search_finds(code):
     """At every middle and beside it, and at both ends of all floats that begin alike."""
     middles = (code[1:] + code[:-1]) / 2
@@ -153,13 +170,17 @@ def test_an_addition_is_not_lost_in_a_base_in_4_bits():
     model = nn.Sequential(nn.Linear(64, 64))
     add_lora(model, 4)
     assert quantized.quantize_base(model) == 1
-    with pytest.raises(ValueError, match="in 4 bits, and rounding to 4 bits would lose the additions"):
+    with pytest.raises(
+        ValueError, match="in 4 bits, and rounding to 4 bits would lose the additions"
+    ):
         model[0].merged()
 
 
 def test_a_mixtures_experts_stay_as_they_are():
     model = model_class(tiny_config("mixtral"))(tiny_config("mixtral"))
-    experts = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name}
+    experts = {
+        name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name
+    }
     add_lora(model, 2)
     assert quantized.quantize_base(model) == 2 * 4  # attention's
     after = dict(model.named_parameters())
@@ -177,6 +198,8 @@ def test_operators_return_for_fake_tensors_what_they_return():
         (kernels.dequantize, (packed, absmax, 275, 65, torch.bfloat16)),
     ):
         with FakeTensorMode() as mode:
-            found = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given))
+            found = operator(
+                *(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given)
+            )
         pairs = zip(tree_leaves(found), tree_leaves(operator(*given)), strict=True)
         assert all((fake.shape, fake.dtype) == (real.shape, real.dtype) for fake, real in pairs)

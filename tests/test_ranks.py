@@ -32,7 +32,13 @@ def reduced(start: int):
     print("the sum is", total[0].item())
     if dist.get_rank():
         warnings.warn("from rank 1", stacklevel=1)
-    return total, gc.isenabled(), torch.get_num_threads(), os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return (
+        total,
+        gc.isenabled(),
+        torch.get_num_threads(),
+        os.environ["RANK"],
+        os.environ["WORLD_SIZE"],
+    )
 
 
 def test_each_rank_returns_and_the_first_prints(capfd):
@@ -61,7 +67,9 @@ def test_one_error_arrives_and_names_its_rank():
             raise ValueError("no such batch")
         dist.barrier()
 
-    with pytest.raises(RanksFailed, match=r"in fail\n(.|\n)*rank 1 of 2: ValueError: no such batch$"):
+    with pytest.raises(
+        RanksFailed, match=r"in fail\n(.|\n)*rank 1 of 2: ValueError: no such batch$"
+    ):
         run_ranks(fail)
 
 
@@ -100,19 +108,28 @@ def test_several_threads_may_call_at_once():
 
 
 def family() -> list[psutil.Process]:
-    """The processes below this one that run: also the fork server, which has no rank when nothing runs."""
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """The processes below this one that run: also the fork server, which has no rank when nothing
+    runs.
+    """
+    return [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """No process, port or file of a call is left after it. The fork server, which waits for the next call, is older."""
+    """No process, port or file of a call is left after it.
+
+    The fork server, which waits for the next call, is older.
+    """
     run_ranks(print, ranks=1)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def left():
-        ports = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        ports = [
+            c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN
+        ]
         return {p.pid for p in family()}, ports, os.listdir(tmp_path)
 
     before = left()
@@ -130,7 +147,9 @@ def stuck(kill=None):
 
 @pytest.mark.parametrize("killed", [0, 3])
 def test_a_killed_rank_ends_the_others_with_a_sentence(killed, alone):
-    with pytest.raises(RanksFailed, match=rf"rank {killed} of 4 was ended by SIGKILL .* The other ranks"):
+    with pytest.raises(
+        RanksFailed, match=rf"rank {killed} of 4 was ended by SIGKILL .* The other ranks"
+    ):
         run_ranks(stuck, killed, ranks=4, seconds=None)
 
 
@@ -152,7 +171,9 @@ def waits_for_ever():
 
 
 def test_after_its_time_it_says_where_each_rank_waits(alone, monkeypatch):
-    """Its time is over when rank 1 has returned, however long that takes; then the clock goes on slowly."""
+    """Its time is over when rank 1 has returned, however long that takes; then the clock goes on
+    slowly.
+    """
     now, listen = [0.0, 0.0], ranks._Crew._listen
 
     def clock():

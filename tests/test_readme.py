@@ -1,4 +1,6 @@
-"""The README's figures are those of the ledger and of the recorded benchmarks, and what it points to is there."""
+"""The README's figures are those of the ledger and of the recorded benchmarks, and what it points
+to is there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PLAIN = " ".join(README.split())
 
 
 def recorded(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    )
 
 
 def test_links_and_pictures_are_there():
@@ -56,7 +60,9 @@ def test_the_minutes_of_a_lesson_are_those_that_it_states():
 
 def surprises() -> list[tuple[str, str]]:
     section = README.partition("## Five lines of the ledger")[2].partition("\n## ")[0]
-    found = re.findall(r"^- \*\*(?:.*?)\*\* \((C\d\d)\) (.*?)(?=^- |\Z)", section, re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^- \*\*(?:.*?)\*\* \((C\d\d)\) (.*?)(?=^- |\Z)", section, re.MULTILINE | re.DOTALL
+    )
     return [(claim, " ".join(text.split())) for claim, text in found]
 
 
@@ -98,7 +104,10 @@ def test_the_results_are_the_recorded_ones():
     expected = [
         f"{overhead['tracked / untracked']:.2f} times",
         f"{overhead['MemTracker / untracked']:.1f} times",
-        f"{seven['first answer']['seconds']:.2f} s, then {seven['later answers, median']['seconds']:.2f} s",
+        (
+            f"{seven['first answer']['seconds']:.2f} s, then "
+            f"{seven['later answers, median']['seconds']:.2f} s"
+        ),
         f"{chain['non-uniform']['peak / none']:.1%}",
         f"{chain['sqrt (k=8)']['peak / none']:.1%}",
         f"{ours['peak bytes'] / naive['peak bytes']:.1%} of the naive run's",
@@ -107,7 +116,10 @@ def test_the_results_are_the_recorded_ones():
         f"{hf['tokens/s'] / naive['tokens/s']:.2f} times",
         f"{naive['held-out loss before']:.2f} to {ours['held-out loss after']:.2f}",
         f"naive {naive['held-out loss after']:.2f}",
-    ] + [f"{moved[on][way]['kept / none']:.0%} at {moved[on][way]['time / none']:.2f}" for on, way in shares]
+    ] + [
+        f"{moved[on][way]['kept / none']:.0%} at {moved[on][way]['time / none']:.2f}"
+        for on, way in shares
+    ]
     fewer = recorded("optimizers")
     three = [fewer["optimizers"][name] for name in ("adamw", "adamw-8bit", "lion")]
     best = ", ".join(f"{min(row['held-out loss, by learning rate'].values()):.3f}" for row in three)
@@ -119,7 +131,10 @@ def test_the_results_are_the_recorded_ones():
     first, last = room["seconds of the lesson"]["first"], room["seconds of the lesson"]["last"]
     expected += [
         f"{room['kernels']} learners' kernels at once",
-        f"{room['held together, most'] / 2**30:.1f} GiB together; each was through after {first:.0f} to {last:.0f} s",
+        (
+            f"{room['held together, most'] / 2**30:.1f} GiB together; each was through after "
+            f"{first:.0f} to {last:.0f} s"
+        ),
         f"one alone after {alone['seconds of the lesson']['median']:.0f} s",
     ]
     assert len(to_naive) == 3 and all(tuned["holds"].values())
@@ -136,10 +151,16 @@ def test_lesson_05_states_the_recorded_run_which_is_its_own():
     source = (ROOT / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")
     text, tuned = " ".join(source.replace("\n#", "\n").split()), recorded("finetune")
     naive, _, ours = tuned["ways"].values()
-    losses = naive["held-out loss before"], naive["held-out loss after"], ours["held-out loss after"]
+    losses = (
+        naive["held-out loss before"],
+        naive["held-out loss after"],
+        ours["held-out loss after"],
+    )
     said = "went from {:.2f} nats a token to {:.2f} (naive) and {:.2f} (all of it)".format(*losses)
     assert f"{said}, at {ours['peak bytes'] / naive['peak bytes']:.1%} of the naive peak" in text
-    assert f"{ours['tokens/s'] / naive['tokens/s']:.2f} times the naive run's tokens a second" in text
+    assert (
+        f"{ours['tokens/s'] / naive['tokens/s']:.2f} times the naive run's tokens a second" in text
+    )
     times = lesson_04_price._times("per layer").values()
     assert f"{min(times):.2f} to {max(times):.2f} times as long" in text
     # The same recipe, rates, updates and rows held out.
@@ -150,7 +171,11 @@ def test_lesson_05_states_the_recorded_run_which_is_its_own():
     rates = [float(rate) for rate in re.findall(r'"learning_rate": ([\d.e-]+)', source)]
     assert rates == [naive["learning rate"], ours["learning rate"]]
     benchmark = (ROOT / "benchmarks" / "finetune.py").read_text(encoding="utf-8")
-    assert (tuned["steps"], int(re.search(r"^HELD_OUT = (\d+)", benchmark, re.M)[1]), False) == runs.LONG
+    assert (
+        tuned["steps"],
+        int(re.search(r"^HELD_OUT = (\d+)", benchmark, re.M)[1]),
+        False,
+    ) == runs.LONG
 
 
 def test_the_published_peaks_are_the_recorded_ones():
@@ -159,7 +184,10 @@ def test_the_published_peaks_are_the_recorded_ones():
     off = [abs(row.predicted / row.published - 1) for row in published.rows()]
     near, far = sum(part <= 0.01 for part in off), sum(part > 0.05 for part in off)
     assert published.table() in README
-    said = f"{len(off)} peaks that others measured on their cards | predicted without one: {near} within 1%, all but {far} within 5%;"
+    said = (
+        f"{len(off)} peaks that others measured on their cards | predicted without one: {near} "
+        f"within 1%, all but {far} within 5%;"
+    )
     assert said in PLAIN
 
 
@@ -179,7 +207,12 @@ def test_predicted_needs_of_an_8b_are_the_recorded_ones():
     )
     needs = [f"{nbytes / 2**30:.1f} GiB" for nbytes in (adafactor, lora, qlora)]
     said = re.search(
-        r"needs (.* GiB) to train every .*, (.* GiB) with LoRA of rank 8, and (.* GiB) with its base", PLAIN
+        (
+            r"needs (.* GiB) to train every .*, (.* GiB) with LoRA of rank 8, and (.* GiB) with "
+            r"its "
+            r"base"
+        ),
+        PLAIN,
     )
     assert list(said.groups()) == needs
 

@@ -61,18 +61,30 @@ def test_impossible_recipes(settings, says):
 
 
 VALUES = {
-    "precision": (*PRECISIONS, None), "optimizer": OPTIMIZERS, "momentum": (0.0, 0.5), "in_backward": (False, True),
-    "checkpointing": (None, *CHECKPOINTING, *SELECTIVE, "first-1", 2, (1, 1)), "every_n_layers": (None, 1, 2),
-    "offload": (None, *OFFLOAD), "sharding": (None, *SHARDING), "accumulation": (1, 2), "lora_rank": (None, 2),
-    "lora_targets": ((), ("q_proj",)), "quantized_base": (False, True), "chunked_loss": (False, True),
-}  # fmt: skip
+    "precision": (*PRECISIONS, None),
+    "optimizer": OPTIMIZERS,
+    "momentum": (0.0, 0.5),
+    "in_backward": (False, True),
+    "checkpointing": (None, *CHECKPOINTING, *SELECTIVE, "first-1", 2, (1, 1)),
+    "every_n_layers": (None, 1, 2),
+    "offload": (None, *OFFLOAD),
+    "sharding": (None, *SHARDING),
+    "accumulation": (1, 2),
+    "lora_rank": (None, 2),
+    "lora_targets": ((), ("q_proj",)),
+    "quantized_base": (False, True),
+    "chunked_loss": (False, True),
+}
 EXACT, SHARDS = {None, "float32", "bf16", "autocast-bf16", "autocast-fp16"}, {"zero2", "fsdp"}
-WHOLE = {"precision": EXACT, "sharding": {None, "ddp", "zero1"}}  # optimizers that want whole weights
+# optimizers that want whole weights
+WHOLE = {"precision": EXACT, "sharding": {None, "ddp", "zero1"}}
 # What a choice leaves to the others.
 PARTNERS = {
     ("momentum", 0.5): {"optimizer": {"sgd"}},
     ("in_backward", True): {
-        "accumulation": {1}, "sharding": {None, *SHARDS}, "precision": {*EXACT, "float32-master"} - {"autocast-fp16"},
+        "accumulation": {1},
+        "sharding": {None, *SHARDS},
+        "precision": {*EXACT, "float32-master"} - {"autocast-fp16"},
     },
     ("optimizer", "adamw-8bit"): WHOLE,
     ("optimizer", "adafactor"): WHOLE,
@@ -80,13 +92,19 @@ PARTNERS = {
     ("optimizer", "adamw-stochastic"): {"precision": {"bf16", None}, "sharding": {None, "zero1"}},
     ("optimizer", "sgd"): {"precision": EXACT},
     ("lora_targets", ("q_proj",)): {"lora_rank": {2}},
-    ("quantized_base", True): {"lora_rank": {2}, "precision": {None, "float32", "bf16", "float32-master"}},
+    ("quantized_base", True): {
+        "lora_rank": {2},
+        "precision": {None, "float32", "bf16", "float32-master"},
+    },
     ("every_n_layers", 1): {"checkpointing": {None}},
     ("every_n_layers", 2): {"checkpointing": {None}},
-    ("checkpointing", "best"): {"offload": {None, "boundaries", "parameters"}, "sharding": {None, "ddp", "zero1"}},
+    ("checkpointing", "best"): {
+        "offload": {None, "boundaries", "parameters"},
+        "sharding": {None, "ddp", "zero1"},
+    },
     ("chunked_loss", True): {"sharding": {None}},
     ("offload", "parameters"): {"sharding": {"fsdp"}},
-}  # fmt: skip
+}
 BASES = [
     {},
     {"lora_rank": 2, "precision": "bf16"},
@@ -105,7 +123,9 @@ def test_what_goes_with_what():
         for pair in combinations(choices, 2):
             fields = plain | base | dict(pair)
             partners = [PARTNERS.get(choice, {}) for choice in fields.items()]
-            fine = all(fields[field] in allowed for others in partners for field, allowed in others.items())
+            fine = all(
+                fields[field] in allowed for others in partners for field, allowed in others.items()
+            )
             inputs = fields["every_n_layers"] or fields["checkpointing"] not in (None, *SELECTIVE)
             fine = fine and (inputs or fields["offload"] != "boundaries")
             cut = fields["sharding"] in SHARDS and fields["precision"] == "float32-master"
@@ -129,7 +149,9 @@ def test_rows_of_a_micro_batch():
 
 
 def test_a_recipe_is_a_key():
-    """Equal ones are the same key, also where the schedule was given as a list, and none changes afterwards."""
+    """Equal ones are the same key, also where the schedule was given as a list, and none changes
+    afterwards.
+    """
     recipe = Recipe(checkpointing=[2, 1])
     assert {recipe: 1}[Recipe(checkpointing=(2, 1))] == 1
     with pytest.raises(FrozenInstanceError):
@@ -267,7 +289,10 @@ def test_weights_that_float32_cannot_hold_are_their_own_masters(dtype):
 
 def test_chunked_cross_entropy_is_cross_entropy():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
+    hidden, weight = (
+        torch.randn(50, 12, requires_grad=True),
+        torch.randn(30, 12, requires_grad=True),
+    )
     labels = torch.randint(0, 30, (50,))
     labels[::7] = -100
     grads = []
@@ -293,7 +318,9 @@ def test_chunks_with_one_side_frozen_have_the_others_gradient(frozen):
 
 
 def test_a_chunk_is_let_go_before_the_next():
-    """By the CPU allocator's events: three chunks need what one does, and the gradient of two more."""
+    """By the CPU allocator's events: three chunks need what one does, and the gradient of
+    two more.
+    """
     weight, tokens, width = torch.randn(4000, 8, requires_grad=True), 16, 8
     peaks = []
     for chunks in (1, 3):
@@ -306,9 +333,14 @@ def test_a_chunk_is_let_go_before_the_next():
 
 def test_chunks_under_autocast_have_the_gradients_of_float32_but_for_rounding():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 12, requires_grad=True), torch.randn(30, 12, requires_grad=True)
+    hidden, weight = (
+        torch.randn(50, 12, requires_grad=True),
+        torch.randn(30, 12, requires_grad=True),
+    )
     labels = torch.randint(0, 30, (50,))
-    wanted = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.T, labels), (hidden, weight))
+    wanted = torch.autograd.grad(
+        nn.functional.cross_entropy(hidden @ weight.T, labels), (hidden, weight)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         loss = chunked_cross_entropy(hidden, weight, labels, 16)
     for found, exact in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
@@ -343,9 +375,13 @@ def test_a_linear_layer_that_returns_a_pair_is_left_alone():
     assert set(linear_layers(model)) == {"loud", "plain"}
 
 
-@pytest.mark.parametrize("base", [nn.Embedding(9, 9), Linear4bit(nn.Linear(64, 64)), None, nn.Linear(9, 9)])
+@pytest.mark.parametrize(
+    "base", [nn.Embedding(9, 9), Linear4bit(nn.Linear(64, 64)), None, nn.Linear(9, 9)]
+)
 def test_lora_is_for_linear_layers_and_a_rank(base):
-    with pytest.raises(ValueError, match=r"give an nn\.Linear or Conv1D, and a rank of at least 1, not"):
+    with pytest.raises(
+        ValueError, match=r"give an nn\.Linear or Conv1D, and a rank of at least 1, not"
+    ):
         LoRALinear(base, 0 if type(base) is nn.Linear else 4)
 
 

@@ -1,4 +1,6 @@
-"""What a wrong answer is told where no known mistake is all of it; and answers that never end, or are interrupted."""
+"""What a wrong answer is told where no known mistake is all of it; and answers that never end, or
+are interrupted.
+"""
 
 import contextlib
 import threading
@@ -26,7 +28,10 @@ VOLUME = exercise_of(
     [
         (lambda w, h, d: 30, "the answer is 30 for all arguments"),
         (lambda w, h, d: w * h, "`depth` has no effect on your answer."),
-        (lambda w, h, d: w * h * d * d, "with twice the `depth` your answer is 4 times as large, but should be 2 times"),
+        (
+            lambda w, h, d: w * h * d * d,
+            "with twice the `depth` your answer is 4 times as large, but should be 2 times",
+        ),
         (lambda w, h, d: 3 * w * h * d, "every case is 3 times too large."),
         (lambda w, h, d: -w * h * d, "negative"),
         (lambda w, h, d: str(w * h * d), "return a number: this is text, '30'."),
@@ -34,7 +39,7 @@ VOLUME = exercise_of(
         (lambda w, h, d: w * h * d + 0.5, "return a whole number"),
         (lambda w, h, d: float("nan"), "not a number"),
     ],
-)  # fmt: skip
+)
 def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
     line = judge(VOLUME, answer).line
     assert said in line and "\n" not in line
@@ -42,7 +47,9 @@ def test_what_a_wrong_formula_does_is_read_off_its_numbers(answer, said):
 
 
 def test_a_factor_is_seen_beside_cases_that_are_0():
-    share = exercise_of(lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), unseen=((7, 2), (9, 3))))
+    share = exercise_of(
+        lambda x, y: (x - y) / y, calls((2, 2), (3, 2), (5, 4), unseen=((7, 2), (9, 3)))
+    )
     assert "every case is 100 times too large." in judge(share, lambda x, y: 100 * (x - y) / y).line
     offset = judge(share, lambda x, y: 100 * (x - y) / y + (x == y)).line
     assert "every case" not in offset and "got 1, expected 0" in offset
@@ -75,7 +82,9 @@ def test_the_first_of_two_mistakes_is_named():
         return 2 * (w * h + h * d + w * d) if w != 4 else 17
 
     line = judge(VOLUME, surface_and_more).line
-    assert line.startswith("✗ 0.7 not yet: this is the surface. For <lambda>(3, 5, 2): got 62, expected 30")
+    assert line.startswith(
+        "✗ 0.7 not yet: this is the surface. For <lambda>(3, 5, 2): got 62, expected 30"
+    )
 
 
 def test_a_coincidence_in_one_case_is_no_mistake():
@@ -85,13 +94,14 @@ def test_a_coincidence_in_one_case_is_no_mistake():
 def test_what_is_right_already_is_said():
     def observe(f):
         return {
-            name: {"area": f(*size), "width": size[0]} for name, size in (("one", (1, 5)), ("two", (2, 4)))
+            name: {"area": f(*size), "width": size[0]}
+            for name, size in (("one", (1, 5)), ("two", (2, 4)))
         }
 
     line = judge(exercise_of(area, observe), lambda w, h: 5 if w == 1 else 9).line
-    assert (
-        line
-        == "✗ 0.7 not yet: all is right for one, and 'width' is right; for two, entry 'area': got 9, expected 8."
+    assert line == (
+        "✗ 0.7 not yet: all is right for one, and 'width' is right; for two, entry 'area': got "
+        "9, expected 8."
     )
 
 
@@ -103,7 +113,9 @@ def test_notes_are_for_the_explanation_alone():
         area, observe, explain=lambda got, expected: f"{len(got.notes['calls'])} call is made."
     )
     assert judge(explained, lambda w, h: h * w).outcome == PASSED
-    assert judge(explained, lambda w, h: 1).line.startswith("✗ 0.7 not yet: 1 call is made. For a strip")
+    assert judge(explained, lambda w, h: 1).line.startswith(
+        "✗ 0.7 not yet: 1 call is made. For a strip"
+    )
 
 
 def test_an_exception_says_what_to_look_at():
@@ -129,7 +141,10 @@ def test_an_exception_says_what_to_look_at():
 def test_a_raised_mistake_is_matched_by_its_case():
     two = Mistake("two", lambda sides: sides[0] * sides[1], "this takes two sides.")
     sides = exercise_of(lambda sides: sides[0] * sides[-1], calls(((2, 3),), ((4,),)), two)
-    assert judge(sides, lambda sides: sides[0] * sides[1]).line == "✗ 0.7 not yet: this takes two sides."
+    assert (
+        judge(sides, lambda sides: sides[0] * sides[1]).line
+        == "✗ 0.7 not yet: this takes two sides."
+    )
     assert "IndexError" in judge(sides, lambda sides: (4, 5)[len(sides)] and sides[2]).line
 
 
@@ -153,7 +168,10 @@ def test_an_endless_answer_is_stopped_with_a_sentence(monkeypatch, elsewhere):
         thread.join(20)
     else:
         judged()
-    assert "your code was stopped after 0 seconds, and is at line" in lines[0] and "never ends" in lines[0]
+    assert (
+        "your code was stopped after 0 seconds, and is at line" in lines[0]
+        and "never ends" in lines[0]
+    )
     assert judge(AREA, area).outcome == PASSED
 
 
@@ -213,9 +231,23 @@ def test_a_hook_left_on_a_weight_is_found_unless_it_is_asked_for(register):
 
 def test_no_kind_of_result_stops_a_check():
     odd = [
-        None, True, 0.5, "a", (1, 2), (2, 1), {"a": 1}, torch.tensor(1.0), torch.randn(3), (torch.randn(3), torch.randn(3)),
-        (torch.randn(2), 1), (float("nan"),) * 2, 1 + 2j, torch.float32, range(3), object(),
-    ]  # fmt: skip
+        None,
+        True,
+        0.5,
+        "a",
+        (1, 2),
+        (2, 1),
+        {"a": 1},
+        torch.tensor(1.0),
+        torch.randn(3),
+        (torch.randn(3), torch.randn(3)),
+        (torch.randn(2), 1),
+        (float("nan"),) * 2,
+        1 + 2j,
+        torch.float32,
+        range(3),
+        object(),
+    ]
     for got in odd:
         for expected in odd:
             recognising.fact({"one": got, "two": got}, {"one": expected, "two": expected}, 1e-6)

@@ -19,14 +19,17 @@ POINTS = {
 
 
 def step_of(attention: str):
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention)
+    model = models.tiny_llama(
+        layers=2, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
+    )
     ids = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(0))
     return model, lambda: model(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_fused_attention_counts_as_eager_and_one_product_more():
     fused, eager = (count_operations(step_of(attention)[1]) for attention in ("sdpa", "eager"))
-    scores = 2 * (2 * 4 * 32 * 32 * 16)  # rows, heads, tokens, tokens, head's size: two operations each
+    # rows, heads, tokens, tokens, head's size: two operations each
+    scores = 2 * (2 * 4 * 32 * 32 * 16)
     layers = 2
     # Backward computes the scores again.
     assert fused - eager == layers * scores

@@ -1,4 +1,6 @@
-"""Lesson 05's runs: their short form has the peaks of the long one, and one update those of any later one."""
+"""Lesson 05's runs: their short form has the peaks of the long one, and one update those of any
+later one.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,13 @@ IN_BF16 = {"precision": "bf16", "accumulation": 8}
             Recipe(accumulation=8, checkpointing="per-layer", precision="autocast-bf16"),
             Recipe(**IN_BF16, checkpointing="per-layer", optimizer="adamw-8bit"),
             Recipe(**IN_BF16, optimizer="adafactor-torch"),
-            Recipe(precision="bf16", accumulation=2, optimizer="adamw-8bit", lora_rank=4, chunked_loss=True),
+            Recipe(
+                precision="bf16",
+                accumulation=2,
+                optimizer="adamw-8bit",
+                lora_rank=4,
+                chunked_loss=True,
+            ),
         ],
         start=1,
     ),
@@ -31,9 +39,13 @@ def test_the_short_form_has_the_peak_of_the_long_one(recipe, monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)  # Trainer's output folder
     tiny = {"layers": 3, "hidden": 64, "intermediate": 160, "vocab": 512, "tied": True}
     monkeypatch.setattr(
-        models, "smollm2", lambda dtype: (models.tiny_llama(**tiny, dtype=dtype or torch.float32), None)
+        models,
+        "smollm2",
+        lambda dtype: (models.tiny_llama(**tiny, dtype=dtype or torch.float32), None),
     )
-    rows = texts.Rows(torch.randint(0, 512, (32, runs.SEQ_LEN), generator=torch.Generator().manual_seed(0)))
+    rows = texts.Rows(
+        torch.randint(0, 512, (32, runs.SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    )
     found = {}
     for size, updates, whole in (("ci", 1, False), ("ci", 1, True), ("full", 2, False)):
         monkeypatch.setenv("GRADMEM_SIZE", size)
@@ -48,5 +60,6 @@ def test_the_short_form_has_the_peak_of_the_long_one(recipe, monkeypatch, tmp_pa
             assert abs(apart) <= 4 * recipe.accumulation, (case, category)  # losses
         assert (
             run.tokens
-            == (runs.BATCH // recipe.accumulation if case == ("ci", 1, False) else runs.BATCH) * runs.SEQ_LEN
+            == (runs.BATCH // recipe.accumulation if case == ("ci", 1, False) else runs.BATCH)
+            * runs.SEQ_LEN
         )

@@ -1,4 +1,6 @@
-"""What a schedule's record says: events of real steps against independent counts, its bytes against the tracker."""
+"""What a schedule's record says: events of real steps against independent counts, its bytes against
+the tracker.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ def test_each_segment_runs_again_just_before_its_backward():
     first = looks.index("dropped")
     assert first <= 1 and looks[first : first + 9] == ["dropped"] * 6 + ["forward"] * 2 + [""]
     stops = [event.stop for event in record.events]
-    assert [event.start for event in record.events] == [0, *stops[:-1]] and stops[-1] == len(record.totals)
+    assert [event.start for event in record.events] == [0, *stops[:-1]] and stops[-1] == len(
+        record.totals
+    )
 
 
 def test_reentrant_checkpoints_are_heard_as_well():
     layers, calls = chain(6)
     x = batch()
-    record = record_schedule(layers, lambda: in_segments(layers, [3, 3], x, reentrant=True).sum().backward())
+    record = record_schedule(
+        layers, lambda: in_segments(layers, [3, 3], x, reentrant=True).sum().backward()
+    )
     assert record.ran("forward", "recompute") == calls
     assert record.ran("recompute") == [0, 1, 2]
     assert record.ran("backward") == [5, 4, 3, 2, 1, 0]
@@ -128,11 +134,16 @@ def test_a_llama(how):
     record = record_schedule(layers, lambda: model(input_ids=tokens, labels=tokens).loss.backward())
     assert record.ran("forward", "recompute") == calls
     assert (
-        record.ran("recompute") == {"none": [], "transformers": [3, 2, 1, 0], "segments": [2, 3, 0, 1]}[how]
+        record.ran("recompute")
+        == {"none": [], "transformers": [3, 2, 1, 0], "segments": [2, 3, 0, 1]}[how]
     )
     assert record.ran("backward") == [3, 2, 1, 0]
-    assert [e.kind for e in record.events].count("outside") == 2, "the embedding, and the head with the loss"
-    assert record.inputs.max() == 4 * 2 * 32 * 32, "a mask or position table was taken for a layer's input"
+    assert [e.kind for e in record.events].count("outside") == 2, (
+        "the embedding, and the head with the loss"
+    )
+    assert record.inputs.max() == 4 * 2 * 32 * 32, (
+        "a mask or position table was taken for a layer's input"
+    )
     weights = sum(p.nbytes for p in model.parameters())
     assert record.live["left"][-1] == weights, "what is left of the step is its gradients"
     for hook in hooks:
@@ -158,10 +169,14 @@ def test_boundaries_are_stored_from_when_they_are_made():
     layers, _ = chain(8)
     record = record_schedule(layers, step_of(layers, [3, 3, 2]))
     at = {(event.kind, event.layer): t for t, event in enumerate(record.events)}
-    # The input of the second segment is the output of layer 2, and is let go with the backward of layer 3.
+    # The input of the second segment is the output of layer 2, and is let go with the backward of
+    # layer 3.
     assert schedules.spans(record.inputs[3]) == [(at["forward", 2], at["backward", 3])]
-    assert schedules.spans(record.inputs[0]) == [(0, len(record.events))], "the caller still holds the batch"
-    for layer in (1, 2, 4, 5, 7):  # inside a segment: handed on, and gone when the next layer has run
+    assert schedules.spans(record.inputs[0]) == [(0, len(record.events))], (
+        "the caller still holds the batch"
+    )
+    # inside a segment: handed on, and gone when the next layer has run
+    for layer in (1, 2, 4, 5, 7):
         assert all(stop - start == 1 for start, stop in schedules.spans(record.inputs[layer]))
     assert set(record.inputs[3]) == {0, X}
 
@@ -189,7 +204,9 @@ def test_gradients_of_parameters_are_left_after_the_step():
     x = torch.randn(32, 8)
     record = record_schedule(layers, lambda: layers(x).sum().backward())
     assert record.live["left"][-1] == 4 * (8 * 8 + 8) * 4
-    assert record.totals[-1] == record.live["left"][-1] + X + 2 * 4, "the batch, the loss and its gradient"
+    assert record.totals[-1] == record.live["left"][-1] + X + 2 * 4, (
+        "the batch, the loss and its gradient"
+    )
 
 
 # Leaving no trace.
@@ -233,9 +250,19 @@ def test_gradients_and_random_numbers_are_the_same_as_without_a_recorder():
 @pytest.mark.parametrize(
     "layers, step, error, says",
     [
-        ([nn.Linear(8, 8), 3], lambda: None, TypeError, "was given int.*for a Llama, model.model.layers"),
+        (
+            [nn.Linear(8, 8), 3],
+            lambda: None,
+            TypeError,
+            "was given int.*for a Llama, model.model.layers",
+        ),
         ([], lambda: None, TypeError, "was given none"),
-        ([nn.Linear(8, 8)], lambda: None, ValueError, "layer 0 of 1, from 0, was not seen to run forward"),
+        (
+            [nn.Linear(8, 8)],
+            lambda: None,
+            ValueError,
+            "layer 0 of 1, from 0, was not seen to run forward",
+        ),
     ],
 )
 def test_mistakes_are_explained(layers, step, error, says):

@@ -30,7 +30,10 @@ def record():
 
 
 def test_the_cells_survive_greyscale_and_colour_blindness():
-    cells = [schedules.COLORS[look] for look in ("forward", "dropped", "recompute", "internals", "backward")]
+    cells = [
+        schedules.COLORS[look]
+        for look in ("forward", "dropped", "recompute", "internals", "backward")
+    ]
     assert min(abs(lab(a)[0] - lab(b)[0]) for a, b in itertools.combinations(cells, 2)) > 9
     for sight in SIGHT:
         seen = [lab(color, sight) for color in cells]
@@ -40,9 +43,13 @@ def test_the_cells_survive_greyscale_and_colour_blindness():
 def test_every_event_is_one_cell_and_stored_bars_lie_between(record):
     boxes = schedules.boxes_of(record)
     cells = [
-        (x, int(y), w) for look in (*schedule_record.KINDS, "dropped") for x, y, w, _ in boxes.get(look, [])
+        (x, int(y), w)
+        for look in (*schedule_record.KINDS, "dropped")
+        for x, y, w, _ in boxes.get(look, [])
     ]
-    assert sorted(cells) == sorted((t, e.layer, 1) for t, e in enumerate(record.events) if e.layer >= 0)
+    assert sorted(cells) == sorted(
+        (t, e.layer, 1) for t, e in enumerate(record.events) if e.layer >= 0
+    )
     at = {(event.kind, event.layer): t for t, event in enumerate(record.events)}
     internals = {int(y): (x, x + w) for x, y, w, _ in boxes["internals"]}
     assert internals[0] == (at["recompute", 0] + 1, at["backward", 0])
@@ -61,7 +68,9 @@ def test_the_figure_shows_its_peak_and_is_small(n):
     assert first == second and len(first) < 60_000
     assert Image.open(io.BytesIO(first)).width > 1000
     figure = schedules.plot_schedule(record, title="halves")
-    words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts, *figure.axes[1].texts])
+    words = " ".join(
+        t.get_text() for t in [*figure.texts, *figure.axes[0].texts, *figure.axes[1].texts]
+    )
     for part in (
         "halves",
         f"{record.peak:,} bytes",
@@ -86,16 +95,23 @@ def test_thinning_keeps_the_peak(record, monkeypatch):
 
 def test_words_for_those_who_do_not_see_it(record, monkeypatch):
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda data, metadata, raw: shown.append((data, metadata)))
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, metadata, raw: shown.append((data, metadata))
+    )
     schedules.show_schedule(record, title="threes")
     schedules.show_schedule(record)
     (data, metadata), (untitled, _) = shown
-    assert data["text/plain"] == "Schedule plot: threes" and untitled["text/plain"] == "Schedule plot"
+    assert (
+        data["text/plain"] == "Schedule plot: threes" and untitled["text/plain"] == "Schedule plot"
+    )
     alt = metadata["image/png"]["alt"]
     assert re.match(
         "threes: Grid of 8 layers against 2[34] columns of time", alt
     )  # PyTorch 2.11 has one event more
-    assert "that keep internals: 2, that drop them: 6; in backward, layers run forward again: 6." in alt
+    assert (
+        "that keep internals: 2, that drop them: 6; in backward, layers run forward again: 6."
+        in alt
+    )
     assert f"{record.peak:,} bytes" in alt
     data, _ = record._repr_mimebundle_()
     assert data["text/plain"] == "Schedule plot"
@@ -122,7 +138,10 @@ def drawn(explorer) -> dict[str, str]:
 
 def test_every_control_changes_picture_and_words(explorer):
     picture, controls = explorer._picture, explorer.controls
-    assert "18 forward calls (9 + 9 again)" in picture.summary and picture.summary == drawn(explorer)["title"]
+    assert (
+        "18 forward calls (9 + 9 again)" in picture.summary
+        and picture.summary == drawn(explorer)["title"]
+    )
     for name, value in (
         ("segment", 5),
         ("ratio", 8),
@@ -132,7 +151,10 @@ def test_every_control_changes_picture_and_words(explorer):
     ):
         before = picture.svg, picture.summary, picture.details
         controls[name].value = value
-        assert picture.svg != before[0] and (picture.summary, picture.details) != before[1:], (name, value)
+        assert picture.svg != before[0] and (picture.summary, picture.details) != before[1:], (
+            name,
+            value,
+        )
     assert "12 forward calls (12 + 0 again)" in picture.summary
     assert controls["segment"].disabled
     assert "Grid of 12 layers" in drawn(explorer)["description"]
@@ -154,7 +176,11 @@ def test_the_curve_is_measured_and_marks_where_you_are(explorer):
     assert f"Lowest measured of these: {lowest} boundaries" in explorer._picture.details
     root = ET.fromstring(explorer._picture.svg)
     here = next(e for e in root.iter(f"{SVG}circle") if e.get("class") == "gm-here")
-    dots = [(float(e.get("cx")), float(e.get("cy"))) for e in root.iter(f"{SVG}circle") if e.get("r") == "2"]
+    dots = [
+        (float(e.get("cx")), float(e.get("cy")))
+        for e in root.iter(f"{SVG}circle")
+        if e.get("r") == "2"
+    ]
     assert len(dots) == 9 and dots[2] == (float(here.get("cx")), float(here.get("cy")))
 
 
@@ -169,7 +195,9 @@ def test_at_a_ratio_of_one_the_lowest_point_is_the_square_root():
 
 def test_best_segments_are_lower_than_all_equal_ones():
     for n, ratio in ((12, 4), (24, 5)):
-        equal = min(schedule_explorer.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1))
+        equal = min(
+            schedule_explorer.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1)
+        )
         assert schedule_explorer.run_chain(n, 1, ratio, "best segments").peak < equal
 
 

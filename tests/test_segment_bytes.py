@@ -30,8 +30,10 @@ def peak_of_chain(n, every, keeps, keep_last=None, loss=weighted):
 
 
 def temporaries(keeps):
-    """One layer's backward: the gradient that comes in, and two of the size of the larger GELU's input (the gradient
-    before and after it). Beside them live the loss and its gradient, 4 bytes each."""
+    """One layer's backward: the gradient that comes in, and two of the size of the larger GELU's
+    input (the gradient before and after it). Beside them live the loss and its gradient, 4 bytes
+    each.
+    """
     return X + 2 * max(1, keeps - 1) * X + 8
 
 
@@ -47,9 +49,13 @@ def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
     for i, every in enumerate(schedules):
         keep_last = i % 2 == 0
         measured, handle = peak_of_chain(n, every, keeps, keep_last)
-        predicted = schedule_peak(handle.segments, a, X, keep_last=keep_last, temporaries=temporaries(keeps))
+        predicted = schedule_peak(
+            handle.segments, a, X, keep_last=keep_last, temporaries=temporaries(keeps)
+        )
         assert predicted == measured, (every, keep_last)
-    assert schedule_peak([n], a, X, temporaries=temporaries(keeps)) == peak_of_chain(n, None, keeps)[0]
+    assert (
+        schedule_peak([n], a, X, temporaries=temporaries(keeps)) == peak_of_chain(n, None, keeps)[0]
+    )
 
 
 def test_a_kept_last_segment_has_the_same_peak_as_one_that_runs_again():
@@ -60,8 +66,8 @@ def test_a_kept_last_segment_has_the_same_peak_as_one_that_runs_again():
 
 
 def test_segments_in_segments_of_layers_without_internals_need_what_a_forward_takes_in_passing():
-    # a layer that runs again only to reach a later one holds its input, both halves of its sum and their sum, beside the
-    # gradient that waits: one boundary more than its backward
+    # a layer that runs again only to reach a later one holds its input, both halves of its sum and
+    # their sum, beside the gradient that waits: one boundary more than its backward
     segments = best_segments(16, 0, X, 2.0)
     measured, _ = peak_of_chain(16, segments, keeps=1)
     assert schedule_peak(segments, 0, X, temporaries=temporaries(1)) == measured - X
@@ -75,7 +81,13 @@ def test_the_figures_for_64_layers_that_keep_five_boundaries():
 
     none, per_layer, root, best = (boundaries(every) for every in (None, 1, "sqrt", "best"))
     uniform = min(boundaries(k) for k in range(2, 7))
-    assert (round(none), round(per_layer), round(root), round(uniform), round(best)) == (328, 76, 55, 43, 35)
+    assert (round(none), round(per_layer), round(root), round(uniform), round(best)) == (
+        328,
+        76,
+        55,
+        43,
+        35,
+    )
     assert best <= 36
     assert boundaries(best_segments(64, 4 * X, X, 2.0)) < 22
 
@@ -87,7 +99,8 @@ def test_the_root_is_the_best_segment_length_where_a_layer_keeps_its_input_alone
 
 
 def test_a_loss_with_an_expanded_gradient_spares_the_last_layer_one_boundary():
-    # sum()'s backward is one number seen as a whole tensor, so the last layer finds no gradient of X bytes
+    # sum()'s backward is one number seen as a whole tensor, so the last layer finds no gradient of
+    # X bytes
     sizes = [temporaries(5)] * 15 + [temporaries(5) - X]
     for every in (1, 2, 3, "sqrt", [8, 8], [3, 2, 2, 2, 2, 2, 1, 1, 1]):
         measured, handle = peak_of_chain(16, every, 5, loss=lambda y: y)
@@ -103,7 +116,9 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
     assert handle.internal == [w * X for w in widths] and handle.boundary == [X] * 9
     needs = [X + 2 * w * X + 8 for w in widths]
     measured = tracker.peak.total - sum(p.nbytes for p in net.parameters())
-    assert measured == schedule_peak(handle.segments, handle.internal, handle.boundary, temporaries=needs)
+    assert measured == schedule_peak(
+        handle.segments, handle.internal, handle.boundary, temporaries=needs
+    )
     lowest = best_segments(9, handle.internal, handle.boundary, temporaries=needs)
     assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
 
@@ -123,7 +138,9 @@ class Seen(nn.Module):
 def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace():
     net = nn.Sequential(
         *(
-            nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8))
+            nn.Sequential(
+                nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8)
+            )
             for _ in range(6)
         )
     )
@@ -179,7 +196,9 @@ def test_the_tracker_sees_what_runs_again_as_activations_in_backward_and_names_t
         weighted(net(x)).sum().backward()
     assert tracker.peak.phase == "backward"
     assert tracker.peak.by_category["activations"] >= 8 * 4 * X
-    owners = {h.module.split(".")[0] for h in tracker.largest_at_peak(100) if h.category == "activations"}
+    owners = {
+        h.module.split(".")[0] for h in tracker.largest_at_peak(100) if h.category == "activations"
+    }
     assert {str(i) for i in range(8)} <= owners
 
 
@@ -212,10 +231,14 @@ def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
     low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with low, saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x, mask)
-    there = {t.untyped_storage().data_ptr() for t in (x, mask, y, *layer.parameters(), *layer.buffers())}
+    there = {
+        t.untyped_storage().data_ptr() for t in (x, mask, y, *layer.parameters(), *layer.buffers())
+    }
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     assert found.internal == sum(n for key, n in kept.items() if key not in there)
-    assert found.boundary == x.nbytes and found.gradients == sum(p.nbytes for p in layer.parameters())
+    assert found.boundary == x.nbytes and found.gradients == sum(
+        p.nbytes for p in layer.parameters()
+    )
     with MemoryTracker(layer, live=False) as tracker:
         y = layer(x, mask)
         gradient, y = torch.ones_like(y), torch.autograd.graph.get_gradient_edge(y)
@@ -225,7 +248,13 @@ def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
     if not autocast:
         assert found.temporaries == tracker.peak.total - before
     layer.requires_grad_(False)
-    assert layer_bytes(layer, (x.detach(),), {}, x, lambda out: out)[0] == (x.nbytes, 0, 0, 0, False)
+    assert layer_bytes(layer, (x.detach(),), {}, x, lambda out: out)[0] == (
+        x.nbytes,
+        0,
+        0,
+        0,
+        False,
+    )
 
 
 def test_a_layer_with_a_weight_and_an_argument_that_it_does_not_use_is_measured():

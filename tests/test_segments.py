@@ -1,4 +1,6 @@
-"""Schedules against brute force: their peaks, their extra forwards, the best of them, and the one that is always safe."""
+"""Schedules against brute force: their peaks, their extra forwards, the best of them, and the one
+that is always safe.
+"""
 
 import itertools
 import math
@@ -30,7 +32,9 @@ def all_flat(n):
 
 @cache
 def all_nested(n):
-    """Every schedule of n layers whose segments may be schedules of at least two segments themselves."""
+    """Every schedule of n layers whose segments may be schedules of at least two segments
+    themselves.
+    """
     found = []
     for flat in all_flat(n):
         choices = [[k, *(s for s in all_nested(k) if len(s) > 1)] if k < n else [k] for k in flat]
@@ -39,7 +43,10 @@ def all_nested(n):
 
 
 def slow_peak(segments, internal, boundary, temporaries=0):
-    """The bytes at each layer's backward, by keeping the set of what is in memory. Slower than the library's way."""
+    """The bytes at each layer's backward, by keeping the set of what is in memory.
+
+    Slower than the library's way.
+    """
 
     def lowest(items, start, held):
         tops = []
@@ -62,7 +69,9 @@ def slow_peak(segments, internal, boundary, temporaries=0):
 
 
 def slow_extra(segments, keep_last=True):
-    """Forward calls beyond the first, layer by layer: every segment around a layer runs it once more, unless kept."""
+    """Forward calls beyond the first, layer by layer: every segment around a layer runs it once
+    more, unless kept.
+    """
 
     def runs(item, again):
         if isinstance(item, int):
@@ -85,7 +94,8 @@ def test_the_best_schedule_is_the_best_of_all(n, fraction):
         key = (slow_peak(found, [a] * n, [x] * n, 2), slow_extra(found), x * (len(found) - 1))
         # the library's own peak here, for speed; it is compared with slow_peak below
         best = min(
-            (schedule_peak(s, a, x, temporaries=2), extra_forwards(s), x * (len(s) - 1)) for s in schedules
+            (schedule_peak(s, a, x, temporaries=2), extra_forwards(s), x * (len(s) - 1))
+            for s in schedules
         )
         assert key == best, (a, x, found)
 
@@ -131,7 +141,9 @@ def test_the_best_schedule_of_unequal_layers_is_the_best_of_all(data, number, n,
         kept = sum(x[start] for start in starts[:-1])
         return schedule_peak(segments, a, x, temporaries=t), extra_forwards(segments), kept
 
-    assert key(found) == min(key(s) for s in all_flat(n) if extra_forwards(s) <= fraction * n + 1e-9)
+    assert key(found) == min(
+        key(s) for s in all_flat(n) if extra_forwards(s) <= fraction * n + 1e-9
+    )
 
 
 def test_unequal_layers_get_plain_segments_however_many_forwards_are_allowed():
@@ -204,14 +216,22 @@ sizes = st.integers(0, 30)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.data(), st.integers(1, 10), st.booleans(), st.sampled_from([0, 0.4, 1.0]), st.integers(0, 300))
+@given(
+    st.data(),
+    st.integers(1, 10),
+    st.booleans(),
+    st.sampled_from([0, 0.4, 1.0]),
+    st.integers(0, 300),
+)
 def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fraction, tail):
     a, x, t = (data.draw(st.lists(sizes, min_size=n, max_size=n)) for _ in range(3))
     fraction = fraction if keep_last else 1.0
     found = best_segments(n, a, x, fraction, temporaries=t, tail=tail, keep_last=keep_last)
 
     def by_moments(segments):
-        """The bytes at each layer's backward and after the last layer, added up from what is there."""
+        """The bytes at each layer's backward and after the last layer, added up from what
+        is there.
+        """
         starts = list(itertools.accumulate([0, *segments[:-1]]))
         moments = []
         for i, (start, length) in enumerate(zip(starts, segments, strict=True)):
@@ -223,7 +243,9 @@ def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fr
         moments.append(tail + after + (sum(a[last:]) + sum(x[last:]) if keep_last else x[last]))
         return max(moments)
 
-    assert by_moments(found) == schedule_peak(found, a, x, temporaries=t, tail=tail, keep_last=keep_last)
+    assert by_moments(found) == schedule_peak(
+        found, a, x, temporaries=t, tail=tail, keep_last=keep_last
+    )
     allowed = [s for s in all_flat(n) if extra_forwards(s, keep_last) <= fraction * n + 1e-9]
     assert (by_moments(found), extra_forwards(found, keep_last)) == min(
         (by_moments(s), extra_forwards(s, keep_last)) for s in allowed

@@ -1,4 +1,6 @@
-"""A part of each layer runs again: same gradients, fewer bytes, bytes as predicted, and refusals."""
+"""A part of each layer runs again: same gradients, fewer bytes, bytes as predicted, and
+refusals.
+"""
 
 import copy
 import warnings
@@ -8,7 +10,15 @@ from math import inf
 
 import pytest
 import torch
-from predicted import assert_predicted, assert_same, config, example_batch, measured, model_class, predict
+from predicted import (
+    assert_predicted,
+    assert_same,
+    config,
+    example_batch,
+    measured,
+    model_class,
+    predict,
+)
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,7 +84,9 @@ def test_gradients_are_the_same_to_the_bit(family, part):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_parts_keep_less_than_nothing_checkpointed_and_more_than_whole_layers(attention):
-    model = models.tiny_llama(layers=4, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention)
+    model = models.tiny_llama(
+        layers=4, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
+    )
     nothing = most_activations(model)
     with checkpoint_layers(model, 1):
         whole = most_activations(model)
@@ -115,7 +127,8 @@ def test_predicted_is_tracked(family, part):
     recipe = Recipe(checkpointing=part, precision="autocast-bf16" if family == "gqa" else "float32")
     shape = config(family, layers=10 if family == "gqa" else 3)  # ten: from short traces
     assert_same(
-        predict(shape, batch_size=4, seq_len=16, recipe=recipe, target="cpu"), measured(shape, recipe)
+        predict(shape, batch_size=4, seq_len=16, recipe=recipe, target="cpu"),
+        measured(shape, recipe),
     )
 
 
@@ -145,7 +158,10 @@ def test_without_gradients_and_in_eval_mode_nothing_runs_again():
 
 @pytest.mark.parametrize(
     ("family", "part", "says"),
-    [("bert", "mlp", "has no mlp of its own"), ("llama", "norms", "'attention', 'mlp', 'elementwise'")],
+    [
+        ("bert", "mlp", "has no mlp of its own"),
+        ("llama", "norms", "'attention', 'mlp', 'elementwise'"),
+    ],
 )
 def test_what_cannot_be_is_refused(family, part, says):
     with pytest.raises(ValueError, match=says):
@@ -168,7 +184,10 @@ def test_a_key_value_cache_is_left_out_with_one_warning(part):
 def test_layers_are_checkpointed_once():
     model = model_of("llama")
     with checkpoint_parts(model, "mlp"):
-        for again in (lambda: checkpoint_parts(model, "attention"), lambda: checkpoint_layers(model, 1)):
+        for again in (
+            lambda: checkpoint_parts(model, "attention"),
+            lambda: checkpoint_layers(model, 1),
+        ):
             with pytest.raises(RuntimeError, match="checkpointed already"):
                 again()
     checkpoint_layers(model, 1).remove()
@@ -205,7 +224,11 @@ class Residual(nn.Module):
         self.inner, self.how = nn.Linear(8, 8, bias=how == "bias, then in place"), how
 
     def forward(self, x):
-        y = x[:, None] @ self.inner.weight if self.how == "4-D, in place" else self.inner(x)[:, None]
+        y = (
+            x[:, None] @ self.inner.weight
+            if self.how == "4-D, in place"
+            else self.inner(x)[:, None]
+        )
         if self.how == "apart":
             y = y + x[:, None]
         else:
@@ -223,7 +246,11 @@ def test_a_product_that_is_changed_in_place_is_refused(how):
     layers.zero_grad()
     with checkpoint_parts(layers, "elementwise"):
         loss = layers(x).square().sum()
-        with pytest.raises(RuntimeError, match="has been mutated") if how != "apart" else nullcontext():
+        with (
+            pytest.raises(RuntimeError, match="has been mutated")
+            if how != "apart"
+            else nullcontext()
+        ):
             loss.backward()
     if how == "apart":
         assert all(map(torch.equal, expected, [p.grad for p in layers.parameters()]))

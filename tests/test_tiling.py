@@ -18,7 +18,9 @@ ROWS, TOKENS, WIDTH, INSIDE = 2, 64, 32, 256
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH))
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH)
+    )
 
 
 def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -58,7 +60,8 @@ def test_one_slice_exists_inside_at_a_time():
             most.append(peak(module))
     less = [most[i] - most[i + 1] for i in range(3)]
     assert most[0] == plain and less[0] == 2 * less[1] == 4 * less[2] > inside
-    assert plain - 2 * less[0] < 3 * ROWS * TOKENS * WIDTH * 4  # input, output and the gradient between them
+    # input, output and the gradient between them
+    assert plain - 2 * less[0] < 3 * ROWS * TOKENS * WIDTH * 4
 
 
 def test_a_model_with_tiles_is_predicted_with_them():
@@ -113,7 +116,10 @@ class Halved(nn.Module):
     [Summed(), Delayed(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))],
 )
 def test_a_token_that_depends_on_another_is_refused(module):
-    with tiled(module, 2), pytest.raises(ValueError, match=f"in {type(module).__name__}, a token's output"):
+    with (
+        tiled(module, 2),
+        pytest.raises(ValueError, match=f"in {type(module).__name__}, a token's output"),
+    ):
         module(torch.randn(TOKENS, WIDTH))
 
 
@@ -143,7 +149,10 @@ def test_a_mixtures_block_takes_slices_of_one_row_and_says_so():
     with tiled(block, 2):
         torch.testing.assert_close(block(x[:1]), expected)
     for tokens in (TOKENS, 4):
-        with tiled(block, 2), pytest.raises(ValueError, match=r"cannot run on a slice .*of one row"):
+        with (
+            tiled(block, 2),
+            pytest.raises(ValueError, match=r"cannot run on a slice .*of one row"),
+        ):
             block(x[:, :tokens])
 
 

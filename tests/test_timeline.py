@@ -8,7 +8,9 @@ from gradmem_lib.names import CATEGORIES, PHASES
 
 
 def run_of(n: int) -> Timeline:
-    """A timeline of ``n`` samples: operations counted in sevens, phases in turn, bytes by category at random."""
+    """A timeline of ``n`` samples: operations counted in sevens, phases in turn, bytes by category
+    at random.
+    """
     parts = np.random.default_rng(n).integers(0, 1000, (n, len(CATEGORIES)))
     rows = [[7 * i, i % len(PHASES), sum(row), *row] for i, row in enumerate(parts.tolist())]
     return Timeline(np.array(rows, dtype=np.int64).reshape(n, 3 + len(CATEGORIES)))
@@ -31,11 +33,15 @@ def test_the_peak_is_the_first_of_equals():
         _ = Timeline(rows[:0]).peak_index
 
 
-@pytest.mark.parametrize(("n", "most"), [(5, 5), (5, 9), (6, 5), (10, 3), (101, 10), (16, 4), (7, 1), (0, 3)])
+@pytest.mark.parametrize(
+    ("n", "most"), [(5, 5), (5, 9), (6, 5), (10, 3), (101, 10), (16, 4), (7, 1), (0, 3)]
+)
 def test_a_thinned_run_keeps_the_largest_of_each_window(n, most):
     run = run_of(n)
     window = max(1, -(-n // most))
-    kept = [max(range(a, min(a + window, n)), key=lambda i: run.totals[i]) for a in range(0, n, window)]
+    kept = [
+        max(range(a, min(a + window, n)), key=lambda i: run.totals[i]) for a in range(0, n, window)
+    ]
     thin = run.decimate(most)
     assert len(thin) <= most and thin.rows.tolist() == [run.rows[i].tolist() for i in kept]
     assert max(thin.totals, default=0) == max(run.totals, default=0)

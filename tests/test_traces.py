@@ -63,7 +63,8 @@ def test_changing_an_input_does_not_reach_the_next_candidate():
         return result
 
     told = (
-        "✗ 0.7 not yet: your code has changed `numbers` in place: do not change an argument, work on a copy."
+        "✗ 0.7 not yet: your code has changed `numbers` in place: do not change an argument, "
+        "work on a copy."
     )
     assert judge(total, pops).line == told
     assert judge(total, pops).line == told
@@ -178,7 +179,10 @@ class Configured(nn.Module):
     [
         (lambda model: model.eval(), "eval mode on, but it was off before"),
         (lambda model: model.requires_grad_(False), "another requires_grad than before"),
-        (lambda model: model.layer.register_forward_hook(lambda *a: None), "a hook more or less than before"),
+        (
+            lambda model: model.layer.register_forward_hook(lambda *a: None),
+            "a hook more or less than before",
+        ),
         (lambda model: setattr(model.dropout, "p", 0.0), "another dropout than before"),
         (lambda model: setattr(model.config, "use_cache", False), "config.use_cache = False"),
     ],
@@ -248,7 +252,10 @@ def test_the_right_value_over_the_budget_is_not_enough():
     )
     anonymous = replace(BUDGETED, mistakes=())
     line = judge(anonymous, all_at_once).line
-    assert line == f"✗ 0.7 not yet: for 4 chunks: the numbers are right, the bytes are too many. {peak}"
+    assert (
+        line
+        == f"✗ 0.7 not yet: for 4 chunks: the numbers are right, the bytes are too many. {peak}"
+    )
     assert "got 15, expected 4,000" in judge(BUDGETED, lambda c, s: 15).line
 
 
@@ -279,5 +286,8 @@ def test_an_enforced_budget_is_an_answer_too_large_and_not_a_crash():
     enforced = replace(BUDGETED, observe=observe, mistakes=())
     assert judge(enforced, sum_of_squares).outcome == PASSED
     line = judge(enforced, all_at_once).line
-    expected = "your code goes over its budget of 2,000 bytes: with the 4,000 bytes that it requested last, 4,000 bytes would"
+    expected = (
+        "your code goes over its budget of 2,000 bytes: with the 4,000 bytes that it "
+        "requested last, 4,000 bytes would"
+    )
     assert expected in line and "2,000 too many." in line

@@ -1,4 +1,6 @@
-"""MemoryTracker against independent counters: PyTorch's own MemTracker, and the CPU allocator's events."""
+"""MemoryTracker against independent counters: PyTorch's own MemTracker, and the CPU allocator's
+events.
+"""
 
 import itertools
 import sys
@@ -24,8 +26,8 @@ from gradmem_lib.names import CATEGORIES, PHASES
 def both_peaks(model, opt, batch, step):
     """Peaks of the tracker and of PyTorch's MemTracker over one and the same step.
 
-    The same, because MemTracker's own hooks keep some gradients a little longer: alone, it is 8192 bytes above the
-    allocator's events on the checkpointed BERT, and the tracker is not.
+    The same, because MemTracker's own hooks keep some gradients a little longer: alone, it is 8192
+    bytes above the allocator's events on the checkpointed BERT, and the tracker is not.
     """
     oracle = MemTracker()
     oracle.track_external(model, opt, *batch)
@@ -35,7 +37,8 @@ def both_peaks(model, opt, batch, step):
     return tracker, oracle.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-# Each model in each precision, with and without checkpoints: with one of the optimizers in turn, and at night with all.
+# Each model in each precision, with and without checkpoints: with one of the optimizers in turn,
+# and at night with all.
 CASES = [
     (name, precision, optimizer, checkpointed)
     for i, (name, precision, checkpointed) in enumerate(
@@ -47,7 +50,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "precision", "optimizer", "checkpointed"), CASES)
 def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointed):
-    model, opt, batch, step = build(name, precision=precision, checkpointed=checkpointed, optimizer=optimizer)
+    model, opt, batch, step = build(
+        name, precision=precision, checkpointed=checkpointed, optimizer=optimizer
+    )
     step()
     tracker, expected = both_peaks(model, opt, batch, step)
     assert tracker.peak.total == expected
@@ -56,9 +61,12 @@ def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointe
     assert all(n >= 0 for n in tracker.peak.by_category.values())
 
 
-@pytest.mark.parametrize(("name", "checkpointed"), each(3, itertools.product(MODELS, [False, True])))
+@pytest.mark.parametrize(
+    ("name", "checkpointed"), each(3, itertools.product(MODELS, [False, True]))
+)
 def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed, monkeypatch):
-    # Large enough that the random-number states (5056 bytes a checkpoint), which the tracker cannot see, are small.
+    # Large enough that the random-number states (5056 bytes a checkpoint), which the tracker cannot
+    # see, are small.
     for config in (LLAMA, BERT, GPT2):
         monkeypatch.setitem(config, "n_embd" if config is GPT2 else "hidden_size", 512)
     monkeypatch.setitem(LLAMA, "intermediate_size", 1024)
@@ -79,7 +87,9 @@ def test_the_first_step_counts_states_as_they_appear():
     states = sum(v.nbytes for s in opt.state.values() for v in s.values())
     assert tracker.current.by_category["optimizer"] == states
     seen = tracker.timeline.by_category["optimizer"]
-    assert len(set(seen)) > 10 and seen == sorted(seen), "states appear one by one, while the step runs"
+    assert len(set(seen)) > 10 and seen == sorted(seen), (
+        "states appear one by one, while the step runs"
+    )
 
 
 def test_later_steps_repeat_the_second_to_the_byte():
@@ -175,7 +185,11 @@ def test_several_optimizers_and_frozen_parts():
             second.step()
             model.zero_grad()
     states = sum(
-        v.nbytes for o in (first, second) for s in o.state.values() for v in s.values() if v is not None
+        v.nbytes
+        for o in (first, second)
+        for s in o.state.values()
+        for v in s.values()
+        if v is not None
     )
     assert tracker.current.by_category["optimizer"] == states
     assert tracker.current.by_category["gradients"] == 0
@@ -192,7 +206,9 @@ def test_an_optimizer_that_steps_inside_the_backward_pass():
 
     def peak(hooked):
         handles = (
-            [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()] if hooked else []
+            [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
+            if hooked
+            else []
         )
         with MemoryTracker(model, live=False) as tracker:
             model(torch.randn(2, 64)).sum().backward()
@@ -246,9 +262,16 @@ def test_a_learners_own_step_is_counted_as_it_says():
             tracker.watch(moment, "optimizer")
             weight -= 0.1 * weight.grad
     by_category = tracker.current.by_category
-    assert by_category["parameters"] == by_category["gradients"] == by_category["optimizer"] == weight.nbytes
+    assert (
+        by_category["parameters"]
+        == by_category["gradients"]
+        == by_category["optimizer"]
+        == weight.nbytes
+    )
     assert tracker.peak_by_phase["idle"] == 4 * weight.nbytes
-    assert max(tracker.timeline.by_category["activations"]) > 0, "a forward pass written without modules"
+    assert max(tracker.timeline.by_category["activations"]) > 0, (
+        "a forward pass written without modules"
+    )
 
 
 def test_evaluation_keeps_no_activations():
@@ -309,7 +332,9 @@ def test_repr_is_exact():
 
 
 def test_the_watch_sees_backward_threads_too():
-    """Where autograd runs on its own threads (as on CUDA), counts from several threads must not be lost."""
+    """Where autograd runs on its own threads (as on CUDA), counts from several threads must not be
+    lost.
+    """
     done = []
 
     def work():

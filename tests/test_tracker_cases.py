@@ -1,4 +1,6 @@
-"""MemoryTracker where programs do what a plain training step does not: wrappers, copies, transforms, closures, threads."""
+"""MemoryTracker where programs do what a plain training step does not: wrappers, copies,
+transforms, closures, threads.
+"""
 
 import copy
 import io
@@ -60,7 +62,8 @@ def test_a_quantized_weight_counts_what_is_inside():
         CannotTrace, match=r"the model holds a Int8, .*measure one real step with MemoryTracker"
     ):
         predict(model, batch=x, target="cpu")
-    # codes, scale, batch, and within the operation: the codes in float32, and their product with the scale
+    # codes, scale, batch, and within the operation: the codes in float32, and their product with
+    # the scale
     assert tracker.peak.total == codes.nbytes + scale.nbytes + x.nbytes + 2 * 4 * 32 * 64
 
 
@@ -83,7 +86,9 @@ def test_a_weight_in_bitsandbytes_4_bits_counts_its_scales_and_theirs():
     [("csr", 6, 3, 1), ("csc", 4, 3, 1), ("bsr", 3, 2, 4), ("bsc", 2, 2, 4)],
 )
 def test_a_compressed_sparse_tensor_counts_its_three_parts(layout, lines, kept, size):
-    """Where the numbers (or blocks of 2 x 2) of each row or column begin, where they stand in it, and what they are."""
+    """Where the numbers (or blocks of 2 x 2) of each row or column begin, where they stand in it,
+    and what they are.
+    """
     dense = torch.zeros(6, 4)
     dense[0, 1] = dense[3, 0] = dense[3, 1] = 1.0
     made = getattr(dense, f"to_sparse_{layout}")(*[(2, 2)] * (size > 1))
@@ -152,7 +157,9 @@ def test_a_storage_that_is_resized_is_seen_at_once():
         assert tracker.current.total == 400
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, AveragedModel, lambda m: torch.save(m, io.BytesIO())])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, AveragedModel, lambda m: torch.save(m, io.BytesIO())]
+)
 def test_models_are_copied_and_saved_inside_the_block(make):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with MemoryTracker(model, live=False) as tracker:
@@ -184,7 +191,8 @@ def test_transforms_run_and_are_counted():
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     live = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*found, x, *layer.parameters())
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in (*found, x, *layer.parameters())
     }
     assert tracker.current.total == sum(live.values())
 
@@ -229,7 +237,10 @@ def test_lbfgs_has_states_in_lists_and_phases_within_its_step():
         now = tracker.current
     state = next(iter(optimizer.state.values()))
     tensors = [
-        t for v in state.values() for t in (v if isinstance(v, list) else [v]) if isinstance(t, torch.Tensor)
+        t
+        for v in state.values()
+        for t in (v if isinstance(v, list) else [v])
+        if isinstance(t, torch.Tensor)
     ]
     states = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     assert now.by_category["optimizer"] == sum(states.values())
@@ -261,11 +272,17 @@ def test_what_a_budget_stops_in_a_first_step_counts_the_states_that_have_come():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     size = 64 * 64 * 4
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, budget=6 * size + 4096, live=False):
-        model(torch.ones(1, 64)).sum().backward()  # two weights, two gradients, and the moments of one
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, budget=6 * size + 4096, live=False),
+    ):
+        # two weights, two gradients, and the moments of one
+        model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
     states = [t for state in optimizer.state.values() for t in state.values()]
-    assert caught.value.snapshot.by_category["optimizer"] == sum(t.nbytes for t in states) >= 2 * size
+    assert (
+        caught.value.snapshot.by_category["optimizer"] == sum(t.nbytes for t in states) >= 2 * size
+    )
     assert caught.value.snapshot.by_category["temporaries"] == size == caught.value.asked
 
 
@@ -290,7 +307,9 @@ def test_a_part_without_gradients_does_not_make_the_rest_a_forward_without():
 
 
 def test_a_view_of_something_older_that_backward_takes_is_no_bucket():
-    """DDP's buckets were there from the start; whatever else backward looks at is counted from then on."""
+    """DDP's buckets were there from the start; whatever else backward looks at is counted from then
+    on.
+    """
     older = torch.ones(100_000)
 
     class Looks(torch.autograd.Function):
@@ -313,16 +332,24 @@ def test_a_view_of_something_older_that_backward_takes_is_no_bucket():
 def test_what_is_watched_is_part_of_the_peak_at_once_and_phases_that_were_not_are_0():
     older = torch.ones(1000)
     with torch.device("meta"):
-        tracker = MemoryTracker(device="cpu", live=False)  # the default device would be counted otherwise
+        # the default device would be counted otherwise
+        tracker = MemoryTracker(device="cpu", live=False)
     with tracker:
         elsewhere = torch.ones(7, device="meta")
         tracker.watch([older, elsewhere], "optimizer")
         assert tracker.peak.by_category["optimizer"] == tracker.peak.total == older.nbytes
-    assert tracker.peak_by_phase == {"idle": older.nbytes, "forward": 0, "backward": 0, "optimizer_step": 0}
+    assert tracker.peak_by_phase == {
+        "idle": older.nbytes,
+        "forward": 0,
+        "backward": 0,
+        "optimizer_step": 0,
+    }
     assert tracker.timeline.events[0] == 0
 
 
-@pytest.mark.parametrize(("given", "refused"), [("itself", True), ("another", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("given", "refused"), [("itself", True), ("another", False), ("none", True)]
+)
 def test_a_forward_in_another_thread_is_refused(given, refused):
     """Where a model is given, another one may run there, such as one that makes batches."""
     model, errors = nn.Linear(4, 4), []
@@ -333,7 +360,9 @@ def test_a_forward_in_another_thread_is_refused(given, refused):
         except RuntimeError as error:
             errors.append(str(error))
 
-    with MemoryTracker({"itself": model, "another": nn.Linear(2, 2), "none": None}[given], live=False):
+    with MemoryTracker(
+        {"itself": model, "another": nn.Linear(2, 2), "none": None}[given], live=False
+    ):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -353,9 +382,13 @@ def test_the_picture_tells_what_the_figures_tell(foreach):
     assert {name: values[at] for name, values in timeline.by_category.items()} == peak.by_category
     assert max(timeline.by_category["gradients"]) == sum(p.nbytes for p in model.parameters())
     last = timeline.by_category["optimizer"][-1]
-    assert last == tracker.current.by_category["optimizer"] == max(timeline.by_category["optimizer"])
+    assert (
+        last == tracker.current.by_category["optimizer"] == max(timeline.by_category["optimizer"])
+    )
     states = [
-        timeline.by_category["optimizer"][i] for i, p in enumerate(timeline.phases) if p == "optimizer_step"
+        timeline.by_category["optimizer"][i]
+        for i, p in enumerate(timeline.phases)
+        if p == "optimizer_step"
     ]
     assert len([n for n in states if 0 < n < last]) >= 3, "as they came, not all at the end"
 

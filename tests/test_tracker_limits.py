@@ -25,7 +25,11 @@ from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 def reachable():
     """Every dense tensor that Python can reach, by its storage's address."""
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.layout == torch.strided]
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.layout == torch.strided
+    ]
     return {t.untyped_storage()._cdata: t for t in tensors}
 
 
@@ -61,18 +65,23 @@ def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
     assert error.snapshot.total > budget == error.budget
     assert error.snapshot.total - error.asked <= budget, "not an allocation too late"
     assert sum(h.nbytes for h in error.everything) == error.snapshot.total
-    # `caught` still holds the exception and its traceback, as a notebook does: the tensors must be gone all the same.
+    # `caught` still holds the exception and its traceback, as a notebook does: the tensors must be
+    # gone all the same.
     model.zero_grad()
     opt.state.clear()
     leaked = [t.shape for address, t in reachable().items() if address not in before]
     assert leaked == []
-    assert tracker.current.by_category["activations"] == 0, "the failed step is gone from the count as well"
+    assert tracker.current.by_category["activations"] == 0, (
+        "the failed step is gone from the count as well"
+    )
     with MemoryTracker(model, opt, live=False):
         forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
 
 
 def test_in_a_notebook_a_failed_cell_leaks_nothing():
-    """A kernel keeps the last exception, with its traceback, for its debugger; tensors must not hang on it."""
+    """A kernel keeps the last exception, with its traceback, for its debugger; tensors must not
+    hang on it.
+    """
     cells = [
         """
 import gc, torch
@@ -94,7 +103,8 @@ def step(ids):
 with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
     step(ids)
 """,
-        "model.zero_grad(); print(live() - before)",  # gradients that came before the error stay, as they should
+        # gradients that came before the error stay, as they should
+        "model.zero_grad(); print(live() - before)",
         """
 with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
     step(ids[:1, :8])
@@ -103,7 +113,10 @@ print(tracker.peak.phase)
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
     NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
-    said = ["".join(o.get("text", o.get("ename", "")) for o in c.outputs).strip() for c in notebook.cells]
+    said = [
+        "".join(o.get("text", o.get("ename", "")) for o in c.outputs).strip()
+        for c in notebook.cells
+    ]
     assert said[1].endswith("BudgetExceeded")
     assert said[2] == "0"
     assert said[3].endswith("backward")
@@ -111,7 +124,10 @@ print(tracker.peak.phase)
 
 def test_budget_message_says_who_holds_what():
     model, opt, batch, _ = build("llama", precision="bf16")
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, opt, budget="1 MiB", live=False):
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, opt, budget="1 MiB", live=False),
+    ):
         forward_then_backward(model, batch)()
     message = str(caught.value)
     for part in (
@@ -138,12 +154,22 @@ def test_the_message_has_every_figure():
         Holder(40, "activations", "model.layers.2.mlp", "mul"),
         Holder(15, "temporaries", "(backward)", "mm"),
     ]
-    parts = {"parameters": 300, "gradients": 0, "optimizer": 0, "activations": 600, "temporaries": 100}
+    parts = {
+        "parameters": 300,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 600,
+        "temporaries": 100,
+    }
     snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
     # Without activations 400 bytes are left, and without what else belongs to the batch 300.
     error = BudgetExceeded(400, 60, "mul", snapshot, everything)
     assert error.everything == everything and error.holders == everything[:5]
-    could = ["smaller micro-batches, or shorter rows", "checkpointing", "moving activations off the card"]
+    could = [
+        "smaller micro-batches, or shorter rows",
+        "checkpointing",
+        "moving activations off the card",
+    ]
     assert str(error).splitlines() == [
         "out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)",
         "  asked for 60 bytes: mul, in forward",
@@ -161,7 +187,9 @@ def test_the_message_has_every_figure():
         f"  What could not: {'; '.join(t.name for t in TECHNIQUES if t.name not in could)}.",
         "  A card of that size would be out of memory.",
     ]
-    assert "the budget: none of these by itself." in str(BudgetExceeded(299, 60, "mul", snapshot, everything))
+    assert "the budget: none of these by itself." in str(
+        BudgetExceeded(299, 60, "mul", snapshot, everything)
+    )
 
 
 def fails_where_it_closes_over(found):
@@ -196,10 +224,13 @@ def test_an_error_that_is_kept_keeps_no_tensors(said):
     gc.collect()
     assert any(each() is not None for each in found)
     let_go(error)
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == ["fails_twice"]
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == [
+        "fails_twice"
+    ]
     assert [frame.name for frame in traceback.extract_tb(first.__traceback__)] == [
-        "fails_twice", "fails_where_it_closes_over",
-    ]  # fmt: skip
+        "fails_twice",
+        "fails_where_it_closes_over",
+    ]
     gc.collect()
     assert [each() for each in found] == [None] * 3
 
@@ -221,7 +252,10 @@ def test_a_budget_equal_to_the_peak_is_enough():
         step()
     with MemoryTracker(model, opt, budget=tracker.peak.total, live=False):
         step()
-    with pytest.raises(BudgetExceeded), MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False):
+    with (
+        pytest.raises(BudgetExceeded),
+        MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False),
+    ):
         step()
 
 
@@ -304,7 +338,10 @@ def test_a_function_that_compiles_nothing_is_let_through():
 
 def test_a_model_that_moves_to_another_device_is_refused():
     model = nn.Linear(4, 4)
-    with pytest.raises(RuntimeError, match="moved while it was tracked"), MemoryTracker(model, live=False):
+    with (
+        pytest.raises(RuntimeError, match="moved while it was tracked"),
+        MemoryTracker(model, live=False),
+    ):
         model.to("meta")
         model(torch.zeros(1, 4, device="meta"))
 
@@ -330,7 +367,10 @@ def test_bad_arguments_get_a_sentence(kwargs, error, words):
 
 
 def test_bad_names_get_a_sentence():
-    with MemoryTracker(live=False) as tracker, pytest.raises(ValueError, match="choose one of 'parameters'"):
+    with (
+        MemoryTracker(live=False) as tracker,
+        pytest.raises(ValueError, match="choose one of 'parameters'"),
+    ):
         tracker.watch(torch.zeros(1), "weights")
 
 

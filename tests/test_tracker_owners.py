@@ -1,5 +1,6 @@
-"""Whose bytes are whose when programs swap, share, copy and reload what they train; and what a tracker counts otherwise than
-the same run without it."""
+"""Whose bytes are whose when programs swap, share, copy and reload what they train; and what a
+tracker counts otherwise than the same run without it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_an_optimizer_that_is_dropped_frees_its_states(given):
 
 
 def test_weights_that_a_step_computed_are_no_parameters(recwarn):
-    """``functional_call`` puts them in the place of the model's own, which are its parameters all the same."""
+    """``functional_call`` puts them in the place of the model's own, which are its parameters all
+    the same.
+    """
     model, x, seen = nn.Linear(20, 30), torch.ones(5, 20), []
     model.register_forward_hook(lambda *given: seen.append(tracker.current.by_category))
     with MemoryTracker(model, live=False) as tracker:
@@ -74,7 +77,9 @@ def test_a_module_that_lives_is_named_by_its_type_or_its_place():
     model, other = small(), nn.Linear(4, 700)
     with MemoryTracker(model, live=False) as tracker:
         kept = other(model(torch.ones(5, 20)))
-    found = {(h.nbytes, h.module) for h in tracker.largest_at_peak(99) if h.category == "activations"}
+    found = {
+        (h.nbytes, h.module) for h in tracker.largest_at_peak(99) if h.category == "activations"
+    }
     assert (kept.nbytes, "Linear") in found and (5 * 30 * 4, "1") in found
 
 
@@ -130,7 +135,10 @@ def test_what_a_checkpoint_brings_is_parameters_and_states_at_once(assign):
 def test_lazy_modules_are_counted_once_they_have_a_size():
     model = nn.Sequential(nn.LazyLinear(30), nn.LazyBatchNorm1d(), nn.Linear(30, 4))
     with MemoryTracker(model, live=False) as tracker:
-        assert tracker.current.total == nbytes(model[2].parameters()) + model[1].num_batches_tracked.nbytes
+        assert (
+            tracker.current.total
+            == nbytes(model[2].parameters()) + model[1].num_batches_tracked.nbytes
+        )
         model(torch.ones(5, 20)).sum().backward()
         optimizer = SGD(model.parameters(), lr=0.1)
         optimizer.step()
@@ -160,7 +168,9 @@ def test_a_sparse_batch_from_before_the_block_counts_as_an_input():
 
     with MemoryTracker(model, live=False) as tracker, torch.no_grad():
         Graph()(a, x)
-    assert tracker.current.by_category["other"] == x.nbytes + a._indices().nbytes + a._values().nbytes
+    assert (
+        tracker.current.by_category["other"] == x.nbytes + a._indices().nbytes + a._values().nbytes
+    )
 
 
 def test_a_list_that_requires_gradients_begins_a_forward_without_modules():
@@ -176,8 +186,10 @@ def test_a_list_that_requires_gradients_begins_a_forward_without_modules():
 
 @pytest.mark.parametrize(("rows", "ids"), [(200, 63), (3000, 128), (900, 300)])
 def test_a_sparse_gradient_that_is_watched_has_indices_of_its_own(rows, ids):
-    """Under any dispatch mode autograd clones it; else its indices are the storage of the batch. 8 bytes an id, whatever the
-    table; a kernel's number, made outside of every dispatch, is 8 bytes that the tracker does not see."""
+    """Under any dispatch mode autograd clones it; else its indices are the storage of the batch. 8
+    bytes an id, whatever the table; a kernel's number, made outside of every dispatch, is 8 bytes
+    that the tracker does not see.
+    """
 
     def build():
         torch.manual_seed(0)

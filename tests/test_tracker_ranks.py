@@ -38,9 +38,13 @@ from gradmem_lib.names import SHARDING
 from gradmem_lib.training.prepare import prepare
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 WAYS = {
     **{how: {"sharding": how} for how in SHARDING},
     "with checkpoints": {"sharding": "fsdp", "checkpointing": "per-layer"},
@@ -49,11 +53,13 @@ WAYS = {
     "4 bits": {"sharding": "fsdp", "precision": "bf16", "lora_rank": 8, "quantized_base": True},
 }
 WAYS = dict(each(2, WAYS.items(), start=1))
-MEANT_FOR = ("zero2", "fsdp", "with checkpoints", "offloaded", "4 bits")  # FSDPMemTracker takes no DDP
+# FSDPMemTracker takes no DDP
+MEANT_FOR = ("zero2", "fsdp", "with checkpoints", "offloaded", "4 bits")
 MEANT_FOR = [way for way in WAYS if way in MEANT_FOR]
 
-# What no dispatch shows: the state of the random numbers that each checkpoint keeps until its layer runs again (that of the last one
-# has at the peak), and the 8 bytes in which a Python number goes into an operation, kept until its backward.
+# What no dispatch shows: the state of the random numbers that each checkpoint keeps until its layer
+# runs again (that of the last one has at the peak), and the 8 bytes in which a Python number goes
+# into an operation, kept until its backward.
 STATE, NUMBER = torch.get_rng_state().nbytes, 8
 UNSEEN = {
     "with checkpoints": 2 * STATE,
@@ -65,7 +71,9 @@ UNSEEN = {
 
 
 class Settled(compat.Unguarded, compat.TorchDispatchMode):
-    """Nobody listens; but gloo has let go of a collective's tensors when it returns, so that this thread frees them."""
+    """Nobody listens; but gloo has let go of a collective's tensors when it returns, so that this
+    thread frees them.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
@@ -101,7 +109,14 @@ def neox():
 
 
 def tied_t5():
-    sizes = {"vocab_size": 256, "d_model": 192, "d_kv": 48, "d_ff": 512, "num_layers": 2, "num_heads": 4}
+    sizes = {
+        "vocab_size": 256,
+        "d_model": 192,
+        "d_kv": 48,
+        "d_ff": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     sharded(model, [*model.encoder.block, *model.decoder.block])
     ids = drawn(2, 64)
@@ -115,13 +130,20 @@ def vit():
     )
     pictures, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
     optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.AdamW, foreach=False)
-    return parallel, optimizer, lambda: parallel(pictures, labels=labels).loss.backward(), [pictures, labels]
+    return (
+        parallel,
+        optimizer,
+        lambda: parallel(pictures, labels=labels).loss.backward(),
+        [pictures, labels],
+    )
 
 
 def peft_mixed():
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(llama(), LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    model = get_peft_model(
+        llama(), LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded(model, model.base_model.model.model.layers, mp_policy=policy)
     ids = drawn(2, 64)
@@ -163,9 +185,14 @@ def gathered_once():
 
 
 PROGRAMS = {
-    "NeoX, views of buckets": neox, "tied T5": tied_t5, "ViT, states cut": vit, "PEFT, mixed policy": peft_mixed,
-    "experts, uneven rows": uneven_experts, "sent once": sent_once, "gathered once, checkpoints": gathered_once,
-}  # fmt: skip
+    "NeoX, views of buckets": neox,
+    "tied T5": tied_t5,
+    "ViT, states cut": vit,
+    "PEFT, mixed policy": peft_mixed,
+    "experts, uneven rows": uneven_experts,
+    "sent once": sent_once,
+    "gathered once, checkpoints": gathered_once,
+}
 PROGRAMS = dict(each(7, PROGRAMS.items()))
 
 
@@ -175,7 +202,9 @@ def prepared(fields: dict) -> tuple:
 
 
 def of_a_rank(programs: dict, meant_for=()) -> dict[str, tuple]:
-    """By program: peaks above the start of several tracked steps, of the allocator, and FSDPMemTracker's own figure of the peak."""
+    """By program: peaks above the start of several tracked steps, of the allocator, and
+    FSDPMemTracker's own figure of the peak.
+    """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     warnings.filterwarnings("ignore")
@@ -201,7 +230,8 @@ def of_a_rank(programs: dict, meant_for=()) -> dict[str, tuple]:
                 tracker.watch(inputs, "other")
                 step()
             peaks.append(tracker.peak.total)
-        # After the model's and the optimizer's own, the batch; DDP's buckets are found later, and were there.
+        # After the model's and the optimizer's own, the batch; DDP's buckets are found later, and
+        # were there.
         start = tracker.timeline.totals[2]
         theirs = None
         if name in meant_for:

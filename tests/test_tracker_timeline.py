@@ -18,7 +18,9 @@ def test_timeline_holds_the_peak_and_every_phase():
     timeline = tracker.timeline
     assert max(timeline.totals) == tracker.peak.total == timeline.totals[timeline.peak_index]
     assert timeline.phases[timeline.peak_index] == tracker.peak.phase
-    assert [sum(parts) for parts in zip(*timeline.by_category.values(), strict=True)] == timeline.totals
+    assert [
+        sum(parts) for parts in zip(*timeline.by_category.values(), strict=True)
+    ] == timeline.totals
     assert timeline.events == sorted(timeline.events)
     order = [p for i, p in enumerate(timeline.phases) if i == 0 or timeline.phases[i - 1] != p]
     assert [p for p in order if p != "idle"] == ["forward", "backward", "optimizer_step"]
@@ -45,7 +47,9 @@ def test_decimate_by_hand():
 
 
 def test_phases_come_back_step_after_step_under_checkpointing():
-    """Recomputation leaves a block's forward early, by an exception: the next forward must still be seen as one."""
+    """Recomputation leaves a block's forward early, by an exception: the next forward must still be
+    seen as one.
+    """
     model, opt, _, step = build("llama", checkpointed=True)
     with MemoryTracker(model, opt, live=False) as tracker:
         for _ in range(3):
@@ -64,7 +68,10 @@ def test_a_forward_that_failed_leaves_the_next_one_right():
     assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
     with MemoryTracker(model, opt, live=False) as alone:
         step()
-    assert tracker.timeline.by_category["activations"][-1] == alone.timeline.by_category["activations"][-1]
+    assert (
+        tracker.timeline.by_category["activations"][-1]
+        == alone.timeline.by_category["activations"][-1]
+    )
 
 
 def test_a_step_that_failed_leaves_the_next_forward_right():
@@ -111,7 +118,9 @@ def test_a_long_run_is_thinned_to_the_largest_of_equal_windows(keep, n):
     window = 1
     while -(-n // window) > keep:
         window *= 2
-    assert Timeline(recording.rows()).totals == [max(totals[i : i + window]) for i in range(0, n, window)]
+    assert Timeline(recording.rows()).totals == [
+        max(totals[i : i + window]) for i in range(0, n, window)
+    ]
 
 
 def test_states_that_were_there_are_in_every_sample():
@@ -126,7 +135,12 @@ def test_states_that_were_there_are_in_every_sample():
     parts = tracker.timeline.by_category
     assert min(parts["optimizer"]) == states == lap.by_category["optimizer"]
     assert [sum(each) for each in zip(*parts.values(), strict=True)] == tracker.timeline.totals
-    assert lap.total == sum(lap.by_category.values()) == tracker.peak.total == max(tracker.timeline.totals)
+    assert (
+        lap.total
+        == sum(lap.by_category.values())
+        == tracker.peak.total
+        == max(tracker.timeline.totals)
+    )
     assert tracker.peak_by_phase["forward"] == max(
         n
         for n, phase in zip(tracker.timeline.totals, tracker.timeline.phases, strict=True)
@@ -149,7 +163,9 @@ def test_peaks_begin_anew_from_what_is_live():
 def test_no_bytes_are_held_by_nobody():
     with MemoryTracker(live=False) as tracker:
         empty, one = torch.empty(0), torch.ones(1)
-    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [4] and empty.numel() < one.numel()
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [
+        4
+    ] and empty.numel() < one.numel()
 
 
 def test_what_is_freed_is_seen_with_the_next_operation():

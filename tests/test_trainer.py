@@ -1,4 +1,6 @@
-"""make_trainer takes what Trainer takes, or says why not; what it writes loads anywhere; two processes; a budget."""
+"""make_trainer takes what Trainer takes, or says why not; what it writes loads anywhere; two
+processes; a budget.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 from trainers import SEQ, Classified, classifier, rows, small, trainer_for
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from gradmem_lib import MemoryCallback, Recipe, make_trainer
 from gradmem_lib.course import models, run_ranks
@@ -54,7 +62,9 @@ def test_norms_and_biases_do_not_decay(matrices, tmp_path):
     optimizer = trainer_for(model, Recipe(), tmp_path, weight_decay=0.1).create_optimizer()
     decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(decay) == len(trained) and all(decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained)
+    assert len(decay) == len(trained) and all(
+        decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained
+    )
     optimizer = trainer_for(small(), Recipe(), tmp_path).create_optimizer()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
 
@@ -67,7 +77,10 @@ def test_losses_are_shown_but_where_nothing_moves(kernel, moves, seen, tmp_path,
     monkeypatch.setattr(of_trainer, "live_enabled", lambda: moves)
     trainer = trainer_for(small(), Recipe(), tmp_path, progress=None)
     kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
-    assert trainer.args.disable_tqdm is not seen and bool(kinds & {ProgressCallback, PrinterCallback}) == seen
+    assert (
+        trainer.args.disable_tqdm is not seen
+        and bool(kinds & {ProgressCallback, PrinterCallback}) == seen
+    )
 
 
 def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
@@ -77,7 +90,9 @@ def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
 
 
 def test_gradients_are_those_of_lesson_threes_loop(tmp_path, monkeypatch):
-    """Once for each step, over all of its micro-batches; and one without any label is a sentence, not a nan."""
+    """Once for each step, over all of its micro-batches; and one without any label is a sentence,
+    not a nan.
+    """
     calls, own = [], of_trainer.accumulate_gradients
 
     def seen(micro_batches, *given, **named):
@@ -99,7 +114,9 @@ def test_a_step_has_the_bytes_of_its_prediction_but_for_other(accumulation, tmp_
     recipe = Recipe(accumulation=accumulation)
     trainer = trainer_for(small(), recipe, tmp_path)
     trainer.train()
-    predicted = predict(small(), batch_size=8, seq_len=SEQ, recipe=recipe, target="cpu").peak.by_category
+    predicted = predict(
+        small(), batch_size=8, seq_len=SEQ, recipe=recipe, target="cpu"
+    ).peak.by_category
     assert trainer.memory.by_step[2].by_category | {"other": 0} == predicted | {"other": 0}
 
 
@@ -125,7 +142,9 @@ class Ragged(torch.utils.data.Dataset):
 
 
 def collated(rows):
-    ids = nn.utils.rnn.pad_sequence([row["ids"] for row in rows], batch_first=True, padding_value=-100)
+    ids = nn.utils.rnn.pad_sequence(
+        [row["ids"] for row in rows], batch_first=True, padding_value=-100
+    )
     return {"input_ids": ids.clamp(min=0), "attention_mask": (ids != -100).long(), "labels": ids}
 
 
@@ -154,9 +173,15 @@ def test_it_takes_a_collator_a_tokenizer_and_metrics(tmp_path):
     assert (tmp_path / "words").exists()
     held = Classified(6)
     trainer = trainer_for(
-        classifier(), Recipe(), tmp_path, eval_dataset=held,
-        compute_metrics=lambda found: {"rows": len(found.predictions), "right": float((found.label_ids >= 0).mean())},
-    )  # fmt: skip
+        classifier(),
+        Recipe(),
+        tmp_path,
+        eval_dataset=held,
+        compute_metrics=lambda found: {
+            "rows": len(found.predictions),
+            "right": float((found.label_ids >= 0).mean()),
+        },
+    )
     found = trainer.evaluate()
     assert found["eval_rows"] == 6 and found["eval_right"] == 1.0
 
@@ -164,7 +189,8 @@ def test_it_takes_a_collator_a_tokenizer_and_metrics(tmp_path):
 @pytest.mark.parametrize("ours", [True, False])
 def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
     least, most = (
-        predict(small(), batch_size=n, seq_len=SEQ, recipe=Recipe(), target="cpu").peak.total for n in (7, 8)
+        predict(small(), batch_size=n, seq_len=SEQ, recipe=Recipe(), target="cpu").peak.total
+        for n in (7, 8)
     )
     budget = (least + most) // 2
     if ours:
@@ -173,9 +199,16 @@ def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
         memory = trainer.memory
     else:
         args = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=8, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
-            save_strategy="no", optim="adamw_torch", auto_find_batch_size=True,
-        )  # fmt: skip
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=2,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            optim="adamw_torch",
+            auto_find_batch_size=True,
+        )
         with MemoryCallback(live=False, budget=budget) as memory:
             trainer = Trainer(small(), args, train_dataset=rows(), callbacks=[memory])
             trainer.train()
@@ -207,9 +240,18 @@ def gradient_and_loss(folder: str):
             seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     trainer = make_trainer(
-        tiny(), Recipe(accumulation=2, optimizer="sgd"), batch_size=4, train_dataset=Unequal(), max_steps=1, output_dir=folder,
-        live=False, progress=False, max_grad_norm=0.0, logging_steps=1, callbacks=[Look()],
-    )  # fmt: skip
+        tiny(),
+        Recipe(accumulation=2, optimizer="sgd"),
+        batch_size=4,
+        train_dataset=Unequal(),
+        max_steps=1,
+        output_dir=folder,
+        live=False,
+        progress=False,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        callbacks=[Look()],
+    )
     trainer.train()
     return seen[0], trainer.state.log_history[0]["loss"]
 

@@ -51,7 +51,8 @@ def test_bad_sizes_get_a_sentence(bad):
 
 def test_format():
     assert [
-        format_bytes(n) for n in (0, 512, 1023, 1024, 2048, 3 * 1024**2, 1.5 * 1024**3, 2.5 * 1024**4, -2048)
+        format_bytes(n)
+        for n in (0, 512, 1023, 1024, 2048, 3 * 1024**2, 1.5 * 1024**3, 2.5 * 1024**4, -2048)
     ] == [
         "0 B",
         "512 B",

@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def timeline_of(samples: int, steps: int = 3) -> Timeline:
-    """A run that looks like training: activations rise and fall, gradients and optimizer states stay."""
+    """A run that looks like training: activations rise and fall, gradients and optimizer states
+    stay.
+    """
     rows = np.zeros((samples, 3 + len(CATEGORIES)), dtype=np.int64)
     place = np.arange(samples) * steps / samples % 1
     rows[:, 0] = np.arange(samples) * 3
@@ -40,7 +42,9 @@ def timeline_of(samples: int, steps: int = 3) -> Timeline:
 
 def snapshot_of(timeline: Timeline, at: int) -> MemorySnapshot:
     return MemorySnapshot(
-        timeline.totals[at], {k: v[at] for k, v in timeline.by_category.items()}, timeline.phases[at]
+        timeline.totals[at],
+        {k: v[at] for k, v in timeline.by_category.items()},
+        timeline.phases[at],
     )
 
 
@@ -49,10 +53,22 @@ def snapshot_of(timeline: Timeline, at: int) -> MemorySnapshot:
 # Severe colour-blindness as linear maps of RGB (Machado, Oliveira and Fernandes 2009).
 SIGHT = {
     "normal": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
 
 
 def lab(color: str, sight="normal") -> np.ndarray:
@@ -60,7 +76,10 @@ def lab(color: str, sight="normal") -> np.ndarray:
     rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     linear = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear
+    xyz = (
+        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+        @ linear
+    )
     f = xyz / [0.9505, 1.0, 1.089]
     f = np.where(f > 0.008856, np.cbrt(f), 7.787 * f + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -112,12 +131,16 @@ def test_a_frame_before_the_first_operation_is_a_header_alone():
 # Still pictures.
 
 
-@pytest.mark.parametrize("samples, budget", [(1, None), (2, 10**9), (200, 150 * MiB), (9000, 2 * GiB)])
+@pytest.mark.parametrize(
+    "samples, budget", [(1, None), (2, 10**9), (200, 150 * MiB), (9000, 2 * GiB)]
+)
 def test_stills_are_small_and_the_same_every_time(samples, budget):
     from PIL import Image
 
     def draw():
-        return style.png(stills.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget))
+        return style.png(
+            stills.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget)
+        )
 
     first = draw()
     assert first == draw()
@@ -134,7 +157,14 @@ def test_a_still_states_its_peak_and_budget():
     figure = stills.plot_timeline(timeline, title="a run", budget=150 * MiB)
     words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts])
     total = timeline.totals[timeline.peak_index]
-    for part in ("a run", f"{total:,} bytes", "budget 150.00 MiB", "forward", "backward", *CATEGORIES):
+    for part in (
+        "a run",
+        f"{total:,} bytes",
+        "budget 150.00 MiB",
+        "forward",
+        "backward",
+        *CATEGORIES,
+    ):
         assert part in words
     assert figure.axes[0].get_xlabel() == "operations" and figure.axes[0].get_ylabel() == "MiB"
 
@@ -172,7 +202,9 @@ def test_description_names_the_peak_exactly():
     timeline = timeline_of(300)
     words = stills.describe(timeline, title="a run", budget=GiB)
     at = timeline.peak_index
-    assert f"{timeline.totals[at]:,} bytes" in words and f"operation {timeline.events[at]:,}" in words
+    assert (
+        f"{timeline.totals[at]:,} bytes" in words and f"operation {timeline.events[at]:,}" in words
+    )
     assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
 
 
@@ -202,11 +234,15 @@ def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
     code = RUN.format(live=None) + (
         "import sys\n"
         "from gradmem_lib.view.live import LivePlot, show_timeline\n"
-        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.peak, tracker.current)\n"
+        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.peak, "
+        "tracker.current)\n"
         "plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)\n"
-        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in sys.modules])"
+        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in "
+        "sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
@@ -224,25 +260,38 @@ except KeyboardInterrupt:
 LEFT = """
 import sys
 widgets = sys.modules.get("ipywidgets")
-print("pyplot" if "matplotlib.pyplot" in sys.modules else "", [type(w).__name__ for w in (
-    widgets.widgets.widget._instances.values() if widgets else []) if type(w).__name__ == "MemoryView"])
+made = widgets.widgets.widget._instances.values() if widgets else []
+print("pyplot" if "matplotlib.pyplot" in sys.modules else "",
+      [type(w).__name__ for w in made if type(w).__name__ == "MemoryView"])
 """
 
 
 def executed(*live: str) -> list[list]:
-    """The outputs of each cell of a small notebook, run in a real kernel once for each GRADMEM_LIVE."""
+    """The outputs of each cell of a small notebook, run in a real kernel once for each
+    GRADMEM_LIVE.
+    """
     from nbclient import NotebookClient
 
     cells = [
-        RUN.format(live=False), PLOT, LEFT, "show_timeline(tracker.timeline, title='a layer')",
+        RUN.format(live=False),
+        PLOT,
+        LEFT,
+        "show_timeline(tracker.timeline, title='a layer')",
         "from gradmem_lib.course.explorer import explore\nexplore()",
-        "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))", "tracker.plot()",
-    ]  # fmt: skip
-    sources = [c for value in live for c in (f"import os; os.environ['GRADMEM_LIVE'] = '{value}'", *cells)]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in sources])
+        "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))",
+        "tracker.plot()",
+    ]
+    sources = [
+        c for value in live for c in (f"import os; os.environ['GRADMEM_LIVE'] = '{value}'", *cells)
+    ]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(c.strip()) for c in sources]
+    )
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     n = len(cells) + 1
-    return [[cell.outputs for cell in notebook.cells[i * n + 1 : (i + 1) * n]] for i in range(len(live))]
+    return [
+        [cell.outputs for cell in notebook.cells[i * n + 1 : (i + 1) * n]] for i in range(len(live))
+    ]
 
 
 def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(monkeypatch):
@@ -252,8 +301,12 @@ def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(m
     for outputs in (moving, still):
         _, plot, left, shown, explored, empty, figure = outputs
         assert [len(cell) for cell in outputs] == [0, 1, 1, 1, 1, 1, 1]
-        for cell, text in ((plot, "MemoryTracker plot: a layer"), (shown, "MemoryTracker plot: a layer"),
-                           (explored, "Memory explorer"), (figure, "Memory figure")):  # fmt: skip
+        for cell, text in (
+            (plot, "MemoryTracker plot: a layer"),
+            (shown, "MemoryTracker plot: a layer"),
+            (explored, "Memory explorer"),
+            (figure, "Memory figure"),
+        ):
             assert cell[0].data["text/plain"] == text
             assert base64.b64decode(cell[0].data["image/png"]).startswith(b"\x89PNG")
         assert set(plot[0].data) == {"image/png", "text/plain"}
@@ -271,7 +324,9 @@ def test_several_ranks_stand_side_by_side_on_one_scale():
     higher.rows[:, 2:] *= 3
     figure = plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
     axes = figure.axes
-    assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(higher.totals)
+    assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(
+        higher.totals
+    )
     assert [ax.get_title(loc="left") for ax in axes] == ["rank 0", "rank 1", "rank 2"]
     for ax, timeline in zip(axes, (lower, higher), strict=False):
         assert ax.get_title(loc="right") == f"peak {format_bytes(max(timeline.totals))}"

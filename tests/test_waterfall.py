@@ -1,4 +1,6 @@
-"""The waterfall: what its bars are made of, what each is compared with, and an output that never changes."""
+"""The waterfall: what its bars are made of, what each is compared with, and an output that never
+changes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_the_figures_beside_the_bars():
 def test_the_parts_are_stacked_in_order_and_have_the_course_s_colours_and_hatches():
     axes = ladder().plot().axes[0]
     rows = [
-        [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row] for row in range(4)
+        [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2) == row]
+        for row in range(4)
     ]
     for parts, bar in zip(rows, (NAIVE, CUT, TRIED, HALF), strict=True):
         wanted = [(name, n) for name, n in bar.by_category.items() if n]
@@ -128,8 +131,13 @@ def test_a_chart_without_bars_says_what_to_do():
 
 def test_three_digits_are_enough():
     assert [short(n) for n in (7, 999, 1024, 47 * MiB, 595 * MiB, 3_595_068_512)] == [
-        "7 B", "999 B", "1.00 KiB", "47.0 MiB", "595 MiB", "3.35 GiB",
-    ]  # fmt: skip
+        "7 B",
+        "999 B",
+        "1.00 KiB",
+        "47.0 MiB",
+        "595 MiB",
+        "3.35 GiB",
+    ]
     assert [signed(n) for n in (0, -4, -1024, 5 * GiB)] == ["0", "0", "−1.00 KiB", "+5.00 GiB"]
     assert [milliseconds(s) for s in (0.0135, 0.0062, 0.00004)] == ["14", "6.2", "0.04"]
 

@@ -1,4 +1,6 @@
-"""What a bare kernel shows: where no front end answers a widget, and where the kernel has no widgets at all."""
+"""What a bare kernel shows: where no front end answers a widget, and where the kernel has no
+widgets at all.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def shown(request, tmp_path_factory):
         for name, code in (({"none": LOST} if found["lost"] else {}) | CELLS).items():
             sent = found[name] = []
             client.execute_interactive(
-                code, timeout=120, output_hook=lambda m, sent=sent: sent.append((m["msg_type"], m["content"]))
+                code,
+                timeout=120,
+                output_hook=lambda m, sent=sent: sent.append((m["msg_type"], m["content"])),
             )
     finally:
         client.stop_channels()
@@ -53,7 +57,9 @@ def shown(request, tmp_path_factory):
 
 
 def drawn(shown: dict, cell: str) -> list[tuple[str, dict]]:
-    """What the cell displayed, and what it displayed instead of that, which is what stays on the page."""
+    """What the cell displayed, and what it displayed instead of that, which is what stays on the
+    page.
+    """
     outputs = [(kind, sent["data"]) for kind, sent in shown[cell] if kind.endswith("display_data")]
     assert outputs and not any(kind == "error" for kind, _ in shown[cell])
     return outputs
@@ -65,18 +71,26 @@ def test_what_moves_elsewhere_ends_in_a_still_picture(shown):
         assert last.keys() == {"image/png", "text/plain"}
         assert len(first) == (not shown["lost"])
         for kind, data in first:
-            assert kind == "display_data" and "a still picture appears here at the end" in data["text/html"]
+            assert (
+                kind == "display_data"
+                and "a still picture appears here at the end" in data["text/html"]
+            )
     assert shown["lost"] or drawn(shown, "plot")[-1][0] == "update_display_data"
 
 
 def test_what_answers_elsewhere_is_a_still_picture_with_a_sentence(shown):
-    for cell, sentence in (("show", "the picture stands still"), ("explorer", "change the arguments")):
+    for cell, sentence in (
+        ("show", "the picture stands still"),
+        ("explorer", "change the arguments"),
+    ):
         [(_, data)] = drawn(shown, cell)
         assert data["image/png"] and (VIEW in data) != shown["lost"]
         if shown["lost"]:
             continue
         assert sentence in data["text/html"] and data["image/png"] in data["text/html"]
-        assert re.search(r'<img src="data:image/png;base64,[^"]+" .*alt="[^"]{40,}"', data["text/html"])
+        assert re.search(
+            r'<img src="data:image/png;base64,[^"]+" .*alt="[^"]{40,}"', data["text/html"]
+        )
 
 
 def test_a_guess_can_be_made_in_code(shown):
@@ -87,6 +101,9 @@ def test_a_guess_can_be_made_in_code(shown):
 
 def test_a_kernel_without_widgets_says_so_once(shown):
     text = "".join(
-        sent["text"] for cell in CELLS for kind, sent in shown[cell] if kind == "stream" and cell != "guess"
+        sent["text"]
+        for cell in CELLS
+        for kind, sent in shown[cell]
+        if kind == "stream" and cell != "guess"
     )
     assert text.count("pip install ipywidgets anywidget") == shown["lost"]

@@ -4,7 +4,14 @@ from gradmem_lib.course.exercise import Exercise, Mistake, calls
 
 
 def exercise_of(reference, observe, *mistakes, **fields):
-    fields = {"id": "0.7", "title": "a test", "difficulty": 2, "minutes": 3, "trains": "testing", **fields}
+    fields = {
+        "id": "0.7",
+        "title": "a test",
+        "difficulty": 2,
+        "minutes": 3,
+        "trains": "testing",
+        **fields,
+    }
     return Exercise(reference=reference, observe=observe, mistakes=mistakes, **fields)
 
 

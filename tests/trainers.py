@@ -15,11 +15,15 @@ ROWS, SEQ = 8, 48
 
 
 def small(**sizes):
-    return models.tiny_llama(**({"layers": 3, "hidden": 64, "intermediate": 160, "vocab": 512} | sizes))
+    return models.tiny_llama(
+        **({"layers": 3, "hidden": 64, "intermediate": 160, "vocab": 512} | sizes)
+    )
 
 
 def rows(n: int = 4 * ROWS, seq_len: int = SEQ, vocab: int = 512) -> texts.Rows:
-    return texts.Rows(torch.randint(0, vocab, (n, seq_len), generator=torch.Generator().manual_seed(1)))
+    return texts.Rows(
+        torch.randint(0, vocab, (n, seq_len), generator=torch.Generator().manual_seed(1))
+    )
 
 
 def trainer_for(model, recipe, tmp_path, in_order=False, **given):

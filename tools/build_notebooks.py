@@ -1,19 +1,21 @@
-"""Builds the notebooks from their one source: ``solutions/NN_name.py``, in jupytext's percent format.
+"""Builds the notebooks from their one source: ``solutions/NN_name.py``, in jupytext's percent
+format.
 
-    python tools/build_notebooks.py              build what has changed, and run it where its code has
-    python tools/build_notebooks.py 01           build lesson 01, changed or not
-    python tools/build_notebooks.py --check      change nothing, fail if anything is out of step
+    python tools/build_notebooks.py              build what has changed, and run it where its code
+    has python tools/build_notebooks.py 01           build lesson 01, changed or not python
+    tools/build_notebooks.py --check      change nothing, fail if anything is out of step
 
-``solutions/NN_name.ipynb`` is the source executed from top to bottom; ``lessons/NN_name.ipynb`` is what a learner opens:
-without outputs, with the answers cut out, and with ``tools/first_cell.py`` as a first cell. An answer is marked in the source in one of three ways:
+``solutions/NN_name.ipynb`` is the source executed from top to bottom; ``lessons/NN_name.ipynb`` is
+what a learner opens: without outputs, with the answers cut out, and with ``tools/first_cell.py`` as
+a first cell. An answer is marked in the source in one of three ways:
 
     ### BEGIN SOLUTION              an indented block, inside a function: becomes a stub that
     ### END SOLUTION                raises NotImplementedError
     name = value  # SOLUTION        becomes ``name = ...  # your value here``
     # %% tags=["solution-only"]     the whole cell is left out of the lesson
 
-Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong in any notebook is
-collected and shown together at the end.
+Apart from the outputs that running gives, the same source gives the same bytes. Whatever is wrong
+in any notebook is collected and shown together at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = Path(__file__).with_name("first_cell.py")
 MAX_LINES = 15
-CELL_TIMEOUT = 1200  # seconds; generous, since unpacking SmolLM2 on a slow machine may belong to a cell
-# Still pictures and, where a lesson trains for long, its short form: outputs that a test can compare.
+# seconds; generous, since unpacking SmolLM2 on a slow machine may belong to a cell
+CELL_TIMEOUT = 1200
+# Still pictures and, where a lesson trains for long, its short form: outputs that a test can
+# compare.
 FIXED = {"GRADMEM_LIVE": "0", "GRADMEM_SIZE": "ci"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -58,7 +62,9 @@ class Problem(Exception):
 
 
 def strip_solution(source: str, where: str) -> str:
-    """The lesson's version of a code cell; raises ``Problem`` for marks that do not pair up, naming ``where``."""
+    """The lesson's version of a code cell; raises ``Problem`` for marks that do not pair up, naming
+    ``where``.
+    """
     kept: list[str] = []
     opened = 0
     for number, line in enumerate(source.split("\n"), 1):
@@ -66,12 +72,14 @@ def strip_solution(source: str, where: str) -> str:
         if begin := BEGIN.fullmatch(line):
             if opened:
                 raise Problem(
-                    f"{here}: BEGIN SOLUTION inside the block that line {opened} opened; close that first"
+                    f"{here}: BEGIN SOLUTION inside the block that line {opened} opened; close "
+                    "that first"
                 )
             if not begin[1]:
                 raise Problem(
-                    f"{here}: BEGIN SOLUTION at the left margin, where its stub would stop Run All; put it inside a "
-                    "function, or mark a value with `name = value  # SOLUTION`"
+                    f"{here}: BEGIN SOLUTION at the left margin, where its stub would stop Run "
+                    "All; put it inside a function, or mark a value with `name = value  # "
+                    "SOLUTION`"
                 )
             opened = number
             kept += [f"{begin[1]}# your code here", f"{begin[1]}raise NotImplementedError"]
@@ -84,16 +92,22 @@ def strip_solution(source: str, where: str) -> str:
         elif value := VALUE.fullmatch(line):
             kept.append(f"{value[1]} ...  # your value here")
         elif STRAY.fullmatch(line):
-            raise Problem(f"{here}: a SOLUTION mark that is none of the known forms: {line.strip()}")
+            raise Problem(
+                f"{here}: a SOLUTION mark that is none of the known forms: {line.strip()}"
+            )
         else:
             kept.append(line)
     if opened:
-        raise Problem(f"{where}, line {opened}: BEGIN SOLUTION is never closed; add ### END SOLUTION")
+        raise Problem(
+            f"{where}, line {opened}: BEGIN SOLUTION is never closed; add ### END SOLUTION"
+        )
     return "\n".join(kept)
 
 
 def check_python(source: str, where: str) -> None:
-    """Raise ``Problem`` unless a lesson's code cell holds something, and Python (with IPython's magics) can read it."""
+    """Raise ``Problem`` unless a lesson's code cell holds something, and Python (with IPython's
+    magics) can read it.
+    """
     if not source.strip():
         raise Problem(f"{where}: an empty code cell, which no run ever executes; delete it")
     try:
@@ -106,7 +120,9 @@ def check_python(source: str, where: str) -> None:
 
 def code_lines(source: str) -> int:
     """How many lines of ``source`` hold code: neither blank nor comment alone."""
-    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in source.split("\n"))
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") for line in source.split("\n")
+    )
 
 
 def tags(cell: NotebookNode) -> list[str]:
@@ -115,23 +131,33 @@ def tags(cell: NotebookNode) -> list[str]:
 
 
 def normalise(notebook: NotebookNode, *, keep_outputs: bool = False) -> NotebookNode:
-    """A copy without what differs between machines and runs: versions, timings, live widgets and, unless kept, outputs."""
+    """A copy without what differs between machines and runs: versions, timings, live widgets and,
+    unless kept, outputs.
+    """
     cells = []
     for cell in notebook.cells:
         kept = {"cell_type": cell.cell_type, "id": cell.id, "source": cell.source}
         kept["metadata"] = {"tags": tags(cell)} if tags(cell) else {}
         if cell.cell_type == "code":
             kept["execution_count"] = cell.execution_count if keep_outputs else None
-            kept["outputs"] = [without_widget(output) for output in cell.outputs] if keep_outputs else []
+            kept["outputs"] = (
+                [without_widget(output) for output in cell.outputs] if keep_outputs else []
+            )
         cells.append(kept)
-    return nbformat.from_dict({"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5})
+    return nbformat.from_dict(
+        {"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
+    )
 
 
 def without_widget(output: NotebookNode) -> NotebookNode:
-    """``output`` without its reference to a live widget, whose state is not saved, where it has another form as well."""
+    """``output`` without its reference to a live widget, whose state is not saved, where it has
+    another form as well.
+    """
     data = output.get("data", {})
     return (
-        NotebookNode(output, data={k: data[k] for k in data if k != WIDGET_VIEW}) if len(data) > 1 else output
+        NotebookNode(output, data={k: data[k] for k in data if k != WIDGET_VIEW})
+        if len(data) > 1
+        else output
     )
 
 
@@ -141,13 +167,17 @@ def to_text(notebook: NotebookNode) -> str:
 
 
 def read_source(path: Path) -> NotebookNode:
-    """The notebook that ``path`` describes, not executed; cell ids follow from the lesson's name and the cells' content."""
+    """The notebook that ``path`` describes, not executed; cell ids follow from the lesson's name
+    and the cells' content.
+    """
     notebook = jupytext.read(path, fmt="py:percent")
     seen: Counter[tuple[str, str]] = Counter()
     for cell in notebook.cells:
         key = (cell.cell_type, cell.source)
         seen[key] += 1
-        cell.id = hashlib.sha256("\0".join((path.stem, *key, str(seen[key]))).encode()).hexdigest()[:8]
+        cell.id = hashlib.sha256("\0".join((path.stem, *key, str(seen[key]))).encode()).hexdigest()[
+            :8
+        ]
     return normalise(notebook)
 
 
@@ -170,7 +200,9 @@ def lesson_from(notebook: NotebookNode, name: str) -> tuple[NotebookNode, list[s
 
 
 def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """The notebook with the outputs of a run in ``folder``: a fresh kernel of this Python, every cell, errors kept."""
+    """The notebook with the outputs of a run in ``folder``: a fresh kernel of this Python, every
+    cell, errors kept.
+    """
     client = NotebookClient(
         nbformat.from_dict(notebook),
         timeout=CELL_TIMEOUT,
@@ -206,11 +238,15 @@ def code_of(notebook: NotebookNode) -> str:
 
 
 def stored_solution(path: Path, source: NotebookNode) -> NotebookNode | None:
-    """``source`` with the outputs of the notebook at ``path``, if that is as this program stores it and ran the same code."""
+    """``source`` with the outputs of the notebook at ``path``, if that is as this program stores it
+    and ran the same code.
+    """
     try:
         text = path.read_bytes().decode()
         notebook = nbformat.reads(text, as_version=nbformat.NO_CONVERT)
-        if to_text(normalise(notebook, keep_outputs=True)) != text or code_of(notebook) != code_of(source):
+        if to_text(normalise(notebook, keep_outputs=True)) != text or code_of(notebook) != code_of(
+            source
+        ):
             return None
     except (OSError, ValueError, AttributeError, nbformat.reader.NotJSONError):
         return None
@@ -220,14 +256,18 @@ def stored_solution(path: Path, source: NotebookNode) -> NotebookNode | None:
 
 
 def write(path: Path, text: str) -> None:
-    """Store ``text`` with the same line ends everywhere, and leave a file alone that holds it already."""
+    """Store ``text`` with the same line ends everywhere, and leave a file alone that holds it
+    already.
+    """
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_bytes() != text.encode():
         path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def with_first_cell(lesson: NotebookNode) -> NotebookNode:
-    """``lesson`` after the cell that installs the course where a kernel lacks it, folded in Colab, JupyterLab and VS Code."""
+    """``lesson`` after the cell that installs the course where a kernel lacks it, folded in Colab,
+    JupyterLab and VS Code.
+    """
     folded = {"cellView": "form", "jupyter": {"source_hidden": True}}
     source = FIRST.read_text(encoding="utf-8").rstrip()
     first = nbformat.v4.new_code_cell(source, id="first", metadata=folded)
@@ -235,7 +275,9 @@ def with_first_cell(lesson: NotebookNode) -> NotebookNode:
 
 
 def build_lesson(lesson: NotebookNode, path: Path, *, check: bool) -> list[str]:
-    """Write the learner's notebook to ``path`` or, with ``check``, only compare it; returns what is wrong."""
+    """Write the learner's notebook to ``path`` or, with ``check``, only compare it; returns what is
+    wrong.
+    """
     text = to_text(with_first_cell(lesson))
     if not check:
         write(path, text)
@@ -245,7 +287,9 @@ def build_lesson(lesson: NotebookNode, path: Path, *, check: bool) -> list[str]:
 
 
 def build_solution(source: NotebookNode, path: Path, *, check: bool, again: bool) -> list[str]:
-    """Execute ``source`` into ``path`` if need be or, with ``check``, only compare; returns what is wrong."""
+    """Execute ``source`` into ``path`` if need be or, with ``check``, only compare; returns what is
+    wrong.
+    """
     name = f"solutions/{path.name}"
     solution = stored_solution(path, source)
     if check:
@@ -263,17 +307,23 @@ def orphans(root: Path) -> Iterator[str]:
     """The notebooks that no source makes."""
     for notebook in sorted([*root.glob("solutions/*.ipynb"), *root.glob("lessons/*.ipynb")]):
         if not (root / "solutions" / f"{notebook.stem}.py").exists():
-            yield f"{notebook.relative_to(root).as_posix()}: no solutions/{notebook.stem}.py makes it; delete it or add that"
+            yield (
+                f"{notebook.relative_to(root).as_posix()}: no solutions/{notebook.stem}.py makes "
+                "it; delete it or add that"
+            )
 
 
 def chosen(sources: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    """The sources that ``names`` mean (``"01"``, ``"01_memory_accounting"`` or a path), or all of them without names."""
+    """The sources that ``names`` mean (``"01"``, ``"01_memory_accounting"`` or a path), or all of
+    them without names.
+    """
     picked = []
     for stem in [Path(name).stem for name in names]:
         found = [path for path in sources if path.stem == stem or path.stem.startswith(f"{stem}_")]
         if not found:
             raise Problem(
-                f"no lesson {stem!r}: there are {', '.join(path.stem for path in sources) or 'none'}"
+                f"no lesson {stem!r}: there are "
+                f"{', '.join(path.stem for path in sources) or 'none'}"
             )
         picked += found
     return picked if names else list(sources)
@@ -284,13 +334,19 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         description="Build solutions/*.ipynb and lessons/*.ipynb from solutions/*.py."
     )
-    parser.add_argument("names", nargs="*", help="lessons to run, such as 01; without any, what has changed")
+    parser.add_argument(
+        "names", nargs="*", help="lessons to run, such as 01; without any, what has changed"
+    )
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if a notebook is out of step"
     )
-    parser.add_argument("--all", action="store_true", help="run every solution again, changed or not")
     parser.add_argument(
-        "--lessons-only", action="store_true", help="leave the solution notebooks alone; run nothing"
+        "--all", action="store_true", help="run every solution again, changed or not"
+    )
+    parser.add_argument(
+        "--lessons-only",
+        action="store_true",
+        help="leave the solution notebooks alone; run nothing",
     )
     options = parser.parse_args(arguments)
     try:
@@ -303,13 +359,20 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         source, name = read_source(path), f"solutions/{path.name}"
         for number, cell in enumerate(source.cells, 1):
             if cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES:
-                print(f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code", file=sys.stderr)
+                print(
+                    f"warning: {name}, cell {number}: more than {MAX_LINES} lines of code",
+                    file=sys.stderr,
+                )
         lesson, wrong = lesson_from(source, name)
         if not wrong:
-            wrong += build_lesson(lesson, root / "lessons" / f"{path.stem}.ipynb", check=options.check)
+            wrong += build_lesson(
+                lesson, root / "lessons" / f"{path.stem}.ipynb", check=options.check
+            )
             if not options.lessons_only:
                 again = options.all or bool(options.names)
-                wrong += build_solution(source, path.with_suffix(".ipynb"), check=options.check, again=again)
+                wrong += build_solution(
+                    source, path.with_suffix(".ipynb"), check=options.check, again=again
+                )
         problems += wrong
     for problem in problems:
         print(problem, file=sys.stderr)

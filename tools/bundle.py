@@ -1,9 +1,11 @@
-"""Packs the course for a room without a network: every wheel, the model and the notebooks in one archive.
+"""Packs the course for a room without a network: every wheel, the model and the notebooks in one
+archive.
 
     python tools/bundle.py [pip options for PyTorch alone]      after make dist
 
-The archive is for the platform and the Python that it is made with, and for no other. It is put into ``dist/`` only after it
-was tried: unpacked and installed into an empty environment, where lesson 00 ran to its end, with every network cut off.
+The archive is for the platform and the Python that it is made with, and for no other. It is put
+into ``dist/`` only after it was tried: unpacked and installed into an empty environment, where
+lesson 00 ran to its end, with every network cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
-OFFLINE = ROOT / "tests" / "offline"  # cuts a Python process and its children off from every network
+# cuts a Python process and its children off from every network
+OFFLINE = ROOT / "tests" / "offline"
 INSTALL = [
     "-m",
     "pip",
@@ -34,7 +37,8 @@ INSTALL = [
     "-r",
     "requirements.txt",
 ]
-README = """gradmem {version} for {platform} and Python {python}: everything for a room without a network.
+README = """\
+gradmem {version} for {platform} and Python {python}: everything for a room without a network.
 
 To install it, in this folder:
 
@@ -48,7 +52,9 @@ To begin (the lessons are copied into the folder that you name):
 
 
 def collect(wheels: Path, torch_flags: Sequence[str]) -> None:
-    """Every wheel that the course needs, PyTorch first, since it may come from an index of its own."""
+    """Every wheel that the course needs, PyTorch first, since it may come from an index of
+    its own.
+    """
     pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in pins if "==" in line]
     torch = [line for line in pins if line.startswith("torch==")]
@@ -72,7 +78,9 @@ def programs(room: str) -> tuple[str, str]:
 
 
 def pack(wheels: Path, archive: Path) -> None:
-    """Write ``archive``: one folder of its name with the wheels, what to install of them, and how."""
+    """Write ``archive``: one folder of its name with the wheels, what to install of them,
+    and how.
+    """
     found = {path: parse_wheel_filename(path.name)[:2] for path in sorted(wheels.glob("*.whl"))}
     pins = "".join(f"{name}=={version}\n" for name, version in found.values())
     python, gradmem = programs("room")
@@ -92,7 +100,9 @@ def pack(wheels: Path, archive: Path) -> None:
 
 
 def prove(archive: Path, folder: Path) -> None:
-    """Do what the archive's README says, in ``folder`` and without a network, and run lesson 00; raises if any of it fails."""
+    """Do what the archive's README says, in ``folder`` and without a network, and run lesson 00;
+    raises if any of it fails.
+    """
     zipfile.ZipFile(archive).extractall(folder)
     course = folder / archive.stem
     kept = {
@@ -106,7 +116,10 @@ def prove(archive: Path, folder: Path) -> None:
         "PYTHONPATH": str(OFFLINE),
         "GRADMEM_LIVE": "0",
     }
-    own |= {"GRADMEM_CACHE": str(folder / "cache"), "GRADMEM_PROGRESS": str(folder / "progress.json")}
+    own |= {
+        "GRADMEM_CACHE": str(folder / "cache"),
+        "GRADMEM_PROGRESS": str(folder / "progress.json"),
+    }
 
     def run(*command: str) -> None:
         subprocess.run(command, cwd=course, env=kept | own, check=True)
@@ -116,8 +129,18 @@ def prove(archive: Path, folder: Path) -> None:
     run(python, *INSTALL)
     run(gradmem, "doctor")
     run(gradmem, "lab", "lessons", "--copy")
-    run(python, "-m", "nbconvert", "--execute", "--to=notebook", "--inplace", "lessons/00_start_here.ipynb")
-    if '"image/png"' not in (course / "lessons" / "00_start_here.ipynb").read_text(encoding="utf-8"):
+    run(
+        python,
+        "-m",
+        "nbconvert",
+        "--execute",
+        "--to=notebook",
+        "--inplace",
+        "lessons/00_start_here.ipynb",
+    )
+    if '"image/png"' not in (course / "lessons" / "00_start_here.ipynb").read_text(
+        encoding="utf-8"
+    ):
         raise RuntimeError("lesson 00 has come to its end without a picture")
 
 
@@ -132,7 +155,9 @@ def main(torch_flags: Sequence[str]) -> None:
         shutil.rmtree(wheels)
         prove(archive, Path(scratch, "room"))
         done = shutil.move(archive, ROOT / "dist")
-    print(f"{done}: {os.path.getsize(done) / 1e6:,.0f} MB, installed and run here without a network")
+    print(
+        f"{done}: {os.path.getsize(done) / 1e6:,.0f} MB, installed and run here without a network"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What a lesson says of itself: its sections with their minutes, its predictions, and the figures that its cells printed.
+"""What a lesson says of itself: its sections with their minutes, its predictions, and the figures
+that its cells printed.
 
-Read from the source, ``solutions/NN_name.py``, and from the outputs that are stored beside it. Nothing is run.
+Read from the source, ``solutions/NN_name.py``, and from the outputs that are stored beside it.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ ROW = re.compile(r"^  (\w[\w ]*?)  +(\S.*?)(?:  +(\S.*))?$")
 
 @dataclass(frozen=True)
 class Asked:
-    """One prediction: what is asked, when in the lesson, before which cell, and what the lesson found."""
+    """One prediction: what is asked, when in the lesson, before which cell, and what the lesson
+    found.
+    """
 
     id: str
     question: str
@@ -44,17 +48,24 @@ class Lesson:
     def needs(self) -> str:
         """What a learner should know before."""
         return " ".join(
-            re.search(r"You need:? (.*?)\*$", self.cells[0].source, re.MULTILINE | re.DOTALL)[1].split()
+            re.search(r"You need:? (.*?)\*$", self.cells[0].source, re.MULTILINE | re.DOTALL)[
+                1
+            ].split()
         )
 
     def cell_under(self, heading: str) -> str:
-        """The prose of the cell with that heading, without the heading and the paragraph after it."""
+        """The prose of the cell with that heading, without the heading and the paragraph
+        after it.
+        """
         cell = next(c for c in self.cells if f"### {heading}\n" in c.source)
         return cell.source.partition(f"### {heading}\n")[2].strip().partition("\n\n")[2]
 
     @cached_property
     def sections(self) -> dict[str, Minutes]:
-        """Minutes by section, in order. What comes before the first one has the name "0"; "1 · Three batches" is a name."""
+        """Minutes by section, in order.
+
+        What comes before the first one has the name "0"; "1 · Three batches" is a name.
+        """
         parts: dict[str, list] = {"0": []}
         for cell in self.cells:
             texts = [cell.source]
@@ -99,11 +110,15 @@ class Lesson:
                     question = value
                     continue
                 id, words, unit = value
-                following = next(c for c in self.cells[i + 1 :] if c.cell_type == "code" and _first_line(c))
+                following = next(
+                    c for c in self.cells[i + 1 :] if c.cell_type == "code" and _first_line(c)
+                )
                 at = round(of_cells(seen).total)
                 before = _first_line(following)
                 answer, differs = self._answer(id, unit)
-                found.append(Asked(id, words or question, unit, section, at, before, answer, differs))
+                found.append(
+                    Asked(id, words or question, unit, section, at, before, answer, differs)
+                )
         return found
 
     def _answer(self, id: str, unit: str) -> tuple[str, bool]:
@@ -111,30 +126,40 @@ class Lesson:
             table = re.search(rf"^Prediction {re.escape(id)}\n((?:  .*\n)+)", text, re.MULTILINE)
             if table:
                 _, exact, human = ROW.match(table[1].splitlines()[-1]).groups()
-                return (human if unit == "bytes" and human and not human.endswith(" B") else exact), differs
+                return (
+                    human if unit == "bytes" and human and not human.endswith(" B") else exact
+                ), differs
         raise LookupError(
             f"{self.source.name}: no stored output answers prediction {id}; run `make notebooks`"
         )
 
 
 def _calls(source: str) -> list[tuple[str, object]]:
-    """Of a cell: ("question", its text) for each such assignment, ("ask", (id, text or "", unit)) for each prediction."""
+    """Of a cell: ("question", its text) for each such assignment, ("ask", (id, text or "", unit))
+    for each prediction.
+    """
     found: list[tuple[str, object]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "question":
             found.append(("question", ast.literal_eval(node.value)))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "predict_first":
             id, words = node.args
-            unit = next((ast.literal_eval(k.value) for k in node.keywords if k.arg == "unit"), "bytes")
+            unit = next(
+                (ast.literal_eval(k.value) for k in node.keywords if k.arg == "unit"), "bytes"
+            )
             text = ast.literal_eval(words) if isinstance(words, ast.Constant) else ""
             found.append(("ask", (ast.literal_eval(id), text, unit)))
     return found
 
 
 def _first_line(cell) -> str:
-    """What a reader recognises a code cell by: its first line that is neither import, comment nor blank."""
+    """What a reader recognises a code cell by: its first line that is neither import, comment nor
+    blank.
+    """
     lines = (line.strip() for line in cell.source.split("\n"))
-    line = next((line for line in lines if line and not re.match(r"#|from |import |\)|%", line)), "")
+    line = next(
+        (line for line in lines if line and not re.match(r"#|from |import |\)|%", line)), ""
+    )
     return line if len(line) <= 60 else line[:56] + " ..."
 
 

@@ -1,9 +1,11 @@
-"""How long a lesson takes: a learner reads 200 words of prose or 40 of code a minute, and an exercise takes what it says.
+"""How long a lesson takes: a learner reads 200 words of prose or 40 of code a minute, and an
+exercise takes what it says.
 
     python tools/minutes.py          the minutes of every lesson
 
-Hints and whatever else is folded are read on demand, and an exercise's own cells belong to its minutes. Exercises that
-say "optional" stand in a last section of their own and are not needed afterwards; their minutes are counted apart.
+Hints and whatever else is folded are read on demand, and an exercise's own cells belong to its
+minutes. Exercises that say "optional" stand in a last section of their own and are not needed
+afterwards; their minutes are counted apart.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ if __name__ == "__main__":
     for path in sorted(ROOT.glob("solutions/*.py")):
         found = minutes(path)
         print(
-            f"{path.stem:<28}{found.total:4.0f} minutes: {found.prose:.0f} prose, {found.code:.0f} code, "
-            f"{found.exercises} exercises, {found.optional} more optional; {found.cells} cells of code; "
-            f"states {found.stated[0]} and {found.stated[1]}"
+            f"{path.stem:<28}{found.total:4.0f} minutes: {found.prose:.0f} prose, {found.code:.0f} "
+            f"code, {found.exercises} exercises, {found.optional} more optional; {found.cells} "
+            f"cells of code; states {found.stated[0]} and {found.stated[1]}"
         )

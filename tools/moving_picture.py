@@ -1,9 +1,11 @@
-"""Films ``docs/live-plot.gif``, with which the README begins: a cell that trains SmolLM2 in JupyterLab, until its budget is full.
+"""Films ``docs/live-plot.gif``, with which the README begins: a cell that trains SmolLM2 in
+JupyterLab, until its budget is full.
 
     PYTHONPATH=. python tools/moving_picture.py
 
-Each frame is what Chromium shows while the cell runs, as in ``tests/test_browser.py``. Only the time between frames is ours: a
-frame of the film is a change of the plot, however long this machine needed for it.
+Each frame is what Chromium shows while the cell runs, as in ``tests/test_browser.py``. Only the
+time between frames is ours: a frame of the film is a change of the plot, however long this machine
+needed for it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def film() -> list[Image.Image]:
     frames = []
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         cells = [nbformat.v4.new_code_cell(source.strip()) for source in (BEFORE, FILMED)]
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        kernel = {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        }
         notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
         nbformat.write(notebook, Path(folder) / "film.ipynb")
         with (
@@ -63,13 +67,22 @@ def film() -> list[Image.Image]:
         ):
             page.theme("JupyterLab Light")
             page.command("application:toggle-left-area")
-            page.page.add_style_tag(content=".jp-cell-toolbar, .jp-Notebook-footer { display: none }")
+            page.page.add_style_tag(
+                content=".jp-cell-toolbar, .jp-Notebook-footer { display: none }"
+            )
             cell = page.panel.locator(".jp-CodeCell").nth(1)
 
             def shoot(_=None) -> None:
                 box = cell.bounding_box()
-                clip = {"x": box["x"] + 70, "y": box["y"], "width": box["width"] - 80, "height": HEIGHT}
-                frames.append(Image.open(io.BytesIO(page.page.screenshot(clip=clip))).convert("RGB"))
+                clip = {
+                    "x": box["x"] + 70,
+                    "y": box["y"],
+                    "width": box["width"] - 80,
+                    "height": HEIGHT,
+                }
+                frames.append(
+                    Image.open(io.BytesIO(page.page.screenshot(clip=clip))).convert("RGB")
+                )
 
             page.start()
             page.watch(on_frame=shoot)
@@ -95,4 +108,7 @@ def write(frames: list[Image.Image], path: Path) -> None:
 if __name__ == "__main__":
     taken = film()
     write(taken, PICTURE)
-    print(f"{PICTURE.relative_to(ROOT)}: {len(taken)} changes filmed, {PICTURE.stat().st_size:,} bytes")
+    print(
+        f"{PICTURE.relative_to(ROOT)}: {len(taken)} changes filmed, {PICTURE.stat().st_size:,} "
+        "bytes"
+    )

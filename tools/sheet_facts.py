@@ -1,6 +1,7 @@
 """What stands on each lesson's sheet for the wall: a picture, three numbers and one rule.
 
-Every figure is taken from what the lesson's cells printed, so that sheet and lesson cannot tell different stories.
+Every figure is taken from what the lesson's cells printed, so that sheet and lesson cannot tell
+different stories.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from gradmem_lib.names import CATEGORIES
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a picture: ``parts`` are pairs of a category (or "" for none) and a length; ``strong`` marks the point."""
+    """One row of a picture: ``parts`` are pairs of a category (or "" for none) and a length;
+    ``strong`` marks the point.
+    """
 
     name: str
     parts: tuple[tuple[str, float], ...]
@@ -59,11 +62,15 @@ class Printed:
         self.lesson = lesson
 
     def rows(self, pattern: str) -> list[tuple[str, ...]]:
-        """The groups of every place where the pattern matches. ``LookupError`` if it does nowhere."""
+        """The groups of every place where the pattern matches.
+
+        ``LookupError`` if it does nowhere.
+        """
         found = [m.groups() for m in re.finditer(pattern, self.lesson.printed, re.MULTILINE)]
         if not found:
             raise LookupError(
-                f"{self.lesson.source.name} prints nothing like {pattern!r} any more: mend sheet_facts.py"
+                f"{self.lesson.source.name} prints nothing like {pattern!r} any more: mend "
+                "sheet_facts.py"
             )
         return found
 
@@ -104,12 +111,19 @@ def lesson_00(found: Printed) -> Sheet:
     )
     names = ("parameters", "optimizer", "activations", "temporaries")
     fits, fails = (
-        [(n, number(v)) for n, v in zip(names, values, strict=False)] for values in (parts[0], full[0])
+        [(n, number(v)) for n, v in zip(names, values, strict=False)]
+        for values in (parts[0], full[0])
     )
     asked = number(found.one(r"asked for ([\d,]+) bytes"))
-    rows = [Bar("4 rows", tuple(fits), "fit"), Bar("16 rows", (*fails, ("activations", asked)), "too large")]
+    rows = [
+        Bar("4 rows", tuple(fits), "fit"),
+        Bar("16 rows", (*fails, ("activations", asked)), "too large"),
+    ]
     return Sheet(
-        "A tiny Llama on a card of 192 MiB: at the peak with 4 rows, and when 16 rows run out of memory",
+        (
+            "A tiny Llama on a card of 192 MiB: at the peak with 4 rows, and when 16 rows run out "
+            "of memory"
+        ),
         Bars(rows, limits=((number(card), "the card"),)),
         (
             (found.answer("0.a"), "of parameters: 4 bytes for each float32 number"),
@@ -121,7 +135,9 @@ def lesson_00(found: Printed) -> Sheet:
 
 
 def lesson_01(found: Printed) -> Sheet:
-    table = found.rows(r"^(float32|bf16|autocast-bf16|float32-master) +(\d+\.\d) +(\d+\.\d) +(\d+\.\d)$")
+    table = found.rows(
+        r"^(float32|bf16|autocast-bf16|float32-master) +(\d+\.\d) +(\d+\.\d) +(\d+\.\d)$"
+    )
     names = ("parameters", "gradients", "optimizer")
     rows = []
     for recipe, *values in table:
@@ -139,7 +155,10 @@ def lesson_01(found: Printed) -> Sheet:
                 found.one(r"8 × 1024 tokens: ([\d.]+ GiB)"),
                 "of logits and their gradients: SmolLM2, 8 × 1024 tokens",
             ),
-            (found.answer("1.c").split()[0], "tensors kept by five modules. Count storages, not layers."),
+            (
+                found.answer("1.c").split()[0],
+                "tensors kept by five modules. Count storages, not layers.",
+            ),
         ),
         "The peak is a moment. Ask when it is, and who is there.",
     )
@@ -150,7 +169,10 @@ def lesson_02(found: Printed) -> Sheet:
     names = ("float32", "bf16")
     lines = {name: [(float(r[0]), float(r[i])) for r in table] for i, name in enumerate(names, 1)}
     return Sheet(
-        "AdamW's v. The gradient is 1, and from step 2,000 on 0.01. In bf16, v stops and never falls",
+        (
+            "AdamW's v. The gradient is 1, and from step 2,000 on 0.01. In bf16, v stops and never "
+            "falls"
+        ),
         Curves(lines, "step"),
         (
             (
@@ -158,7 +180,10 @@ def lesson_02(found: Printed) -> Sheet:
                 "too long is the first step without bias correction",
             ),
             (found.answer("2.b"), "of states for SmolLM2: 8 bytes for each parameter"),
-            (found.one(r"^foreach +([\d.]+ ×)"), "the largest tensor: a foreach step copies the model"),
+            (
+                found.one(r"^foreach +([\d.]+ ×)"),
+                "the largest tensor: a foreach step copies the model",
+            ),
         ),
         "m gives the direction, v the length. In bf16, v can rise but never fall.",
     )
@@ -202,7 +227,10 @@ def lesson_04(found: Printed) -> Sheet:
         (
             (one, f"layer a segment is best for Llama-2-7B. √n says {root}."),
             (f"{whole} → {unequal}", "boundaries at the peak: 64 layers, long segments first"),
-            (found.answer("4.d").replace(" percent", " %"), "saved in all of SmolLM2: its peak is gradients"),
+            (
+                found.answer("4.d").replace(" percent", " %"),
+                "saved in all of SmolLM2: its peak is gradients",
+            ),
         ),
         "A checkpoint saves only what is outside the segment that runs again.",
     )
@@ -222,14 +250,19 @@ def lesson_05(found: Printed) -> Sheet:
         (
             (share.replace("%", " %"), "of the naive run's peak, with everything combined"),
             (found.answer("5.c"), "lower by 30 checkpoints: activations were not the peak"),
-            (found.answer("5.d").replace(" percent", " %"), "lower by bf16=True: all weights stay float32"),
+            (
+                found.answer("5.d").replace(" percent", " %"),
+                "lower by bf16=True: all weights stay float32",
+            ),
         ),
         "Look where the peak is. Then choose.",
     )
 
 
 def lesson_06(found: Printed) -> Sheet:
-    table = found.rows(r"^(\S.*?) {2,} *[\d.]+ +([\d.]+)[ *]* {3,}(?:activations|optimizer|parameters) ")
+    table = found.rows(
+        r"^(\S.*?) {2,} *[\d.]+ +([\d.]+)[ *]* {3,}(?:activations|optimizer|parameters) "
+    )
     pairs = [(name, float(needs)) for name, needs in table]
     four_bits = dict(pairs)["+ base in 4 bits"]
     return Sheet(
@@ -249,7 +282,9 @@ def lesson_06(found: Printed) -> Sheet:
 
 def lesson_07(found: Printed) -> Sheet:
     text = "\n".join(cell.source for cell in found.lesson.cells)
-    table = re.findall(r"^\| (float32|bf16|float16) \| (\d+) \| (\d+) \| ([^|]+) \|", text, re.MULTILINE)
+    table = re.findall(
+        r"^\| (float32|bf16|float16) \| (\d+) \| (\d+) \| ([^|]+) \|", text, re.MULTILINE
+    )
     largest = {name: value for name, *_, value in table}
     thousand = float(found.one(r"a thousand times 1.0 in bf16: ([\d.]+)"))
     nearest, chance = found.rows(r"^nearest ([\d.]+) +by chance ([\d.]+)")[0]
@@ -272,7 +307,12 @@ def lesson_08(found: Printed) -> Sheet:
     for name, nbytes, operations in table:
         more = number(operations) / least - 1
         rows.append(
-            Bar(name, (("", number(nbytes) / 1e6),), f"+{more:.0%} work", name == "every second product")
+            Bar(
+                name,
+                (("", number(nbytes) / 1e6),),
+                f"+{more:.0%} work",
+                name == "every second product",
+            )
         )
     ratio = found.one(r"^H100 80GB +[\d.]+ +([\d.]+) ")
     return Sheet(
@@ -284,7 +324,10 @@ def lesson_08(found: Printed) -> Sheet:
                 found.answer("8.b").replace(" percent", " %"),
                 "of the activations stay if all that is saved moves",
             ),
-            (found.answer("8.e").replace(" times", " ×"), "the work: checkpoints behind 28 frozen layers"),
+            (
+                found.answer("8.e").replace(" times", " ×"),
+                "the work: checkpoints behind 28 frozen layers",
+            ),
         ),
         "Repeat what is cheap. Move what is small. A fast card makes the trip dear.",
     )
@@ -299,8 +342,14 @@ def lesson_09(found: Printed) -> Sheet:
         _bars(sorted(pairs, key=lambda pair: -pair[1]), ("8-bit AdamW", "Adafactor"), "{:.3g}"),
         (
             (found.answer("9.b"), f"of activations with LoRA, {every} without it (7B)"),
-            (f"{0.5 + 1 / 64 + 4 / (64 * 256):.3f}", "bytes a weight: NF4 with double quantization"),
-            (found.answer("9.c").split()[0], "tokens: then a QLoRA that keeps inputs needs more than LoRA"),
+            (
+                f"{0.5 + 1 / 64 + 4 / (64 * 256):.3f}",
+                "bytes a weight: NF4 with double quantization",
+            ),
+            (
+                found.answer("9.c").split()[0],
+                "tokens: then a QLoRA that keeps inputs needs more than LoRA",
+            ),
         ),
         "Adapters save states and gradients, not activations.",
     )
@@ -316,7 +365,10 @@ def lesson_10(found: Printed) -> Sheet:
         "A tiny Llama on one of two ranks: what it keeps between two steps, and its peak",
         Bars(rows, legend={"parameters": "between two steps", "temporaries": "more at the peak"}),
         (
-            (found.answer("10.a").split()[0] + " bytes", "a weight on each rank under DDP. Alone it is 12."),
+            (
+                found.answer("10.a").split()[0] + " bytes",
+                "a weight on each rank under DDP. Alone it is 12.",
+            ),
             (found.answer("10.b"), "with FSDP as one unit: more than a process alone"),
             (found.answer("10.f"), "on each of two cards: a 70B, adapters, base in 4 bits"),
         ),
@@ -325,7 +377,9 @@ def lesson_10(found: Printed) -> Sheet:
 
 
 def lesson_11(found: Printed) -> Sheet:
-    record = json.loads((ROOT / "gradmem_lib" / "course" / "puzzles.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (ROOT / "gradmem_lib" / "course" / "puzzles.json").read_text(encoding="utf-8")
+    )
     best, *steps = (entry["weighed"] for entry in record["puzzles"]["11.0"])
     names = ("bf16, 8 × 1", "+ checkpoints", "+ loss in chunks", "8-bit AdamW")
     rows = []
@@ -341,7 +395,10 @@ def lesson_11(found: Printed) -> Sheet:
         "Every weight of Llama-3.2-1B on a card of 12 GB: what it needs, and the time of a token",
         Bars(rows, limits=((best["room"], "the card"),)),
         (
-            (f"{speeds[0]} µs", f"a token with states in 8 bits. With checkpoints it is {speeds[1]}."),
+            (
+                f"{speeds[0]} µs",
+                f"a token with states in 8 bits. With checkpoints it is {speeds[1]}.",
+            ),
             (f"{three} %", "of the planner's speed is worth three stars"),
             (found.answer("11.a"), "between the predicted and the measured peak of puzzle 11.1"),
         ),

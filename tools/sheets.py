@@ -1,4 +1,5 @@
-"""Draws docs/sheets/NN.svg: for each lesson one A4 sheet for the wall, to be read from two metres and without colours.
+"""Draws docs/sheets/NN.svg: for each lesson one A4 sheet for the wall, to be read from two metres
+and without colours.
 
 docs/sheets/all.html prints them in one go.
 
@@ -25,10 +26,12 @@ PLAIN, STRONG = "#c9d0da", "#234a8a"
 DASHES = ("", "4 2.5", "1.2 1.8")
 
 
-def text(x: float, y: float, words: str, size: float = LABEL, *, anchor="start", weight=400, ink=INK) -> str:
+def text(
+    x: float, y: float, words: str, size: float = LABEL, *, anchor="start", weight=400, ink=INK
+) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="{ink}">{escape(words)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}" fill="{ink}">{escape(words)}</text>'
     )
 
 
@@ -60,29 +63,39 @@ def draw_bars(bars: Bars) -> str:
     step = min(34.0, (BOTTOM - top) / len(bars.rows))
     start = LEFT + min(72.0, max(len(row.name) for row in bars.rows) * LABEL * BOLD + 2)
     room = max(len(row.says) for row in bars.rows) * LABEL * BOLD + 2
-    longest = max([sum(n for _, n in row.parts) for row in bars.rows] + [at for at, _ in bars.limits])
+    longest = max(
+        [sum(n for _, n in row.parts) for row in bars.rows] + [at for at, _ in bars.limits]
+    )
     scale = (RIGHT - room - start) / longest
     parts, says = [_legend(legend)] if legend else [], []
     for i, row in enumerate(bars.rows):
         y, x, tall = top + i * step, start, step * 0.72
         weight, wide = (700, BOLD) if row.strong else (400, WIDE)
         size = min(LABEL, (start - LEFT - 2) / len(row.name) / wide, tall * 0.95)
-        parts.append(text(start - 2, y + tall / 2 + size * 0.36, row.name, size, anchor="end", weight=weight))
+        parts.append(
+            text(start - 2, y + tall / 2 + size * 0.36, row.name, size, anchor="end", weight=weight)
+        )
         for category, n in row.parts:
             paint = f'fill="{fill(category, row.strong)}" stroke="{INK}" stroke-width="0.3"'
             parts.append(
-                f'<rect x="{x:.2f}" y="{y:.2f}" width="{n * scale:.2f}" height="{tall:.2f}" {paint}/>'
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{n * scale:.2f}" height="{tall:.2f}" '
+                f"{paint}/>"
             )
             x += n * scale
         halo = 'style="paint-order:stroke;stroke:#ffffff;stroke-width:2px"'
-        words = text(x + 2, y + tall / 2 + size * 0.36, row.says, min(LABEL, tall * 0.95), weight=700)
+        words = text(
+            x + 2, y + tall / 2 + size * 0.36, row.says, min(LABEL, tall * 0.95), weight=700
+        )
         says.append(f"<g {halo}>{words}</g>")
     for at, name in bars.limits:
         x, end = start + at * scale, top + len(bars.rows) * step
         parts.append(
-            f'<path d="M{x:.2f} {top - 2:.2f}V{end:.2f}" stroke="{INK}" stroke-width="0.9" stroke-dasharray="3 1.6"/>'
+            f'<path d="M{x:.2f} {top - 2:.2f}V{end:.2f}" stroke="{INK}" stroke-width="0.9" '
+            'stroke-dasharray="3 1.6"/>'
         )
-        parts.append(text(x, top - 4, name, SMALL, anchor="end" if x > 150 else "middle", weight=700))
+        parts.append(
+            text(x, top - 4, name, SMALL, anchor="end" if x > 150 else "middle", weight=700)
+        )
     return "".join(parts + says)
 
 
@@ -92,7 +105,8 @@ def _legend(names: dict[str, str]) -> str:
         if i == 4:
             x, y = LEFT, TOP + 10
         parts.append(
-            f'<rect x="{x:.1f}" y="{y - 1:.1f}" width="6" height="6" fill="url(#s{category})" stroke="{INK}" stroke-width="0.3"/>'
+            f'<rect x="{x:.1f}" y="{y - 1:.1f}" width="6" height="6" fill="url(#s{category})" '
+            f'stroke="{INK}" stroke-width="0.3"/>'
         )
         parts.append(text(x + 8, y + 4.2, name, SMALL))
         x += 14 + len(name) * SMALL * WIDE
@@ -107,10 +121,14 @@ def draw_curves(curves: Curves) -> str:
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / most_x * (right - left), bottom - y / most_y * (bottom - top)
 
-    parts = [f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="{INK}" stroke-width="0.6"/>']
+    parts = [
+        f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="{INK}" stroke-width="0.6"/>'
+    ]
     for y in (0, 0.5, 1):
         at = place(0, y)[1]
-        parts.append(f'<path d="M{left - 2} {at:.1f}H{right}" stroke="{MUTED}" stroke-width="0.25"/>')
+        parts.append(
+            f'<path d="M{left - 2} {at:.1f}H{right}" stroke="{MUTED}" stroke-width="0.25"/>'
+        )
         parts.append(text(left - 3, at + 2, f"{y:g}", anchor="end"))
     step = nice_step(most_x)
     for n in range(round(most_x / step) + 1):
@@ -121,9 +139,12 @@ def draw_curves(curves: Curves) -> str:
         points = [place(0, 0), *(place(*point) for point in line)]
         path = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
         parts.append(
-            f'<path d="{path}" fill="none" stroke="{INK}" stroke-width="1.3" stroke-dasharray="{dash}"/>'
+            f'<path d="{path}" fill="none" stroke="{INK}" stroke-width="1.3" '
+            f'stroke-dasharray="{dash}"/>'
         )
-        parts += [f'<circle cx="{x:.2f}" cy="{y:.2f}" r="1.5" fill="{INK}"/>' for x, y in points[1:]]
+        parts += [
+            f'<circle cx="{x:.2f}" cy="{y:.2f}" r="1.5" fill="{INK}"/>' for x, y in points[1:]
+        ]
         parts.append(text(points[-1][0] + 3, points[-1][1] + 1, name, weight=700))
     return "".join(parts)
 
@@ -158,14 +179,18 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
         big = min(BIG, 66 / len(value) / BOLD)
         rows.append(text(80, y + 5, value, round(big, 1), anchor="end", weight=700))
         rows.append(
-            paragraph(86, y + 1 if len(lines_of(what, 109, LABEL)) > 1 else y + 4.5, what, 109, LABEL)
+            paragraph(
+                86, y + 1 if len(lines_of(what, 109, LABEL)) > 1 else y + 4.5, what, 109, LABEL
+            )
         )
     defs = "".join(svg_pattern("s", name) for name in COLORS)
     defs = defs.replace("<pattern ", '<pattern patternTransform="scale(0.65)" ')
     rule = lines_of(facts.rule, 172, 9.5, BOLD)
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="210mm" height="297mm" viewBox="0 0 210 297" role="img" '
-        f"font-family=\"'DejaVu Sans', Verdana, Helvetica, Arial, sans-serif\"><title>{escape(lesson.title)}</title>"
+        '<svg xmlns="http://www.w3.org/2000/svg" width="210mm" height="297mm" viewBox="0 0 210 '
+        '297" role="img" '
+        "font-family=\"'DejaVu Sans', Verdana, Helvetica, Arial, "
+        f'sans-serif"><title>{escape(lesson.title)}</title>'
         f"<desc>{escape(f'{facts.caption}. {words}. {facts.rule}')}</desc><defs>{defs}</defs>"
         '<rect width="210" height="297" fill="#ffffff"/>'
         + text(LEFT, 29, lesson.number, 17, weight=700)
@@ -175,8 +200,13 @@ def draw(lesson: Lesson, facts: Sheet) -> str:
         + kinds[type(facts.picture)](facts.picture)
         + f'<path d="M{LEFT} 168H{RIGHT}" stroke="{INK}" stroke-width="0.4"/>'
         + "".join(rows)
-        + f'<rect x="{LEFT - 5}" y="240" width="{RIGHT - LEFT + 10}" height="44" rx="3" fill="{INK}"/>'
-        + paragraph(LEFT + 2, 265.5 - 6 * (len(rule) - 1), facts.rule, 172, 9.5, weight=700, ink="#ffffff")
+        + (
+            f'<rect x="{LEFT - 5}" y="240" width="{RIGHT - LEFT + 10}" height="44" rx="3" '
+            f'fill="{INK}"/>'
+        )
+        + paragraph(
+            LEFT + 2, 265.5 - 6 * (len(rule) - 1), facts.rule, 172, 9.5, weight=700, ink="#ffffff"
+        )
         + text(RIGHT, 291, "gradmem: the lesson shows these figures", 3.6, anchor="end", ink=MUTED)
         + "</svg>\n"
     )
@@ -186,11 +216,15 @@ def sheets() -> dict[Path, str]:
     """Every sheet by the file that it belongs in."""
     made = {FOLDER / f"{lesson.number}.svg": draw(lesson, sheet(lesson)) for lesson in lessons()}
     pages = "\n".join(f'<img src="{path.name}" alt="sheet {path.stem}">' for path in made)
-    style = "@page { size: A4; margin: 0 } body { margin: 0 } img { display: block; width: 210mm; height: 296.9mm }"
+    style = (
+        "@page { size: A4; margin: 0 } body { margin: 0 } img { display: block; width: 210mm; "
+        "height: 296.9mm }"
+    )
     head = f'<meta charset="utf-8"><title>Sheets for the wall</title><style>{style}</style>'
     return made | {
-        FOLDER
-        / "all.html": f'<!doctype html><html lang="en"><head>{head}</head><body>\n{pages}\n</body></html>\n'
+        FOLDER / "all.html": (
+            f'<!doctype html><html lang="en"><head>{head}</head><body>\n{pages}\n</body></html>\n'
+        )
     }
 
 

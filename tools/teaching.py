@@ -1,10 +1,13 @@
-"""Writes TEACHING.md: tools/teaching.md, with minutes, questions and known mistakes from lessons and exercises.
+"""Writes TEACHING.md: tools/teaching.md, with minutes, questions and known mistakes from lessons
+and exercises.
 
-    python tools/teaching.py          write it, and gradmem_lib/course/questions.json, which the class board reads
+    python tools/teaching.py          write it, and gradmem_lib/course/questions.json, which the
+    class board reads
 
-In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for ten minutes, or
-"L01 1-3 | what" for sections of a lesson ("L01" for all of it). A heading "### 01" gets everything about that lesson.
-"{{06: Explore}}" is what lesson 06 says under that heading, from the second paragraph on.
+In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for
+ten minutes, or "L01 1-3 | what" for sections of a lesson ("L01" for all of it). A heading "### 01"
+gets everything about that lesson. "{{06: Explore}}" is what lesson 06 says under that heading, from
+the second paragraph on.
 """
 
 from __future__ import annotations
@@ -36,17 +39,29 @@ def page(found: list[Lesson], text: str) -> str:
     lacking = [number for number in by_number if number not in dict(OF_LESSON.findall(text))]
     if lacking:
         raise Problem(
-            f"{TEXT.name} has no notes for {', '.join(lacking)}: add a heading '### {lacking[0]}' to it"
+            f"{TEXT.name} has no notes for {', '.join(lacking)}: add a heading '### "
+            f"{lacking[0]}' to it"
         )
-    text = re.sub(r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text)
-    text = OF_LESSON.sub(
-        lambda match: of_lesson(by_number[match[1]], match[2].strip()) if match[1] in by_number else "", text
+    text = re.sub(
+        r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text
     )
-    return f"<!-- python tools/teaching.py makes this page from tools/teaching.md -->\n\n{text.rstrip()}\n"
+    text = OF_LESSON.sub(
+        lambda match: (
+            of_lesson(by_number[match[1]], match[2].strip()) if match[1] in by_number else ""
+        ),
+        text,
+    )
+    return (
+        "<!-- python tools/teaching.py makes this page from tools/teaching.md "
+        f"-->\n\n{text.rstrip()}\n"
+    )
 
 
 def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
-    """A table of rows that begin when the one before ends. ``Problem`` if they take more than ``most`` minutes."""
+    """A table of rows that begin when the one before ends.
+
+    ``Problem`` if they take more than ``most`` minutes.
+    """
     lines, at = ["| from | minutes | what |", "|---|---|---|"], 0
     for row in rows.strip().splitlines():
         left, _, what = (part.strip() for part in row.partition("|"))
@@ -60,7 +75,8 @@ def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
             what = f"**{where}.** {what}".strip()
         else:
             raise Problem(
-                f"a run sheet's row begins with minutes or a lesson, such as 10 or L01 1-3, not {left!r}"
+                "a run sheet's row begins with minutes or a lesson, such as 10 or L01 1-3, not "
+                f"{left!r}"
             )
         lines.append(f"| {at // 60}:{at % 60:02} | {took} | {what} |")
         at += took
@@ -72,7 +88,9 @@ def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
 def part_of(lesson: Lesson, sections: str) -> tuple[int, str]:
     """Minutes that a room takes for some sections ("1-3"; "" for all), in steps, and their name."""
     name = f"{lesson.number} {lesson.title}"
-    parts = {title: part.total for title, part in lesson.sections.items() if title != "More practice"}
+    parts = {
+        title: part.total for title, part in lesson.sections.items() if title != "More practice"
+    }
     if sections:
         first, _, last = sections.partition("-")
         wanted = range(int(first), int(last or first) + 1)
@@ -96,12 +114,18 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
     exercises = all_exercises(lesson.number)
     return "\n".join(
         [
-            f"<details><summary><b>{lesson.number} · {escape(lesson.title)}</b>: {minutes} minutes{more}; about {room} "
-            "with a room</summary>",
+            f"<details><summary><b>{lesson.number} · {escape(lesson.title)}</b>: {minutes} "
+            f"minutes{more}; about {room} with a room</summary>",
             "",
-            f"**Learners need** {lesson.needs}{_seconds(lesson)} [With answers and outputs](solutions/{lesson.source.stem}.ipynb).",
+            (
+                f"**Learners need** {lesson.needs}{_seconds(lesson)} [With answers and "
+                f"outputs](solutions/{lesson.source.stem}.ipynb)."
+            ),
             "",
-            f"**What should stick:** {sheet(lesson).rule} ([sheet for the wall](docs/sheets/{lesson.number}.svg))",
+            (
+                f"**What should stick:** {sheet(lesson).rule} ([sheet for the "
+                f"wall](docs/sheets/{lesson.number}.svg))"
+            ),
             "",
             notes,
             "",
@@ -110,12 +134,16 @@ def of_lesson(lesson: Lesson, notes: str) -> str:
             "| | where | question | before the cell | the lesson finds |",
             "|---|---|---|---|---|",
             *(
-                f"| {asked.id} | section {asked.section.partition(' ')[0]}, minute {asked.minute} | {_cell(asked.question)} | `{_cell(asked.before)}` | "
+                f"| {asked.id} | section {asked.section.partition(' ')[0]}, minute {asked.minute} "
+                f"| {_cell(asked.question)} | `{_cell(asked.before)}` | "
                 f"{_cell(asked.found)}{', in its short form' if asked.differs else ''} |"
                 for asked in lesson.asked
             ),
             "",
-            f"**Exercises, with the wrong answers to expect and what `check` says of them** ({len(exercises)}):",
+            (
+                "**Exercises, with the wrong answers to expect and what `check` says of them** "
+                f"({len(exercises)}):"
+            ),
             "",
             *(line for exercise in exercises for line in _exercise(exercise, lesson)),
             "</details>",
@@ -143,8 +171,8 @@ def _exercise(exercise: Exercise, lesson: Lesson) -> list[str]:
     )
     said = dict.fromkeys(says for _, says in exercise.raises)
     return [
-        f"<details><summary>{exercise.id} {escape(exercise.title)}, {exercise.dots}, {exercise.minutes} minutes"
-        f"{', optional' if optional else ''}</summary>",
+        f"<details><summary>{exercise.id} {escape(exercise.title)}, {exercise.dots}, "
+        f"{exercise.minutes} minutes{', optional' if optional else ''}</summary>",
         "",
         *(f"- {_plain(mistake.name)}: “{_plain(mistake.says)}”" for mistake in exercise.mistakes),
         *(f"- stopped by an error: “{_plain(says)}”" for says in said),

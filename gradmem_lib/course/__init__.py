@@ -1,4 +1,6 @@
-"""The parts of the lessons besides the library itself: models, texts, claims, exercises and their settings."""
+"""The parts of the lessons besides the library itself: models, texts, claims, exercises and their
+settings.
+"""
 
 from importlib import import_module
 

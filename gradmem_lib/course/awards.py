@@ -1,4 +1,6 @@
-"""The stars of lesson 11's puzzles: which are solved, and how a learner's recipes compare with the planner's."""
+"""The stars of lesson 11's puzzles: which are solved, and how a learner's recipes compare with the
+planner's.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ class Stars:
 
     def __repr__(self) -> str:
         return "\n".join(
-            f"  {id:<6} {won:<4} {title:<28} {says}".rstrip() for id, won, title, says in self.rows()
+            f"  {id:<6} {won:<4} {title:<28} {says}".rstrip()
+            for id, won, title, says in self.rows()
         )
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row) + "</tr>"
+            "<tr>"
+            + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row)
+            + "</tr>"
             for row in self.rows()
         )
         heads = "".join(
@@ -47,7 +52,10 @@ def award(puzzle: Puzzle, answer) -> str:
     recipe = puzzle.recipe(answer)
     mine, best = puzzle.weigh(recipe).seconds, puzzle.best()[1].seconds
     record_puzzle(puzzle.id, mine, written(recipe))
-    return f"{puzzle.stars(mine)} ({micros(mine)} a token, by estimate; the planner's best recipe takes {micros(best)})"
+    return (
+        f"{puzzle.stars(mine)} ({micros(mine)} a token, by estimate; the planner's best recipe "
+        f"takes {micros(best)})"
+    )
 
 
 def _row(puzzle: Puzzle, checks: dict, solved: dict) -> tuple[str, str, str, str]:

@@ -1,7 +1,8 @@
-"""A board of a class, from the learners' progress files: how far they are, which exercises hold them, and what they guessed.
+"""A board of a class, from the learners' progress files: how far they are, which exercises hold
+them, and what they guessed.
 
-It is one HTML file that reloads itself every few seconds. There is no server and no script, and the page loads nothing else.
-Measured values can be put on separate pages, in a folder beside the file.
+It is one HTML file that reloads itself every few seconds. There is no server and no script, and the
+page loads nothing else. Measured values can be put on separate pages, in a folder beside the file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _FOREIGN = "not a progress file, or only a part of one"
 
 
 def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
-    """Write the board of ``folder`` to ``out``, and again every few seconds until Ctrl-C. Raises ``OSError``, ``ValueError``."""
+    """Write the board of ``folder`` to ``out``, and again every few seconds until Ctrl-C.
+
+    Raises ``OSError``, ``ValueError``.
+    """
     if out.is_file():
         with open(out, "rb") as file:
             if SIGN.encode() not in file.read(2000):
@@ -40,7 +44,9 @@ def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
                 )
     board, refresh = Board(folder, out, **look), 0 if once else SECONDS
     board.write(refresh)
-    print(f"{out.absolute()} is written" + ("" if once else f", again every {SECONDS} s until Ctrl-C"))
+    print(
+        f"{out.absolute()} is written" + ("" if once else f", again every {SECONDS} s until Ctrl-C")
+    )
     said = ""
     try:
         while not once:
@@ -56,7 +62,10 @@ def keep(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
 
 
 class Board:
-    """The files of a folder, read again at each ``write``. Learners keep their numbers as long as this object lives."""
+    """The files of a folder, read again at each ``write``.
+
+    Learners keep their numbers as long as this object lives.
+    """
 
     def __init__(self, folder: Path, out: Path, *, names: bool = False, hide: bool = False):
         self.folder, self.out, self.names = folder, out, names
@@ -69,7 +78,9 @@ class Board:
         self._salt = secrets.token_bytes(16)  # sorted names would show who is who
 
     def write(self, refresh: int) -> None:
-        """Read all files and write the page, which reloads itself after ``refresh`` seconds (0: never)."""
+        """Read all files and write the page, which reloads itself after ``refresh`` seconds (0:
+        never).
+        """
         self._look()
         rows = [(self.label(path), found) for path, found in self.learners.items()]
         if self.measured:
@@ -87,11 +98,16 @@ class Board:
         return page(rows, remarks, names=self.names, refresh=refresh, measured=measured)
 
     def label(self, path: Path) -> str:
-        """A learner's name on the board: a number; with ``names``, the name of the home folder or of the file."""
+        """A learner's name on the board: a number; with ``names``, the name of the home folder or
+        of the file.
+        """
         if not self.names:
             return f"learner {self._numbers[path]}"
         inside = path.relative_to(self.folder)
-        home = next((inside.parents[len(p.parts) - 1] for p in PLACES if path.match(str(Path("*", p)))), None)
+        home = next(
+            (inside.parents[len(p.parts) - 1] for p in PLACES if path.match(str(Path("*", p)))),
+            None,
+        )
         return str(home or inside).removesuffix(".json")
 
     def _look(self) -> None:
@@ -126,9 +142,14 @@ class Board:
             self.remarks.append((path, remark))
 
     def _reading(self, path: Path) -> tuple[dict | None, str]:
-        """The content of a file, or ``None``, and a remark about it. A file that has not changed is not read again."""
+        """The content of a file, or ``None``, and a remark about it.
+
+        A file that has not changed is not read again.
+        """
         if path.suffix in _BESIDE or ".corrupt-" in path.name:
-            return None, _BESIDE.get(path.suffix, "moved away by the course, because it was damaged")
+            return None, _BESIDE.get(
+                path.suffix, "moved away by the course, because it was damaged"
+            )
         _, last, _ = known = self._read.get(path, ((), None, ""))
         try:
             real = path.resolve(strict=True)
@@ -143,7 +164,8 @@ class Board:
             made = _clean(found, whole)
         else:
             made = (last, _FOREIGN + ("; shown as it was before" if last else ""))
-        settled = abs(time.time() - state.st_mtime) > 2  # a younger file may change within the clock's step
+        # a younger file may change within the clock's step
+        settled = abs(time.time() - state.st_mtime) > 2
         self._read[path] = (signature if settled else (), *made)
         return made
 
@@ -161,10 +183,14 @@ def _replace(path: Path, content: str) -> None:
 
 
 def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files and folders in a folder, in order, without hidden ones (such as the course's unfinished files) and locks."""
+    """Files and folders in a folder, in order, without hidden ones (such as the course's unfinished
+    files) and locks.
+    """
     with os.scandir(folder) as entries:
         seen = sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
-    files = [folder / name for name, is_folder in seen if not is_folder and not name.endswith(".lock")]
+    files = [
+        folder / name for name, is_folder in seen if not is_folder and not name.endswith(".lock")
+    ]
     return files, [folder / name for name, is_folder in seen if is_folder]
 
 
@@ -186,9 +212,9 @@ def _clean(found: dict, whole: bool) -> tuple[dict, str]:
         checks[id] = (passed, max(int(tries), 1))
     left_out = len(found["guesses"]) - len(guesses)
     remarks = [] if whole else ["a part cannot be read; the rest is shown"]
-    remarks += [f"guesses left out, because no lesson asks for them or they are out of range: {left_out}"] * (
-        left_out > 0
-    )
+    remarks += [
+        f"guesses left out, because no lesson asks for them or they are out of range: {left_out}"
+    ] * (left_out > 0)
     return {"checks": checks, "guesses": guesses}, "; ".join(remarks)
 
 

@@ -1,4 +1,6 @@
-"""Finds the course's own files: at the root of a checkout, or inside this package in an installed wheel."""
+"""Finds the course's own files: at the root of a checkout, or inside this package in an installed
+wheel.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def carried(folder: str) -> Path:
-    """A folder of the course, by its name in a checkout: ``"lessons"``, ``"solutions"``, ``"benchmarks/results"``."""
+    """A folder of the course, by its name in a checkout: ``"lessons"``, ``"solutions"``,
+    ``"benchmarks/results"``.
+    """
     return (_CHECKOUT if in_checkout() else _CARRIED) / folder
 
 
 def in_checkout() -> bool:
-    """Whether this is a clone of the course, with its ``requirements.txt``, and not an installed wheel."""
+    """Whether this is a clone of the course, with its ``requirements.txt``, and not an installed
+    wheel.
+    """
     return not _CARRIED.is_dir()

@@ -1,4 +1,7 @@
-"""The function that learners call: ``check("1.3", answer)``. Also: the list of exercises, and tests of an exercise's quality."""
+"""The function that learners call: ``check("1.3", answer)``.
+
+Also: the list of exercises, and tests of an exercise's quality.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,13 @@ class UnknownExercise(KeyError):
 
 
 def check(id: str, candidate: Any) -> Any:
-    """Judge ``candidate`` as the answer to exercise ``id``, print one line, and return what later cells should use.
+    """Judge ``candidate`` as the answer to exercise ``id``, print one line, and return what later
+    cells should use.
 
-    It returns the candidate if it passed, else the reference, so that a notebook runs to its end in either case. A reference
-    function or class that is checked again is recognised, and counts as not attempted. A plain value cannot be recognised, so
-    give the result of a value exercise its own name: ``per_card = check("1.2", answer)``.
+    It returns the candidate if it passed, else the reference, so that a notebook runs to its end in
+    either case. A reference function or class that is checked again is recognised, and counts as
+    not attempted. A plain value cannot be recognised, so give the result of a value exercise its
+    own name: ``per_card = check("1.2", answer)``.
 
     Raises ``UnknownExercise`` (a ``KeyError``) for an id that does not exist, and nothing else.
     """
@@ -38,12 +43,16 @@ def check(id: str, candidate: Any) -> Any:
     try:
         verdict = judge(exercise, candidate)
     except KeyboardInterrupt:
-        # Everything that was switched is back by now, and a traceback through the course's own code helps nobody.
+        # Everything that was switched is back by now, and a traceback through the course's own code
+        # helps nobody.
         print(f"○ {exercise.id} interrupted, and not judged: {exercise.title}")
         return given(exercise)
     except Exception as error:
         # Too odd even to compare, such as a list that holds itself.
-        says = f"this answer cannot be compared ({type(error).__name__}): return plain numbers or tensors"
+        says = (
+            f"this answer cannot be compared ({type(error).__name__}): return plain numbers or "
+            "tensors"
+        )
         verdict = wrong(exercise, says)
     record_check(exercise.id, verdict.outcome)
     more = verdict.outcome == PASSED and exercise.afterwards and exercise.afterwards(candidate)
@@ -57,14 +66,17 @@ def get(id: str) -> Exercise:
     lesson = f"{int(match[1]):02d}" if match else ""
     if lesson not in lessons():
         raise UnknownExercise(
-            f'there is no exercise {id!r}: ids are text such as "0.1" (lesson 0, exercise 1), and the lessons with '
+            f'there is no exercise {id!r}: ids are text such as "0.1" (lesson 0, exercise 1), and '
+            "the lessons with "
             f"exercises are {_listed(lessons())}"
         )
     if id.strip() in MOVED:
         return get(MOVED[id.strip()])
     found = {exercise.id: exercise for exercise in all_exercises(lesson)}
     if id.strip() not in found:
-        raise UnknownExercise(f"there is no exercise {id!r}: lesson {lesson} has {_listed(list(found))}")
+        raise UnknownExercise(
+            f"there is no exercise {id!r}: lesson {lesson} has {_listed(list(found))}"
+        )
     return found[id.strip()]
 
 
@@ -72,7 +84,9 @@ def all_exercises(lesson: int | str | None = None) -> list[Exercise]:
     """All exercises in order, or those of one lesson (1, "1" or "01")."""
     wanted = lessons() if lesson is None else [f"{int(lesson):02d}"]
     modules = [
-        import_module(f"{exercises.__name__}.{name}") for number, name in _modules() if number in wanted
+        import_module(f"{exercises.__name__}.{name}")
+        for number, name in _modules()
+        if number in wanted
     ]
     found = [exercise for module in modules for exercise in module.EXERCISES]
     return sorted(found, key=lambda exercise: [int(part) for part in exercise.id.split(".")])
@@ -104,7 +118,9 @@ def audit(exercise: Exercise) -> list[str]:
         or exercise.difficulty not in (1, 2, 3)
         or exercise.minutes < 1
     ):
-        problems.append("the id must look like 1.3, the difficulty be 1 to 3 and the minutes at least 1")
+        problems.append(
+            "the id must look like 1.3, the difficulty be 1 to 3 and the minutes at least 1"
+        )
     if not exercise.title or not exercise.trains:
         problems.append("the title and what the exercise trains must be said")
     if not 4 <= len(exercise.mistakes) <= 6:
@@ -115,7 +131,9 @@ def audit(exercise: Exercise) -> list[str]:
         problems.append(f"the reference does not pass: {verdict.line}")
     for mistake in exercise.mistakes:
         if "\n" in mistake.says or not mistake.says.endswith("."):
-            problems.append(f"mistake {mistake.name!r} must say one line that ends with a full stop")
+            problems.append(
+                f"mistake {mistake.name!r} must say one line that ends with a full stop"
+            )
         verdict = judge(exercise, mistake.function, expected)
         if mistake.says not in verdict.line:
             problems.append(f"mistake {mistake.name!r} is not named as itself: {verdict.line}")

@@ -1,7 +1,9 @@
-"""Compares two answers, however they are written, and finds the first place where they differ, in exact numbers.
+"""Compares two answers, however they are written, and finds the first place where they differ, in
+exact numbers.
 
-An answer is a number, text, a tensor, or lists, tuples, dicts and sets of those. Python numbers, numpy scalars and 0-d
-tensors count as the same kind; so do lists, tuples and shapes, and tensors and arrays of any dtype.
+An answer is a number, text, a tensor, or lists, tuples, dicts and sets of those. Python numbers,
+numpy scalars and 0-d tensors count as the same kind; so do lists, tuples and shapes, and tensors
+and arrays of any dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """What some code returned, its peak of live bytes, and its budget (both in bytes). ``says``: its own sentence for too many
-    bytes."""
+    """What some code returned, its peak of live bytes, and its budget (both in bytes). ``says``:
+    its own sentence for too many bytes.
+    """
 
     value: Any
     peak: int
@@ -39,7 +42,8 @@ class TensorWithoutNumbers:
 def over_budget(run: Measured) -> str:
     """A sentence with peak and budget of a run that takes too many bytes."""
     return run.says or (
-        f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} too many)."
+        f"Your code peaks at {run.peak:,} bytes; the budget is {run.budget:,} bytes ({run.over:,} "
+        "too many)."
     )
 
 
@@ -47,8 +51,9 @@ def over_budget(run: Measured) -> str:
 class Difference:
     """The first place where an answer departs from the expected one.
 
-    ``path`` names the place, from the outside in. ``said`` shows the expected value, ``hinted`` keeps it back.
-    ``over`` is set when the value is right and only the byte budget is not; ``worded`` when text differs.
+    ``path`` names the place, from the outside in. ``said`` shows the expected value, ``hinted``
+    keeps it back. ``over`` is set when the value is right and only the byte budget is not;
+    ``worded`` when text differs.
     """
 
     path: tuple[Any, ...]
@@ -59,11 +64,14 @@ class Difference:
 
 
 def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference | None:
-    """The first difference between two answers, or ``None``. Whole numbers must be equal; ``tolerance`` is relative
-    and holds for floats, for a tensor relative to the largest expected entry."""
+    """The first difference between two answers, or ``None``. Whole numbers must be equal;
+    ``tolerance`` is relative and holds for floats, for a tensor relative to the largest expected
+    entry.
+    """
     if isinstance(got, Measured) and isinstance(expected, Measured):
         found = difference(got.value, expected.value, tolerance)
-        # Within the budget, any peak is accepted. Beyond it, the exact peak tells one mistake from another.
+        # Within the budget, any peak is accepted. Beyond it, the exact peak tells one mistake from
+        # another.
         same_peak = got.over == expected.over == 0 or got.peak == expected.peak
         if found is None and not same_peak:
             words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"
@@ -77,7 +85,9 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
         got = plain(got.tolist())
 
     if isinstance(expected, Real) and isinstance(got, Real):
-        return None if _equal_numbers(got, expected, tolerance) else _number_difference(got, expected)
+        return (
+            None if _equal_numbers(got, expected, tolerance) else _number_difference(got, expected)
+        )
     if _is_tensor(expected) and _is_tensor(got):
         return _tensor_difference(got, expected, tolerance)
     if isinstance(expected, dict) and isinstance(got, dict):
@@ -106,7 +116,13 @@ def describe(value: Any) -> str:
     if isinstance(value, Real):
         value = float(value)
         whole = value.is_integer() and abs(value) < 1e15
-        return f"{value:,.0f}" if whole else f"{value:,.1f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
+        return (
+            f"{value:,.0f}"
+            if whole
+            else f"{value:,.1f}"
+            if 1e6 <= abs(value) < 1e15
+            else f"{value:.6g}"
+        )
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
     if _is_tensor(value):
@@ -139,7 +155,8 @@ def plain(value: Any) -> Any:
         return frozenset(value)
     if isinstance(value, int) and type(value) not in (int, bool):
         value = int(value)  # a subclass may compare as it likes
-    if type(value) is int and abs(value) >= 2**1024:  # no float is as large, and floats are compared
+    # no float is as large, and floats are compared
+    if type(value) is int and abs(value) >= 2**1024:
         return math.inf if value > 0 else -math.inf
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -162,7 +179,8 @@ def _as_tensor(value: Any) -> Any:
 
 def _equal_numbers(got: Real, expected: Real, tolerance: float) -> bool:
     if isinstance(expected, Integral):
-        # 1e-12 forgives float arithmetic on the way to a whole number, and is under half a byte up to 500 GB.
+        # 1e-12 forgives float arithmetic on the way to a whole number, and is under half a byte up
+        # to 500 GB.
         return got == expected or (
             not isinstance(got, Integral) and math.isclose(got, expected, rel_tol=1e-12)
         )
@@ -175,7 +193,13 @@ def _number_difference(got: Real, expected: Real) -> Difference:
     shown, wanted = describe(got), describe(expected)
     if shown == wanted:
         shown, wanted = repr(got), repr(expected)
-    size = "is not a number" if math.isnan(got) else "is too small" if got < expected else "is too large"
+    size = (
+        "is not a number"
+        if math.isnan(got)
+        else "is too small"
+        if got < expected
+        else "is too large"
+    )
     return Difference((), f"got {shown}, expected {wanted}", f"{shown} {size}")
 
 
@@ -190,7 +214,11 @@ def _tensor_difference(got, expected, tolerance: float) -> Difference | None:
         return _plain_difference(describe(got), describe(expected))
     ours, theirs = expected.to(torch.float64), got.to(torch.float64)
     exact = not (expected.is_floating_point() or expected.is_complex())
-    slack = 0.0 if exact or not ours.numel() else tolerance * (ours.nan_to_num().abs().max().item() or 1.0)
+    slack = (
+        0.0
+        if exact or not ours.numel()
+        else tolerance * (ours.nan_to_num().abs().max().item() or 1.0)
+    )
     far = ~torch.isclose(theirs, ours, rtol=0.0, atol=slack, equal_nan=True)
     if not far.any():
         return None

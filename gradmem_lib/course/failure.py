@@ -1,4 +1,6 @@
-"""A card that is too small: replays the allocator's rules to give PyTorch's error, and what the allocator holds then."""
+"""A card that is too small: replays the allocator's rules to give PyTorch's error, and what the
+allocator holds then.
+"""
 
 from dataclasses import dataclass
 
@@ -11,9 +13,10 @@ from ..units import GiB, KiB, MiB, parse_bytes
 class OutOfMemory:
     """The failure of a predicted step. All figures are bytes.
 
-    ``asked``: the segment that the driver refused, for a tensor of ``tensor`` bytes. ``total``: the card. ``context``: what the
-    process holds besides PyTorch's allocator. ``allocated``: blocks with a tensor in them. ``reserved``: all segments.
-    ``segments``: as ``torch.cuda.memory_snapshot`` lists them.
+    ``asked``: the segment that the driver refused, for a tensor of ``tensor`` bytes. ``total``: the
+    card. ``context``: what the process holds besides PyTorch's allocator. ``allocated``: blocks
+    with a tensor in them. ``reserved``: all segments. ``segments``: as
+    ``torch.cuda.memory_snapshot`` lists them.
     """
 
     asked: int
@@ -41,30 +44,40 @@ class OutOfMemory:
     def __str__(self) -> str:
         """PyTorch's own words (2.10 to 2.13)."""
         return (
-            f"CUDA out of memory. Tried to allocate {_size(self.asked)}. GPU 0 has a total capacity of {_size(self.total)} of "
-            f"which {_size(self.free)} is free. Including non-PyTorch memory, this process has {_size(self.process)} memory in "
-            f"use. Of the allocated memory {_size(self.allocated)} is allocated by PyTorch, and {_size(self.unallocated)} is "
-            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
+            f"CUDA out of memory. Tried to allocate {_size(self.asked)}. GPU 0 has a total "
+            f"capacity of {_size(self.total)} of which {_size(self.free)} is free. Including "
+            f"non-PyTorch memory, this process has {_size(self.process)} memory in use. Of the "
+            f"allocated memory {_size(self.allocated)} is allocated by PyTorch, and "
+            f"{_size(self.unallocated)} is reserved by PyTorch but unallocated. If reserved but "
+            "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+            "to avoid fragmentation.  See documentation for Memory Management  "
             "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
         )
 
 
 class _Inspected(Allocator):
     def snapshot(self) -> list[dict]:
-        """The segments with their blocks, by address, in the format of ``torch.cuda.memory_snapshot``."""
+        """The segments with their blocks, by address, in the format of
+        ``torch.cuda.memory_snapshot``.
+        """
         found = []
         for address, total in self._segments.items():
             blocks: list[dict] = []
             at = address
             while at < address + total:
-                used, size = at in self._used, self._used[at][0] if at in self._used else self._begins[at]
+                used, size = (
+                    at in self._used,
+                    self._used[at][0] if at in self._used else self._begins[at],
+                )
                 state = "active_allocated" if used else "inactive"
                 blocks.append({"address": at, "size": size, "state": state})
                 at += size
             held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
             sizes = {"total_size": total, "allocated_size": held, "active_size": held}
-            kind = {"segment_type": "small" if total == SMALL_SEGMENT else "large", "blocks": blocks}
+            kind = {
+                "segment_type": "small" if total == SMALL_SEGMENT else "large",
+                "blocks": blocks,
+            }
             found.append({"address": address} | sizes | kind)
         return found
 
@@ -78,19 +91,27 @@ def _size(nbytes: int) -> str:
 
 
 def out_of_memory(
-    prediction: Prediction, capacity: int | str, *, context: int = CONTEXT, cublas: int | None = None
+    prediction: Prediction,
+    capacity: int | str,
+    *,
+    context: int = CONTEXT,
+    cublas: int | None = None,
 ) -> OutOfMemory | None:
-    """The error with which the predicted step ends on a card of ``capacity`` bytes, or ``None`` if it fits.
+    """The error with which the predicted step ends on a card of ``capacity`` bytes, or ``None`` if
+    it fits.
 
-    The step is not the first one, and runs alone on the card. ``context`` (the driver's bytes) and ``cublas`` (its workspaces in
-    PyTorch's memory) are estimated unless they are given. It takes seconds, like ``Prediction.replay_allocator``.
+    The step is not the first one, and runs alone on the card. ``context`` (the driver's bytes) and
+    ``cublas`` (its workspaces in PyTorch's memory) are estimated unless they are given. It takes
+    seconds, like ``Prediction.replay_allocator``.
 
-    Raises ``ValueError`` for a prediction for the CPU, and if ``capacity`` is too small for the context.
+    Raises ``ValueError`` for a prediction for the CPU, and if ``capacity`` is too small for the
+    context.
     """
     total = parse_bytes(capacity)
     if prediction.target != "cuda":
         raise ValueError(
-            "this prediction is for the CPU, which does not raise this error: predict(..., target='cuda')"
+            "this prediction is for the CPU, which does not raise this error: predict(..., "
+            "target='cuda')"
         )
     if total <= context:
         raise ValueError(

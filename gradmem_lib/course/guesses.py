@@ -1,4 +1,6 @@
-"""Commit to a number before the cell shows it: a guess, then guess, formula and measured value side by side."""
+"""Commit to a number before the cell shows it: a guess, then guess, formula and measured value side
+by side.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ _LONGEST = 10**15  # from here on, digits tell less than a power of ten does
 
 
 def predict_first(id: str, question: str, *, unit: str = "bytes") -> Guess:
-    """Ask for a guess and return at once. In a notebook this shows a small input; elsewhere, how to guess in code.
+    """Ask for a guess and return at once. In a notebook this shows a small input; elsewhere, how to
+    guess in code.
 
-    ``unit`` is "bytes", which accepts "1.5 GiB", "600e6" or 42, or any other word, which accepts plain numbers.
-    A guess made earlier under the same ``id`` is remembered.
+    ``unit`` is "bytes", which accepts "1.5 GiB", "600e6" or 42, or any other word, which accepts
+    plain numbers. A guess made earlier under the same ``id`` is remembered.
     """
     asked = Guess(id, question, unit=unit)
     _display(asked)
@@ -28,22 +31,33 @@ def predict_first(id: str, question: str, *, unit: str = "bytes") -> Guess:
 
 
 class Guess:
-    """A question with a number for an answer. ``value`` is the guess, in ``unit``, or ``None`` while there is none."""
+    """A question with a number for an answer.
+
+    ``value`` is the guess, in ``unit``, or ``None`` while there is none.
+    """
 
     def __init__(self, id: str, question: str, *, unit: str = "bytes"):
         self.id, self.question, self.unit = id, question, unit
         remembered = progress.load()["guesses"].get(id, {})
-        self.value: float | None = remembered.get("guess") if remembered.get("unit") == unit else None
+        self.value: float | None = (
+            remembered.get("guess") if remembered.get("unit") == unit else None
+        )
 
     def __repr__(self) -> str:
         return f"Prediction {self.id}"
 
     def guess(self, value: float | str) -> None:
-        """Commit to ``value``, such as ``"1.5 GiB"``, ``"600e6"`` or ``42``. Raises ``ValueError`` with advice."""
+        """Commit to ``value``, such as ``"1.5 GiB"``, ``"600e6"`` or ``42``.
+
+        Raises ``ValueError`` with advice.
+        """
         print(self._commit(value))
 
-    def reveal(self, *, formula: float | None = None, measured: float, what: str = "measured") -> None:
-        """Print guess, formula and measured value, exact and rounded, and how far off the first two were.
+    def reveal(
+        self, *, formula: float | None = None, measured: float, what: str = "measured"
+    ) -> None:
+        """Print guess, formula and measured value, exact and rounded, and how far off the first two
+        were.
 
         ``what`` is the name of the measured value: ``"predicted"`` if nothing was run.
         """
@@ -56,7 +70,8 @@ class Guess:
         print(f"{self!r}\n{_table(rows, self.unit)}")
         if self.value is None:
             print(
-                "No guess was made. Go back and commit to one: a number you were wrong about is one you will remember."
+                "No guess was made. Go back and commit to one: a number you were wrong about "
+                "is one you will remember."
             )
 
     def _commit(self, value: Any) -> str:
@@ -72,7 +87,9 @@ def show(value: float, unit: str) -> str:
 
 
 def how_far(guess: float, measured: float) -> str:
-    """How far ``guess`` is from ``measured``, in words: "exact", "within 3 %", "2.1 times too high"."""
+    """How far ``guess`` is from ``measured``, in words: "exact", "within 3 %", "2.1 times too
+    high".
+    """
     if guess == measured:
         return "exact"
     if guess == 0 or measured == 0 or guess * measured < 0:
@@ -86,12 +103,16 @@ def how_far(guess: float, measured: float) -> str:
         return f"within {math.ceil(round(off * 100, 6))} %"
     if ratio < 2:
         return f"{off:.0%} {side}".replace("%", " %")
-    times = f"{ratio:,.{1 if ratio < 100 else 0}f}" if ratio < _LONGEST else f"more than {_LONGEST:.0e}"
+    times = (
+        f"{ratio:,.{1 if ratio < 100 else 0}f}" if ratio < _LONGEST else f"more than {_LONGEST:.0e}"
+    )
     return f"{times} times {side}"
 
 
 def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
-    """One aligned line per row; the last is the measured value, which the others are compared with."""
+    """One aligned line per row; the last is the measured value, which the others are
+    compared with.
+    """
     measured = rows[-1][1]
     cells = []
     for row, (name, value) in enumerate(rows, 1):
@@ -115,7 +136,10 @@ def _exact(value: float) -> str:
 
 
 def _number(value: Any, unit: str) -> int | float:
-    """``value`` as a number of ``unit``, whole where it can be. Raises ``ValueError`` with a sentence."""
+    """``value`` as a number of ``unit``, whole where it can be.
+
+    Raises ``ValueError`` with a sentence.
+    """
     if hasattr(value, "item"):
         value = value.item()  # numpy scalars and 0-d tensors
     if unit == "bytes":
@@ -123,7 +147,8 @@ def _number(value: Any, unit: str) -> int | float:
     number = _plain_number(value, unit)
     if number is None:
         raise ValueError(
-            f"cannot read {value!r} as a number: give one such as 42, 0.5, 4*1024 or 600e6 (the unit is {unit})"
+            f"cannot read {value!r} as a number: give one such as 42, 0.5, 4*1024 or 600e6 "
+            f"(the unit is {unit})"
         )
     return int(number) if number.is_integer() else number
 
@@ -152,18 +177,29 @@ def _number_of(value: Any) -> Any:
 
 def _worked_out(size: Any) -> Any:
     """``"4 * 1.5 GiB"`` as ``"6.0 GiB"``; anything that is no calculation as it came."""
-    match = re.fullmatch(r"(.*[\d)])\s*([a-z]*)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    match = (
+        re.fullmatch(r"(.*[\d)])\s*([a-z]*)\s*", size, re.IGNORECASE)
+        if isinstance(size, str)
+        else None
+    )
     worked_out = _calculated(match[1]) if match else None
     if worked_out is None or not re.search(r"[*×·/+()-]", match[1]):
         return size
     return f"{worked_out:.17g} {match[2]}" if 0 < worked_out < 2**63 else size
 
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def _calculated(text: str) -> int | float | None:
-    """The value of a number, or of numbers joined by + - * / ** and brackets; ``None`` for anything else."""
+    """The value of a number, or of numbers joined by + - * / ** and brackets; ``None`` for anything
+    else.
+    """
 
     def value(node: ast.AST) -> int | float:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -186,7 +222,9 @@ def _calculated(text: str) -> int | float | None:
 
 
 def _display(asked: Guess) -> None:
-    """The input where widgets work, over the same line of text everywhere: that is what a saved notebook compares."""
+    """The input where widgets work, over the same line of text everywhere: that is what a saved
+    notebook compares.
+    """
     example = "1.5 GiB" if asked.unit == "bytes" else "42"
     line = f'{asked!r}: {asked.question} (commit to a number with .guess("{example}"))'
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -223,7 +261,9 @@ def _widget(asked: Guess, example: str):
     button = widgets.Button(description="Commit", tooltip="Record this guess")
     status = widgets.HTML()
     if asked.value is not None:
-        say(f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again")
+        say(
+            f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again"
+        )
     field.observe(commit, names="value")  # Enter, or leaving the field
     button.on_click(commit)
     return widgets.VBox([question, widgets.HBox([field, button]), status])

@@ -1,8 +1,9 @@
 """Run an answer, run the reference, compare, and say what is wrong.
 
-An exercise's ``observe`` runs a candidate on the exercise's cases and returns what it did, as numbers, tensors, or dicts
-of those. The reference and the known mistakes are candidates too. So an answer is right when it is observed to do what
-the reference does, however it is written, and a wrong one that does what a known mistake does can be told its name.
+An exercise's ``observe`` runs a candidate on the exercise's cases and returns what it did, as
+numbers, tensors, or dicts of those. The reference and the known mistakes are candidates too. So an
+answer is right when it is observed to do what the reference does, however it is written, and a
+wrong one that does what a known mistake does can be told its name.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ from .compare import Difference, Measured, describe, difference, over_budget
 from .exercise import Calls, Exercise, Mistake, Unseen
 from .stubs import Endless, functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
 
-_ENDLESS = "{} contains itself (a list that was appended to itself, for example), or is nested hundreds of times: return plain numbers or tensors"
+_ENDLESS = (
+    "{} contains itself (a list that was appended to itself, for example), or is nested "
+    "hundreds of times: return plain numbers or tensors"
+)
 PASSED, OPEN, WRONG = "passed", "not attempted", "not yet"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``outcome`` is ``"passed"``, ``"not attempted"`` or ``"not yet"``; ``line`` is what the learner reads; ``result`` is
-    what later cells use: the candidate if it passed, else the reference."""
+    """``outcome`` is ``"passed"``, ``"not attempted"`` or ``"not yet"``; ``line`` is what the
+    learner reads; ``result`` is what later cells use: the candidate if it passed, else the
+    reference.
+    """
 
     outcome: str
     line: str
@@ -40,10 +46,11 @@ class Verdict:
 
 
 def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Verdict:
-    """The verdict on ``candidate``. Nothing is printed or recorded, and the candidate's own output is suppressed.
+    """The verdict on ``candidate``. Nothing is printed or recorded, and the candidate's own output
+    is suppressed.
 
-    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through. ``expected`` is the result of
-    ``of_reference``: give it to judge many answers to one exercise.
+    Exceptions of the candidate become a verdict; only ``KeyboardInterrupt`` passes through.
+    ``expected`` is the result of ``of_reference``: give it to judge many answers to one exercise.
     """
     try:
         if is_open(exercise, candidate):
@@ -58,7 +65,10 @@ def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Ve
     if expected.failure:
         return wrong(
             exercise,
-            f"this cannot be checked here, because the reference solution failed too: {expected.failure.says}",
+            (
+                "this cannot be checked here, because the reference solution failed too: "
+                f"{expected.failure.says}"
+            ),
         )
     # A value runs no code of its own that might never end.
     limit = max(patience.SECONDS, 10 * expected.seconds) if callable(candidate) else 0
@@ -84,8 +94,8 @@ def of_reference(exercise: Exercise) -> Run:
 class _Failure:
     """An exception, kept as text: the exception itself would keep the tensors of its frames alive.
 
-    Two failures are the same if their ``key`` is: kind, text, the call of a function, and whether it was in the answer's own
-    code. ``hint`` says what to look at, if that is known.
+    Two failures are the same if their ``key`` is: kind, text, the call of a function, and whether
+    it was in the answer's own code. ``hint`` says what to look at, if that is known.
     """
 
     key: tuple[Any, ...]
@@ -95,7 +105,9 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what its last call did."""
+    """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what
+    its last call did.
+    """
 
     value: Any = None
     unfinished: bool = False
@@ -106,11 +118,17 @@ class Run:
 
 
 class _Unfinished(BaseException):
-    """The candidate returned ``...`` or ``NotImplemented``. Not an ``Exception``, so that no ``observe`` catches it."""
+    """The candidate returned ``...`` or ``NotImplemented``.
+
+    Not an ``Exception``, so that no ``observe`` catches it.
+    """
 
 
 def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: float = 0.0) -> Run:
-    """``returns``: whether the candidate should return something. ``limit``: the seconds that it may take; 0: no limit."""
+    """``returns``: whether the candidate should return something.
+
+    ``limit``: the seconds that it may take; 0: no limit.
+    """
     from . import traces
 
     watch = _Watch(exercise)
@@ -130,14 +148,19 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
         if is_stub_error(error, candidate):
             return Run(unfinished=True)
         forgot = returns and watch.returns_none
-        failure = _failure(error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit)
+        failure = _failure(
+            error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit
+        )
         return Run(failure=failure, left=watch.first)
     seconds = time.monotonic() - began
     return Run(value, unfinished, watch.first, watch.returns_none, seconds)
 
 
 class _Watch:
-    """Records what calls of a candidate leave behind, and whether the last call returned nothing. Keeps no tensor alive."""
+    """Records what calls of a candidate leave behind, and whether the last call returned nothing.
+
+    Keeps no tensor alive.
+    """
 
     def __init__(self, exercise: Exercise):
         self.exercise = exercise
@@ -154,7 +177,9 @@ class _Watch:
 
         @functools.wraps(function)
         def watched(*args, **kwargs):
-            arguments = traces.arguments_of(self.exercise.reference, args, kwargs, self.exercise.changes)
+            arguments = traces.arguments_of(
+                self.exercise.reference, args, kwargs, self.exercise.changes
+            )
             given, switches = traces.Given(arguments, self.exercise.changes), traces.switches()
             del arguments
             self.calls += 1
@@ -170,13 +195,20 @@ class _Watch:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Gives every candidate the same random numbers, gradients on, and no output. Restores everything afterwards."""
+    """Gives every candidate the same random numbers, gradients on, and no output.
+
+    Restores everything afterwards.
+    """
     import torch
     from IPython.utils.capture import capture_output
 
     from . import traces
 
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    cuda = (
+        [torch.cuda.current_device()]
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )
     switches = traces.switches()
     with (
         capture_output(),
@@ -187,7 +219,8 @@ def _undisturbed() -> Iterator[None]:
     ):
         afterwards.callback(traces.put_back, switches)
         warnings.simplefilter("ignore")
-        # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and nothing would undo that.
+        # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and
+        # nothing would undo that.
         torch.default_generator.manual_seed(0)
         if cuda:
             torch.cuda.manual_seed(0)
@@ -195,7 +228,13 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _failure(
-    error: BaseException, candidate: Any, exercise: Exercise, *, forgot_return: bool, call: int, limit: float
+    error: BaseException,
+    candidate: Any,
+    exercise: Exercise,
+    *,
+    forgot_return: bool,
+    call: int,
+    limit: float,
 ) -> _Failure:
     kind, text = type(error).__name__, _one_line(_text(error))
     line = _line_of(error, candidate)
@@ -203,13 +242,17 @@ def _failure(
     hint = recognising.raised(kind, _text(error), exercise.raises)
     if isinstance(error, patience.TooLong):
         hint, place = "", f", and is at {line}" if line else ""
-        says = f"your code was stopped after {limit:.0f} seconds{place}: is there a loop that never ends?"
+        says = (
+            f"your code was stopped after {limit:.0f} seconds{place}: is there a loop that "
+            "never ends?"
+        )
     elif isinstance(error, Endless):
         hint, says = "", _ENDLESS.format(f"what {exercise.name} returns")
     elif hasattr(error, "budget") and hasattr(error, "snapshot"):
         says = (
-            f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} bytes that it requested "
-            f"last, {error.snapshot.total:,} bytes would be live, {error.snapshot.total - error.budget:,} too many"
+            f"your code goes over its budget of {error.budget:,} bytes: with the {error.asked:,} "
+            f"bytes that it requested last, {error.snapshot.total:,} bytes would be live, "
+            f"{error.snapshot.total - error.budget:,} too many"
         )
     elif line:
         zeros = _zeros(error) if isinstance(error, ZeroDivisionError) else ""
@@ -234,12 +277,20 @@ def _zeros(error: BaseException) -> str:
     """ ", where t is 0": the names that are 0 where a division by zero was raised."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     used = frame.f_code.co_varnames
-    zeros = [name for name in used if type(value := frame.f_locals.get(name)) in (int, float) and value == 0]
-    return f", where {' and '.join(zeros[:3])} {'is' if len(zeros) == 1 else 'are'} 0" if zeros else ""
+    zeros = [
+        name
+        for name in used
+        if type(value := frame.f_locals.get(name)) in (int, float) and value == 0
+    ]
+    return (
+        f", where {' and '.join(zeros[:3])} {'is' if len(zeros) == 1 else 'are'} 0" if zeros else ""
+    )
 
 
 def _line_of(error: BaseException, candidate: Any) -> str:
-    """ "line 3 of its cell": how far the candidate came, in the file (or cell) that it is written in; empty if nowhere."""
+    """ "line 3 of its cell": how far the candidate came, in the file (or cell) that it is written
+    in; empty if nowhere.
+    """
     codes = {function.__code__ for function in functions(candidate)}
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = itertools.dropwhile(lambda entry: entry[0] not in codes, frames)
@@ -255,14 +306,19 @@ def _line_of(error: BaseException, candidate: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The first line of a message, of bounded length and without addresses, which differ from run to run."""
+    """The first line of a message, of bounded length and without addresses, which differ from run
+    to run.
+    """
     first = text.strip().partition("\n")[0].rstrip()
     first = re.sub(r"0x[0-9a-fA-F]{6,}", "0x…", first)
     return first if len(first) <= 200 else first[:199] + "…"
 
 
 def _not_attempted(exercise: Exercise) -> Verdict:
-    line = f"○ {exercise.id} not attempted yet: {exercise.title} (later cells use the reference solution)"
+    line = (
+        f"○ {exercise.id} not attempted yet: {exercise.title} (later cells use the reference "
+        "solution)"
+    )
     return Verdict(OPEN, line, given(exercise))
 
 
@@ -272,38 +328,60 @@ def wrong(exercise: Exercise, says: str) -> Verdict:
 
 
 def _wrong_kind(exercise: Exercise, candidate: Any) -> str:
-    """The sentence for a function in place of a value, a value in place of a function, or a function with other arguments."""
+    """The sentence for a function in place of a value, a value in place of a function, or a
+    function with other arguments.
+    """
     name, reference = exercise.name, exercise.reference
     if not callable(reference):
-        asked = f"the answer is a value, but you gave a function: write check({exercise.id!r}, value)"
+        asked = (
+            f"the answer is a value, but you gave a function: write check({exercise.id!r}, value)"
+        )
         return asked if inspect.isroutine(candidate) else ""
     if isinstance(reference, type) and inspect.isroutine(candidate):
         what = f"a function, {getattr(candidate, '__name__', name)}{_signature(candidate)}"
-        return f"expected the class {name} with methods that you wrote, but got {what}: pass the class itself"
-    asked = f"expected {'the class' if isinstance(reference, type) else 'a function'} {name}{_signature(reference)}"
+        return (
+            f"expected the class {name} with methods that you wrote, but got {what}: pass the "
+            "class itself"
+        )
+    asked = (
+        f"expected {'the class' if isinstance(reference, type) else 'a function'} "
+        f"{name}{_signature(reference)}"
+    )
     if not callable(candidate):
         return f"{asked}, but got {describe(candidate)}: pass {name} itself, without calling it"
     if inspect.isgeneratorfunction(candidate) or inspect.iscoroutinefunction(candidate):
         word = "yield" if inspect.isgeneratorfunction(candidate) else "async"
         return (
-            f"there is `{word}` in {name}, so a call runs nothing yet: collect the results, and return them"
+            f"there is `{word}` in {name}, so a call runs nothing yet: collect the results, and "
+            "return them"
         )
     if not _accepts_the_same(candidate, reference):
-        return f"{asked}, but yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
+        return (
+            f"{asked}, but yours is {getattr(candidate, '__name__', name)}{_signature(candidate)}"
+        )
     return ""
 
 
 def _signature(function: Any) -> str:
     with contextlib.suppress(ValueError, TypeError):
-        names = [str(p.replace(annotation=p.empty)) for p in inspect.signature(function).parameters.values()]
+        names = [
+            str(p.replace(annotation=p.empty))
+            for p in inspect.signature(function).parameters.values()
+        ]
         return f"({', '.join(names)})"
     return "(…)"
 
 
 def _accepts_the_same(candidate: Any, reference: Any) -> bool:
-    """Can ``candidate`` be called with every argument that ``reference`` takes? Names of positional ones are free."""
+    """Can ``candidate`` be called with every argument that ``reference`` takes?
+
+    Names of positional ones are free.
+    """
     try:
-        theirs, ours = inspect.signature(candidate), inspect.signature(reference).parameters.values()
+        theirs, ours = (
+            inspect.signature(candidate),
+            inspect.signature(reference).parameters.values(),
+        )
     except (ValueError, TypeError):
         return True  # a built-in without a signature: calling it will tell
     positional = [p for p in ours if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -315,8 +393,12 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
     return True
 
 
-def _diagnosis(exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None) -> str:
-    """The sentence for a wrong answer: a known mistake's, or what the answer does (if its numbers show it), or where it differs."""
+def _diagnosis(
+    exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None
+) -> str:
+    """The sentence for a wrong answer: a known mistake's, or what the answer does (if its numbers
+    show it), or where it differs.
+    """
     known = [(mistake.says, _known(exercise, mistake)) for mistake in exercise.mistakes]
     over = over_budget(found.over) if found and found.over else ""
     for says, theirs in known:
@@ -341,7 +423,9 @@ def _diagnosis(exercise: Exercise, candidate: Any, run: Run, expected: Run, foun
 
 def _over(value: Any) -> str:
     """Peak and budget, if a part of what was observed exceeds its budget."""
-    found = (leaf for _, leaf in recognising.leaves(value) if isinstance(leaf, Measured) and leaf.over)
+    found = (
+        leaf for _, leaf in recognising.leaves(value) if isinstance(leaf, Measured) and leaf.over
+    )
     return next(map(over_budget, found), "")
 
 
@@ -368,7 +452,9 @@ def _recognised(
 
 
 def _explained(exercise: Exercise, got: Any, expected: Any) -> str:
-    """The sentence of the author's ``explain``, or none if that fails: an answer may return anything."""
+    """The sentence of the author's ``explain``, or none if that fails: an answer may return
+    anything.
+    """
     with _undisturbed(), contextlib.suppress(Exception):
         return (exercise.explain and exercise.explain(got, expected)) or ""
     return ""
@@ -393,15 +479,23 @@ def _said(found: Difference) -> str:
 
 
 def _case(exercise: Exercise, found: Difference) -> str:
-    """ "For two layers, entry 'loss': got 3, expected 2.", to follow a sentence; empty where the case is a word of ours."""
+    """ "For two layers, entry 'loss': got 3, expected 2.", to follow a sentence; empty where the
+    case is a word of ours.
+    """
     place = _place(exercise, found)
-    if not place or found.worded or (len(found.path) == 1 and found.said.startswith("it is missing")):
+    if (
+        not place
+        or found.worded
+        or (len(found.path) == 1 and found.said.startswith("it is missing"))
+    ):
         return ""
     return f"{place[0].upper()}{place[1:]}{_said(found)}"
 
 
 def _place(exercise: Exercise, found: Difference) -> str:
-    """ "for tensor_bytes((2, 3), 4): " or "for two layers, entry 'gradients': "; empty for a plain value."""
+    """ "for tensor_bytes((2, 3), 4): " or "for two layers, entry 'gradients': "; empty for a plain
+    value.
+    """
     if not found.path:
         return ""
     case, *rest = found.path if callable(exercise.reference) else ("", *found.path)

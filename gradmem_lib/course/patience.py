@@ -12,15 +12,19 @@ SECONDS = 20  # or ten times as long as the reference takes, where that is more
 
 
 class TooLong(BaseException):
-    """Raised inside an answer that takes too long. It is no ``Exception``, so that the answer's ``except`` does not catch it."""
+    """Raised inside an answer that takes too long.
+
+    It is no ``Exception``, so that the answer's ``except`` does not catch it.
+    """
 
 
 @contextlib.contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
     """Raise ``TooLong`` inside the block when it has run for ``seconds``.
 
-    It uses a signal if there is one, which also ends a ``time.sleep``. Elsewhere (Windows, another thread) a thread raises it
-    between two steps of Python. It is raised again every second, since Python drops exceptions at some places.
+    It uses a signal if there is one, which also ends a ``time.sleep``. Elsewhere (Windows, another
+    thread) a thread raises it between two steps of Python. It is raised again every second, since
+    Python drops exceptions at some places.
     """
     if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
         with _by_signal(seconds):

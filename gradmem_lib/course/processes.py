@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .ranks import loopback_only
 
-# A process that ends well exits like a rank of run_ranks, for the same reason. All exit with the kernel, which holds the only
-# other end of their standard input.
+# A process that ends well exits like a rank of run_ranks, for the same reason. All exit with the
+# kernel, which holds the only other end of their standard input.
 _START = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
@@ -25,9 +25,11 @@ os._exit(0)
 
 
 def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
-    """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun`` does. Returns what it printed.
+    """Run a Python ``script`` (its text) in several processes on this machine, as ``torchrun``
+    does. Returns what it printed.
 
-    They communicate only over the loopback address. Raises ``RuntimeError`` with the last lines of the errors if one fails.
+    They communicate only over the loopback address. Raises ``RuntimeError`` with the last lines of
+    the errors if one fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -43,10 +45,18 @@ def torchrun(script: str, processes: int = 2, *, seconds: float = 240) -> str:
         path.write_text(script, encoding="utf-8")
         start.write_text(_START.format(str(path)), encoding="utf-8")
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--nnodes=1",
-            "--master-addr=127.0.0.1", f"--master-port={port}", str(start),
-        ]  # fmt: skip
-        done = subprocess.run(command, env=env, stdin=line, capture_output=True, text=True, timeout=seconds)
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={processes}",
+            "--nnodes=1",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            str(start),
+        ]
+        done = subprocess.run(
+            command, env=env, stdin=line, capture_output=True, text=True, timeout=seconds
+        )
     if done.returncode:
         raise RuntimeError(f"one of the {processes} processes failed:\n{done.stderr[-30000:]}")
     return done.stdout

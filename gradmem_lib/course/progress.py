@@ -1,7 +1,8 @@
-"""A learner's progress: one small JSON file that survives crashes, two notebooks at once, and its own corruption.
+"""A learner's progress: one small JSON file that survives crashes, two notebooks at once, and its
+own corruption.
 
-Nothing here ever stops a lesson. A file that cannot be written costs one sentence per process, and a file that cannot
-be understood is moved aside, not overwritten.
+Nothing here ever stops a lesson. A file that cannot be written costs one sentence per process, and
+a file that cannot be understood is moved aside, not overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class ProgressError(OSError):
 
 
 def location() -> Path:
-    """Where progress is kept: ``GRADMEM_PROGRESS`` if set, else ``progress.json`` in the user's data folder."""
+    """Where progress is kept: ``GRADMEM_PROGRESS`` if set, else ``progress.json`` in the user's
+    data folder.
+    """
     import platformdirs
 
     chosen = settings.progress_file()
@@ -48,8 +51,10 @@ def location() -> Path:
 
 
 def load() -> dict[str, Any]:
-    """All progress: ``{"version", "checks": {id: {"outcome", "tries"}}, "guesses": {id: {"guess", "unit", "measured"}}}``,
-    and once a puzzle is solved, ``"puzzles": {id: {"seconds", "recipe"}}``."""
+    """All progress: ``{"version", "checks": {id: {"outcome", "tries"}}, "guesses": {id: {"guess",
+    "unit", "measured"}}}``, and once a puzzle is solved, ``"puzzles": {id: {"seconds",
+    "recipe"}}``.
+    """
     path = location()
     try:
         progress, whole = _read(path)
@@ -62,7 +67,10 @@ def load() -> dict[str, Any]:
 
 
 def record_check(id: str, outcome: str) -> None:
-    """Record one ``check``: ``"passed"``, ``"not yet"`` or ``"not attempted"``. What has passed once stays passed."""
+    """Record one ``check``: ``"passed"``, ``"not yet"`` or ``"not attempted"``.
+
+    What has passed once stays passed.
+    """
     if outcome == "not attempted":
         return  # nothing happened, and most of a first Run All is this
 
@@ -74,7 +82,9 @@ def record_check(id: str, outcome: str) -> None:
     _update(note)
 
 
-def record_guess(id: str, guess: float, measured: float | None = None, *, unit: str = "bytes") -> None:
+def record_guess(
+    id: str, guess: float, measured: float | None = None, *, unit: str = "bytes"
+) -> None:
     """Record a prediction, and the measured value once it is known, both in ``unit``."""
     _update(
         lambda progress: progress["guesses"].update(
@@ -84,7 +94,10 @@ def record_guess(id: str, guess: float, measured: float | None = None, *, unit: 
 
 
 def record_puzzle(id: str, seconds: float, recipe: str) -> None:
-    """Record a solved puzzle: the recipe, as it is written, and its estimated seconds a token. The fastest one is kept."""
+    """Record a solved puzzle: the recipe, as it is written, and its estimated seconds a token.
+
+    The fastest one is kept.
+    """
 
     def note(progress: dict) -> None:
         solved = progress.setdefault("puzzles", {})
@@ -95,7 +108,10 @@ def record_puzzle(id: str, seconds: float, recipe: str) -> None:
 
 
 def reset() -> str:
-    """Start afresh, keeping the old file as ``progress.json.bak``. Returns a sentence; raises ``ProgressError``."""
+    """Start afresh, keeping the old file as ``progress.json.bak``.
+
+    Returns a sentence; raises ``ProgressError``.
+    """
     path = location()
     backup = path.with_name(path.name + ".bak")
     try:
@@ -119,7 +135,9 @@ def _empty() -> dict[str, Any]:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise ``OSError`` for all but regular files: reading a pipe waits for ever, and replacing a device removes it for everybody."""
+    """Raise ``OSError`` for all but regular files: reading a pipe waits for ever, and replacing a
+    device removes it for everybody.
+    """
     kind = os.lstat(path).st_mode
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -144,17 +162,22 @@ def _read(path: Path) -> tuple[dict[str, Any], bool]:
         found = None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         return _empty(), False
-    progress, whole = found | _empty(), shallow == text  # sections that came later than this version stay
+    # sections that came later than this version stay
+    progress, whole = found | _empty(), shallow == text
     for section in ("checks", "guesses", *({"puzzles"} & found.keys())):  # which came later
         entries = found.get(section)
         entries, whole = (entries, whole) if isinstance(entries, dict) else ({}, False)
-        progress[section] = {id: entry for id, entry in entries.items() if _is_entry(section, id, entry)}
+        progress[section] = {
+            id: entry for id, entry in entries.items() if _is_entry(section, id, entry)
+        }
         whole = whole and len(progress[section]) == len(entries)
     return progress, whole
 
 
 def _shallow(text: str) -> str:
-    """``text`` with ``null`` in place of values that are nested too deep, so that the rest can be read."""
+    """``text`` with ``null`` in place of values that are nested too deep, so that the rest can be
+    read.
+    """
     kept, depth = [], 0
     for token in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]|[^][{}"]+|"', text, re.DOTALL):
         depth += token in ("[", "{")
@@ -167,12 +190,17 @@ def _shallow(text: str) -> str:
 
 
 def _whole_number(digits: str) -> int | float:
-    """Above some thousand digits, ``int`` refuses; and no number of ours is above a float's largest."""
+    """Above some thousand digits, ``int`` refuses; and no number of ours is above a float's
+    largest.
+    """
     return int(digits) if len(digits) < 400 else float(digits)
 
 
 def _is_entry(section: str, id: str, entry: Any) -> bool:
-    """Whether the rest of the course can show and compare this entry. A file may be damaged, forged, or from a later version."""
+    """Whether the rest of the course can show and compare this entry.
+
+    A file may be damaged, forged, or from a later version.
+    """
     number, text = {
         "checks": ("tries", "outcome"),
         "guesses": ("guess", "unit"),
@@ -184,7 +212,8 @@ def _is_entry(section: str, id: str, entry: Any) -> bool:
         and isinstance(entry.get(text), str)
         and (id + entry[text]).isprintable()  # half a surrogate pair cannot be printed
         and (entry.get("measured") is None or _is_number(entry["measured"]))
-        and (section != "puzzles" or 1e-30 < entry["seconds"] < 1e30)  # else the fastest would be none at all
+        # else the fastest would be none at all
+        and (section != "puzzles" or 1e-30 < entry["seconds"] < 1e30)
     )
 
 
@@ -194,7 +223,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_or_move_aside(path: Path) -> dict[str, Any]:
-    """The content of the file. A file that is not fully understood is kept beside a new one. Needs the lock."""
+    """The content of the file.
+
+    A file that is not fully understood is kept beside a new one. Needs the lock.
+    """
     try:
         progress, whole = _read(path)
     except FileNotFoundError:
@@ -206,8 +238,8 @@ def _read_or_move_aside(path: Path) -> dict[str, Any]:
         os.replace(path, aside)
         kept = progress != _empty()
         _say(
-            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it was moved to {aside}, and a "
-            f"new one was made{' with all the rest' if kept else ''}."
+            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it "
+            f"was moved to {aside}, and a new one was made{' with all the rest' if kept else ''}."
         )
         if kept:
             _write(path, progress)
@@ -226,7 +258,9 @@ def _update(change: Callable[[dict], None]) -> None:
 
 
 def _write(path: Path, progress: dict[str, Any]) -> None:
-    """Write beside the file and rename over it: readers, also after a crash, find the old file or the new one. Needs the lock."""
+    """Write beside the file and rename over it: readers, also after a crash, find the old file or
+    the new one. Needs the lock.
+    """
     if os.path.lexists(path):
         _check_regular(path)
     prefix = f".{path.name}-"
@@ -258,7 +292,9 @@ def _lock(path: Path):
 
 
 def _locked(path: Path, work: Callable[[], Any]) -> Any:
-    """``work()`` under the file's lock; ``None`` and one warning per process when the place does not allow it."""
+    """``work()`` under the file's lock; ``None`` and one warning per process when the place does
+    not allow it.
+    """
     from filelock import Timeout
 
     try:
@@ -268,7 +304,11 @@ def _locked(path: Path, work: Callable[[], Any]) -> Any:
     except Timeout as error:
         _warned.add("locked")
         _warn_unusable(path, error)
-    except (OSError, ValueError, RuntimeError) as error:  # NotImplementedError: a file system without locks
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # NotImplementedError: a file system without locks
         _warn_unusable(path, error)
     return None
 
@@ -277,8 +317,8 @@ def _warn_unusable(path: Path, error: BaseException) -> None:
     if "unusable" not in _warned:
         _warned.add("unusable")
         _say(
-            f"Your progress is not being saved, because {path} cannot be used ({_reason(error)}): {_REMEDY}; "
-            "the course itself goes on."
+            f"Your progress is not being saved, because {path} cannot be used ({_reason(error)}): "
+            f"{_REMEDY}; the course itself goes on."
         )
 
 

@@ -1,6 +1,8 @@
-"""Peaks that others measured on their own cards, beside this library's predictions for the same runs, made without a card.
+"""Peaks that others measured on their own cards, beside this library's predictions for the same
+runs, made without a card.
 
-``published.json`` holds what ``benchmarks/published.py`` predicted; BERT-large's rows come from ``claims.bert_large``.
+``published.json`` holds what ``benchmarks/published.py`` predicted; BERT-large's rows come from
+``claims.bert_large``.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from ..units import MiB
 from ..view.peaks import off_by, plot_pairs
 
 RECORD = Path(__file__).with_name("published.json")
-SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")  # how the rows' sources begin
+# how the rows' sources begin
+SOURCES = ("PEFT", "Answer.AI", "LitGPT", "torchtune", "Transformers")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure. ``source``: who measured, and on which card. ``run`` and ``what``: which run, and which figure they
-    read (reserved, allocated, ...). ``published`` and ``predicted`` are bytes."""
+    """One published figure. ``source``: who measured, and on which card. ``run`` and ``what``:
+    which run, and which figure they read (reserved, allocated, ...). ``published`` and
+    ``predicted`` are bytes.
+    """
 
     source: str
     run: str
@@ -55,13 +60,16 @@ def table() -> str:
             source = row.source
             lines.append(f"| **{source}** | | | | |")
         sizes = f"{row.published / 1e9:.2f} | {row.predicted / 1e9:.2f}"
-        lines.append(f"| {row.run} | {row.what} | {sizes} | {off_by(row.published, row.predicted)} |")
+        lines.append(
+            f"| {row.run} | {row.what} | {sizes} | {off_by(row.published, row.predicted)} |"
+        )
     return "\n".join(lines)
 
 
 def show(*sources: str) -> None:
-    """Show all figures as a picture, or only those of ``sources`` (the beginnings of names, as in ``"PEFT"``). ``table()`` has
-    the numbers."""
+    """Show all figures as a picture, or only those of ``sources`` (the beginnings of names, as in
+    ``"PEFT"``). ``table()`` has the numbers.
+    """
     from IPython.display import display
 
     groups: dict[str, list] = {}
@@ -70,5 +78,7 @@ def show(*sources: str) -> None:
             pair = f"{row.run}: {row.what}", row.published, row.predicted
             groups.setdefault(row.source, []).append(pair)
     if not groups:
-        raise ValueError(f"nothing is recorded of {', '.join(sources)}: choose among {', '.join(SOURCES)}")
+        raise ValueError(
+            f"nothing is recorded of {', '.join(sources)}: choose among {', '.join(SOURCES)}"
+        )
     display(plot_pairs(groups, title="Measured on a card by others, and predicted without one"))

@@ -1,7 +1,9 @@
-"""Lesson 11's puzzles: a model, a card, rows, and a condition. A recipe's bytes and time are those that ``plan`` gives.
+"""Lesson 11's puzzles: a model, a card, rows, and a condition. A recipe's bytes and time are those
+that ``plan`` gives.
 
-``python -m gradmem_lib.course.puzzles --write`` finds the planner's best recipe for each puzzle and records it in puzzles.json,
-with the bytes of known mistakes. Then a first check of a right answer, or of a common mistake, needs no prediction.
+``python -m gradmem_lib.course.puzzles --write`` finds the planner's best recipe for each puzzle and
+records it in puzzles.json, with the bytes of known mistakes. Then a first check of a right answer,
+or of a common mistake, needs no prediction.
 """
 
 from __future__ import annotations
@@ -43,30 +45,47 @@ CONDITIONS: dict[str, tuple[str, Callable[[Recipe], bool], str]] = {
     "16 bits": (
         "no weight is kept in 4 bits",
         lambda r: not r.quantized_base,
-        "the condition is broken: no weight may be kept in 4 bits, but quantized_base keeps the frozen weights in 4 bits.",
+        (
+            "the condition is broken: no weight may be kept in 4 bits, but quantized_base keeps "
+            "the frozen weights in 4 bits."
+        ),
     ),
     "once": (
         "no layer runs twice",
         lambda r: r.checkpointing is None and r.every_n_layers is None,
-        "the condition is broken: no layer may run twice, but checkpoints run layers again in backward.",
+        (
+            "the condition is broken: no layer may run twice, but checkpoints run layers again in "
+            "backward."
+        ),
     ),
     "on the card": (
         "nothing waits in the host's memory",
         lambda r: r.offload is None,
-        "the condition is broken: nothing may wait in the host's memory, but offload moves tensors there.",
+        (
+            "the condition is broken: nothing may wait in the host's memory, but offload moves "
+            "tensors there."
+        ),
     ),
     "after backward": (
         "the optimizer steps after backward",
         lambda r: not r.in_backward,
-        "the condition is broken: the optimizer must step after backward, but in_backward steps inside backward.",
+        (
+            "the condition is broken: the optimizer must step after backward, but in_backward "
+            "steps inside backward."
+        ),
     ),
 }
-RULES = "in all puzzles: adapters on every linear layer, of rank 16 or more, and any optimizer but plain SGD"
+RULES = (
+    "in all puzzles: adapters on every linear layer, of rank 16 or more, and any optimizer but "
+    "plain SGD"
+)
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A recipe's bytes on each card (``held``: bytes at the peak, by what holds them) and its estimated seconds a token."""
+    """A recipe's bytes on each card (``held``: bytes at the peak, by what holds them) and its
+    estimated seconds a token.
+    """
 
     needs: int
     room: int
@@ -81,18 +100,28 @@ class Weighed:
 
     def __str__(self) -> str:
         lead = (
-            f"it needs {format_bytes(self.needs)} of {format_bytes(self.room)}, and {format_bytes(self.spare)} are left over"
+            (
+                f"it needs {format_bytes(self.needs)} of {format_bytes(self.room)}, and "
+                f"{format_bytes(self.spare)} are left over"
+            )
             if self.spare >= 0
-            else f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more than the available {format_bytes(self.room)}"
+            else (
+                f"it needs {format_bytes(self.needs)}, which is {format_bytes(-self.spare)} more "
+                f"than the available {format_bytes(self.room)}"
+            )
         )
         parts = sorted(self.held.items(), key=lambda part: -part[1])
-        held = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n >= 0.005 * self.needs)
+        held = ", ".join(
+            f"{name} {format_bytes(n)}" for name, n in parts if n >= 0.005 * self.needs
+        )
         return f"{lead}: at the peak, in {self.phase.replace('_', ' ')}, {held}."
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A model to train on ``cards`` cards, with ``rows`` rows of ``tokens`` tokens for one update, and a condition."""
+    """A model to train on ``cards`` cards, with ``rows`` rows of ``tokens`` tokens for one update,
+    and a condition.
+    """
 
     id: str
     title: str
@@ -141,18 +170,28 @@ class Puzzle:
     def _repr_html_(self) -> str:
         (id, title), *rest = self._lines()
         cells = "".join(
-            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{words}</td></tr>"
+            (
+                f"<tr><th style='text-align:left'>{name}</th><td "
+                f"style='text-align:left'>{words}</td></tr>"
+            )
             for name, words in rest
         )
-        return f"<table><caption style='text-align:left'><b>{id} {title}</b></caption><tbody>{cells}</tbody></table>"
+        return (
+            f"<table><caption style='text-align:left'><b>{id} "
+            f"{title}</b></caption><tbody>{cells}</tbody></table>"
+        )
 
     def recipe(self, answer: Any) -> Recipe:
-        """``answer``, a ``Recipe`` or a dict of its options. ``ValueError`` or ``TypeError`` in a sentence for all else."""
+        """``answer``, a ``Recipe`` or a dict of its options.
+
+        ``ValueError`` or ``TypeError`` in a sentence for all else.
+        """
         if isinstance(answer, Recipe):
             return answer
         if not isinstance(answer, dict):
             raise TypeError(
-                "the answer is a dictionary of a Recipe's options, such as {'precision': 'bf16'}, or the Recipe itself, "
+                "the answer is a dictionary of a Recipe's options, such as {'precision': 'bf16'}, "
+                "or the Recipe itself, "
                 f"but {describe(answer)} was given"
             )
         names = [field.name for field in fields(Recipe)]
@@ -162,29 +201,49 @@ class Puzzle:
         return Recipe(**answer)
 
     def broken(self, recipe: Recipe) -> str:
-        """Why ``recipe`` is not allowed, whatever it needs, in a sentence; empty if it is allowed."""
+        """Why ``recipe`` is not allowed, whatever it needs, in a sentence; empty if it is
+        allowed.
+        """
         if recipe.optimizer == "sgd":
-            return "plain SGD is not allowed, also with momentum: choose an optimizer that adapts to each weight."
+            return (
+                "plain SGD is not allowed, also with momentum: choose an optimizer that adapts "
+                "to each weight."
+            )
         if recipe.precision is None:
-            return "precision=None is for a module that has its own dtypes, and there is no module here: choose a precision."
+            return (
+                "precision=None is for a module that has its own dtypes, and there is no module "
+                "here: choose a precision."
+            )
         if recipe.lora_rank and (recipe.lora_rank < RANK or recipe.lora_targets):
-            return f"adapters must have rank {RANK} or more, on every linear layer: lora_rank={RANK}, and no lora_targets."
-        if against := [CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)]:
+            return (
+                f"adapters must have rank {RANK} or more, on every linear layer: "
+                f"lora_rank={RANK}, and no lora_targets."
+            )
+        if against := [
+            CONDITIONS[key][2] for key in self.conditions if not CONDITIONS[key][1](recipe)
+        ]:
             return against[0]
         if self.cards > 1 and recipe.sharding is None:
-            return f"{self.cards} cards train together, but the recipe does not say how they share: set sharding."
+            return (
+                f"{self.cards} cards train together, but the recipe does not say how they "
+                "share: set sharding."
+            )
         if self.cards == 1 and recipe.sharding is not None:
             return f"sharding={recipe.sharding!r} is for several cards, but there is only one."
         own = self.rows // self.cards
         if own % recipe.accumulation:
             rows = f"{own} row{'s' if own > 1 else ''}{' of each card' if self.cards > 1 else ''}"
             return (
-                f"accumulation={recipe.accumulation} does not cut {rows} evenly: choose a divisor of {own}."
+                f"accumulation={recipe.accumulation} does not cut {rows} evenly: choose a "
+                f"divisor of {own}."
             )
         return ""
 
     def weigh(self, recipe: Recipe) -> Weighed:
-        """The bytes and time of ``recipe``: recorded, or predicted (in seconds). ``ValueError`` if the model cannot use it."""
+        """The bytes and time of ``recipe``: recorded, or predicted (in seconds).
+
+        ``ValueError`` if the model cannot use it.
+        """
         return _records().get(self.id, {}).get(recipe) or _weigh(self, recipe)
 
     def best(self) -> tuple[Recipe, Weighed]:
@@ -192,11 +251,15 @@ class Puzzle:
         return next(iter(_records()[self.id].items()))
 
     def show(self, answer: Any = None) -> Room:
-        """Show the card with ``answer`` on it, and a sentence about it. Without an answer, show the empty card."""
+        """Show the card with ``answer`` on it, and a sentence about it.
+
+        Without an answer, show the empty card.
+        """
         wrong, weighed = self.judge(answer)
         if weighed is None and answer is not None and answer is not ...:
             with suppress(ValueError, TypeError, NotImplementedError, CannotTrace):
-                weighed = self.weigh(self.recipe(answer))  # what is against the rules has its bytes too
+                # what is against the rules has its bytes too
+                weighed = self.weigh(self.recipe(answer))
         words = [f"condition: {self.condition or 'none'}", *([str(weighed)] if weighed else [])]
         if not weighed or wrong not in ("", str(weighed)):
             words.append(wrong)
@@ -208,7 +271,9 @@ class Puzzle:
         return Room(title, self.where, find_card(self.card).nbytes, held, words)
 
     def judge(self, answer: Any) -> tuple[str, Weighed | None]:
-        """What is wrong with ``answer``, in a sentence (empty if it is right), and its bytes, if they are known."""
+        """What is wrong with ``answer``, in a sentence (empty if it is right), and its bytes, if
+        they are known.
+        """
         if answer is None or answer is ...:
             return "there is no recipe yet", None
         try:
@@ -221,7 +286,9 @@ class Puzzle:
         return "" if weighed.spare >= 0 else str(weighed), weighed
 
     def stars(self, seconds: float) -> str:
-        """One to three stars for a recipe that fits, by its estimated time compared with the planner's best."""
+        """One to three stars for a recipe that fits, by its estimated time compared with the
+        planner's best.
+        """
         share = self.best()[1].seconds / seconds
         won = "★★★" if share >= THREE else "★★☆" if share >= TWO else "★☆☆"
         return f"{won}, you beat the planner" if share > BEATEN else won
@@ -249,18 +316,40 @@ PUZZLES = (
     Puzzle("11.3", "every weight of a 7B", "Llama-2-7B", "RTX 4090 24GB", 8, 2048, ("full",)),
     Puzzle("11.4", "a 7B in 16 bits", "Llama-2-7B", "RTX 4080 16GB", 8, 2048, ("16 bits",)),
     Puzzle("11.5", "a 7B, and nothing twice", "Llama-2-7B", "RTX 3060 12GB", 8, 2048, ("once",)),
-    Puzzle("11.6", "a 7B on the smallest card", "Llama-2-7B", "RTX 3070 8GB", 8, 4096, ("on the card",)),
+    Puzzle(
+        "11.6", "a 7B on the smallest card", "Llama-2-7B", "RTX 3070 8GB", 8, 4096, ("on the card",)
+    ),
     Puzzle("11.7", "128,256 words", "Llama-3-8B", "RTX 4090 24GB", 8, 4096, ("16 bits",)),
     Puzzle("11.8", "32,768 tokens", "Mistral-7B", "RTX 4090 24GB", 1, 32768),
     Puzzle("11.9", "a mixture of experts", "OLMoE-1B-7B", "RTX 4080 16GB", 8, 2048),
-    Puzzle("11.10", "every weight of a 13B", "Llama-2-13B", "RTX 3090 24GB", 16, 2048, ("full",), cards=8),
+    Puzzle(
+        "11.10",
+        "every weight of a 13B",
+        "Llama-2-13B",
+        "RTX 3090 24GB",
+        16,
+        2048,
+        ("full",),
+        cards=8,
+    ),
     Puzzle("11.11", "a 70B on two cards", "Llama-2-70B", "RTX 4090 24GB", 4, 1024, cards=2),
-    Puzzle("11.12", "the impossible one", "Llama-2-7B", "RTX 4090 24GB", 8, 2048, ("full", "after backward"), possible=False),
-)  # fmt: skip
+    Puzzle(
+        "11.12",
+        "the impossible one",
+        "Llama-2-7B",
+        "RTX 4090 24GB",
+        8,
+        2048,
+        ("full", "after backward"),
+        possible=False,
+    ),
+)
 
 
 class _Allowed(Search):
-    """A search that respects a puzzle's condition; ``strict``: also where the planner tries other ways than a family's own."""
+    """A search that respects a puzzle's condition; ``strict``: also where the planner tries other
+    ways than a family's own.
+    """
 
     strict = False
 
@@ -299,11 +388,17 @@ def _weigh(puzzle: Puzzle, recipe: Recipe) -> Weighed:
 
 @cache
 def _records() -> dict[str, dict[Recipe, Weighed]]:
-    """By puzzle: recipes and their bytes, the planner's best first. If other versions recorded them: only the best, for its time."""
+    """By puzzle: recipes and their bytes, the planner's best first.
+
+    If other versions recorded them: only the best, for its time.
+    """
     found = json.loads(files(__package__).joinpath(RECORD).read_text(encoding="utf-8"))
     same = found["versions"] == _versions()
     return {
-        id: {Recipe(**row["recipe"]): Weighed(**row["weighed"]) for row in (rows if same else rows[:1])}
+        id: {
+            Recipe(**row["recipe"]): Weighed(**row["weighed"])
+            for row in (rows if same else rows[:1])
+        }
         for id, rows in found["puzzles"].items()
     }
 
@@ -325,12 +420,17 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def written(recipe: Recipe) -> str:
-    """The recipe as code, ``Recipe(precision='bf16')``, with the options that differ from the defaults."""
+    """The recipe as code, ``Recipe(precision='bf16')``, with the options that differ from the
+    defaults.
+    """
     return f"Recipe({', '.join(f'{name}={value!r}' for name, value in options_of(recipe).items())})"
 
 
 def solve(puzzle: Puzzle) -> Recipe:
-    """The fastest recipe that the planner finds under the puzzle's condition. Raises ``LookupError`` if none fits."""
+    """The fastest recipe that the planner finds under the puzzle's condition.
+
+    Raises ``LookupError`` if none fits.
+    """
     for asked in (puzzle, replace(puzzle, conditions=())):
         # A new search: the recipes that learners have tried may not be among the planner's.
         here = search.__wrapped__(asked)
@@ -346,12 +446,16 @@ def solve(puzzle: Puzzle) -> Recipe:
 
 
 def record(ids: list[str]) -> None:
-    """Write puzzles.json: for each puzzle the planner's best, then the known mistakes that are recipes."""
+    """Write puzzles.json: for each puzzle the planner's best, then the known mistakes that are
+    recipes.
+    """
     path = Path(__file__).with_name(RECORD)
     found = json.loads(path.read_text(encoding="utf-8"))["puzzles"] if path.exists() else {}
 
     def keep(one: Puzzle, recipes: list[Recipe]) -> None:
-        found[one.id] = [{"recipe": options_of(r), "weighed": asdict(_weigh(one, r))} for r in recipes]
+        found[one.id] = [
+            {"recipe": options_of(r), "weighed": asdict(_weigh(one, r))} for r in recipes
+        ]
         text = json.dumps({"versions": _versions(), "puzzles": found}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -368,7 +472,10 @@ def _tempting(one: Puzzle) -> list[Recipe]:
     """The known mistakes that need a prediction; for the example, the steps of the lesson."""
     from .check import get
 
-    found, given = [], STEPS if one is EXAMPLE else [mistake.function for mistake in get(one.id).mistakes]
+    found, given = (
+        [],
+        STEPS if one is EXAMPLE else [mistake.function for mistake in get(one.id).mistakes],
+    )
     for options in given:
         with suppress(ValueError, TypeError):
             recipe = one.recipe(options)

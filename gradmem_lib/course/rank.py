@@ -1,4 +1,6 @@
-"""The work of one rank of ``run_ranks``: it runs the function, and reports the result to the kernel over its line."""
+"""The work of one rank of ``run_ranks``: it runs the function, and reports the result to the kernel
+over its line.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from types import SimpleNamespace
 from ..display import live_wanted, register
 from ..view import live, pictures
 
-FOLDER = "GRADMEM_FORK_SERVER"  # tells the fork server, which imports this first, where its socket is
+# tells the fork server, which imports this first, where its socket is
+FOLDER = "GRADMEM_FORK_SERVER"
 
 
 def _sweep(folder: str, kernel: int) -> None:
-    """Clean up after a killed kernel, which could not do it. Its line ends some moments before the kernel does."""
+    """Clean up after a killed kernel, which could not do it.
+
+    Its line ends some moments before the kernel does.
+    """
     until = time.monotonic() + 5
     while os.getppid() == kernel and time.monotonic() < until:
         time.sleep(0.02)
@@ -33,18 +39,25 @@ def _sweep(folder: str, kernel: int) -> None:
 
 if FOLDER in os.environ:
     os.setsid()  # only the kernel answers a signal to its group
-    gc.disable()  # until a rank works: imported modules are no garbage, and the search takes half a second
+    # until a rank works: imported modules are no garbage, and the search takes half a second
+    gc.disable()
     atexit.register(_sweep, os.environ.pop(FOLDER), os.getppid())
 
 
 def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
-    """Run a rank's process from start to end. ``line``, ``out`` and ``err`` lead to the kernel: reports, prints and warnings."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the kernel decides
+    """Run a rank's process from start to end.
+
+    ``line``, ``out`` and ``err`` lead to the kernel: reports, prints and warnings.
+    """
+    # Ctrl-C reaches all processes, and the kernel decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, encoding="utf-8", closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(fd, "w", 1, encoding="utf-8", closefd=False) for fd in (1, 2)
+    )
     one_at_a_time, leave = threading.Lock(), threading.Event()
 
     def send(kind: str, value) -> None:
@@ -63,9 +76,9 @@ def be_rank(task: bytes, environment: dict[str, str], line, out, err) -> None:
         what = "".join(traceback.format_exception_only(error)).strip()
         send("failed", (when, _frames(traceback.walk_tb(error.__traceback__)), what))
     leave.wait()
-    # A process that ends well exits without Python's shutdown. DistributedDataParallel keeps its process group, also after
-    # destroy_process_group(), and a thread of gloo's that releases a tensor during the shutdown would abort the process
-    # (pytorch/pytorch#179291).
+    # A process that ends well exits without Python's shutdown. DistributedDataParallel keeps its
+    # process group, also after destroy_process_group(), and a thread of gloo's that releases a
+    # tensor during the shutdown would abort the process (pytorch/pytorch#179291).
     os._exit(0)
 
 
@@ -99,7 +112,9 @@ def _hear_kernel(line, send: Callable, main: int, leave: threading.Event) -> Non
 
 
 def _frames(walked: Iterable) -> list[tuple[str, int, str]]:
-    """Where the function was: (file, line, name), outermost first, without the frames that started it."""
+    """Where the function was: (file, line, name), outermost first, without the frames that started
+    it.
+    """
     summary = traceback.StackSummary.extract(walked, lookup_lines=False)
     frames = [(frame.filename, frame.lineno, frame.name) for frame in summary]
     ours = [i for i, (file, *_) in enumerate(frames) if file == __file__]
@@ -107,7 +122,9 @@ def _frames(walked: Iterable) -> list[tuple[str, int, str]]:
 
 
 def stack_of(frames: list[tuple[str, int, str]]) -> str:
-    """Where a rank was, with the source lines that the kernel knows, also those of a notebook's cells."""
+    """Where a rank was, with the source lines that the kernel knows, also those of a notebook's
+    cells.
+    """
     return "".join(traceback.format_list([(*frame, None) for frame in frames]))
 
 

@@ -1,7 +1,8 @@
 """A function in several processes at once, each a rank of one gloo process group: ``run_ranks``.
 
-The kernel keeps the store in which the ranks find each other, as ``torchrun``'s agent does, and a line (a pair of
-sockets) to each rank. A rank exits at once when its line ends, so no process outlives the kernel.
+The kernel keeps the store in which the ranks find each other, as ``torchrun``'s agent does, and a
+line (a pair of sockets) to each rank. A rank exits at once when its line ends, so no process
+outlives the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from typing import Any
 from ..display import in_kernel
 from .rank import FOLDER, be_rank, stack_of
 
-_PRELOAD = ["gradmem_lib.course.rank", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+_PRELOAD = [
+    "gradmem_lib.course.rank",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+]
 _STARTING = threading.Lock()  # calls from several threads start their ranks one after the other
 _LONGEST = 107 - len(
     "/listener-12345678"
@@ -45,27 +50,34 @@ def run_ranks(
     everyone: bool = False,
     seconds: float | None = 240,
 ) -> list:
-    """Run ``function(*args)`` in ``ranks`` processes that share a gloo process group. Returns the results by rank.
+    """Run ``function(*args)`` in ``ranks`` processes that share a gloo process group. Returns the
+    results by rank.
 
-    The function may be defined in a notebook's cell: it is sent with the values that it uses, and each rank works on its
-    own copy. A rank computes on one thread and starts with PyTorch's default seed. The output of rank 0 is printed here
-    (also its warnings). With ``everyone``, the output of all ranks is printed at the end, rank by rank. A notebook shows
-    the ``MemoryTracker`` of each rank, side by side (``live=False``: nothing is drawn). Raises ``RanksFailed`` if a rank
-    fails, and after ``seconds`` (``None``: never). Then the other ranks are ended too.
+    The function may be defined in a notebook's cell: it is sent with the values that it uses, and
+    each rank works on its own copy. A rank computes on one thread and starts with PyTorch's default
+    seed. The output of rank 0 is printed here (also its warnings). With ``everyone``, the output of
+    all ranks is printed at the end, rank by rank. A notebook shows the ``MemoryTracker`` of each
+    rank, side by side (``live=False``: nothing is drawn). Raises ``RanksFailed`` if a rank fails,
+    and after ``seconds`` (``None``: never). Then the other ranks are ended too.
     """
     import cloudpickle
 
     if not callable(function):
         raise TypeError(f"run_ranks takes a function, but was given {type(function).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks is the number of processes, at least 1, but was given as {ranks!r}")
+        raise ValueError(
+            f"ranks is the number of processes, at least 1, but was given as {ranks!r}"
+        )
     seconds = math.inf if seconds is None else seconds
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(
-            f"seconds is how long the ranks may take, above 0 (None: no limit), but was given as {seconds!r}"
+            "seconds is how long the ranks may take, above 0 (None: no limit), but was given "
+            f"as {seconds!r}"
         )
     if parent_process() is not None:
-        raise RuntimeError("run_ranks starts ranks from a kernel or a script, but was called inside a rank")
+        raise RuntimeError(
+            "run_ranks starts ranks from a kernel or a script, but was called inside a rank"
+        )
     watched = live is not False and in_kernel()
     task = cloudpickle.dumps((function, args, watched))
     with ExitStack() as stack:
@@ -101,7 +113,10 @@ class _Rank:
             end.close()
 
     def take_all(self) -> None:
-        """Read all that has arrived, first what it printed. ``tell(kind, value)`` gets what should be shown."""
+        """Read all that has arrived, first what it printed.
+
+        ``tell(kind, value)`` gets what should be shown.
+        """
         reports = []
         try:
             while self.line.poll():
@@ -133,13 +148,15 @@ class _Crew:
         self.ranks: list[_Rank] = []
 
     def start(self, ranks: int, task: bytes, port: int) -> None:
-        # Linux forks each rank from a server that has imported everything. On a Mac, system libraries do not survive a fork.
+        # Linux forks each rank from a server that has imported everything. On a Mac, system
+        # libraries do not survive a fork.
         context = get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             if len(os.fsencode(get_temp_dir())) > _LONGEST:
                 raise ValueError(
-                    f"run_ranks keeps a socket among temporary files, and {get_temp_dir()} is too long a path for one: "
-                    "set the environment variable TMPDIR to a shorter one, such as /tmp, and start again"
+                    f"run_ranks keeps a socket among temporary files, and {get_temp_dir()} is too "
+                    "long a path for one: set the environment variable TMPDIR to a shorter one, "
+                    "such as /tmp, and start again"
                 )
             context.set_forkserver_preload(_PRELOAD)
         for rank in range(ranks):
@@ -168,7 +185,9 @@ class _Crew:
 
     def _listen(self, patience: float) -> None:
         """Wait until a rank reports or prints something, or ends, and read it."""
-        ends = {end: rank for rank in self.ranks if not rank.gone for end in (rank.line, *rank.pipes)}
+        ends = {
+            end: rank for rank in self.ranks if not rank.gone for end in (rank.line, *rank.pipes)
+        }
         ends |= {rank.process.sentinel: rank for rank in self.ranks if not rank.gone}
         ready = connection.wait(list(ends), max(0, patience))
         for rank in {id(ends[end]): ends[end] for end in ready}.values():
@@ -185,7 +204,9 @@ class _Crew:
             self.ranks[number].said[value[0]] += value[1]
 
     def _why(self) -> str:
-        """The first failure. Failures of other ranks that it caused came later, and a killed rank reports nothing."""
+        """The first failure. Failures of other ranks that it caused came later, and a killed rank
+        reports nothing.
+        """
         self._listen_until(
             lambda: self._lost() or all(r.failed or r.returned is not None for r in self.ranks)
         )
@@ -194,9 +215,12 @@ class _Crew:
             rank.process.join(5)
             code = rank.process.exitcode or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            memory = " (often because the computer's memory was full)" if how == "by SIGKILL" else ""
+            memory = (
+                " (often because the computer's memory was full)" if how == "by SIGKILL" else ""
+            )
             return (
-                f"{rank.said[1][-2000:]}\nrank {number} of {len(self.ranks)} was ended {how}{memory}. "
+                f"{rank.said[1][-2000:]}\nrank {number} of {len(self.ranks)} was ended "
+                f"{how}{memory}. "
                 "The other ranks have been ended too."
             )
         failed = [number for number, rank in enumerate(self.ranks) if rank.failed]
@@ -214,12 +238,19 @@ class _Crew:
             with suppress(OSError):
                 rank.line.send("where")
         self._listen_until(lambda: all(rank.stands for rank in late))
-        where = "".join(f"rank {self.ranks.index(rank)} was at\n{stack_of(rank.stands)}" for rank in late)
-        return f"{where}{len(late)} of {len(self.ranks)} ranks had not finished after {seconds:g} seconds, and were ended."
+        where = "".join(
+            f"rank {self.ranks.index(rank)} was at\n{stack_of(rank.stands)}" for rank in late
+        )
+        return (
+            f"{where}{len(late)} of {len(self.ranks)} ranks had not finished after {seconds:g} "
+            "seconds, and were ended."
+        )
 
     def _lost(self) -> list[int]:
         """The ranks that ended without a report."""
-        return [n for n, r in enumerate(self.ranks) if r.gone and r.returned is None and not r.failed]
+        return [
+            n for n, r in enumerate(self.ranks) if r.gone and r.returned is None and not r.failed
+        ]
 
     def _listen_until(self, enough: Callable[[], bool]) -> None:
         until = time.monotonic() + _GRACE
@@ -235,7 +266,9 @@ class _Crew:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Meanwhile, new processes find no main program to run again, so that scripts need no ``if __name__``."""
+    """Meanwhile, new processes find no main program to run again, so that scripts need no ``if
+    __name__``.
+    """
     with _STARTING:
         main = sys.modules["__main__"]
         sys.modules["__main__"], os.environ[FOLDER] = ModuleType("__main__"), get_temp_dir()
@@ -248,7 +281,9 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """The store in which the ranks find each other, on a free port of the loopback address only; and its port."""
+    """The store in which the ranks find each other, on a free port of the loopback address only;
+    and its port.
+    """
     import torch.distributed as dist
 
     listener = socket.socket()
@@ -256,23 +291,39 @@ def _store() -> Iterator[int]:
     listener.listen()
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
     yield port
     del store
 
 
 def loopback_only() -> dict[str, str]:
-    """Restrict gloo to the loopback address. By default it looks up this machine's name, which may lead elsewhere."""
+    """Restrict gloo to the loopback address.
+
+    By default it looks up this machine's name, which may lead elsewhere.
+    """
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment that ``torchrun`` gives a process, with a note that the store exists already."""
+    """The environment that ``torchrun`` gives a process, with a note that the store exists
+    already.
+    """
     told = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1,
-    }  # fmt: skip
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "OMP_NUM_THREADS": 1,
+    }
     return {**os.environ, **loopback_only(), **{name: str(value) for name, value in told.items()}}

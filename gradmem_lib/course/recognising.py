@@ -19,7 +19,10 @@ Path = tuple[Any, ...]
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of everything in dicts of dicts. A ``Measured`` counts as its value and its bytes."""
+    """(path, value) of everything in dicts of dicts.
+
+    A ``Measured`` counts as its value and its bytes.
+    """
     if isinstance(value, Measured):
         yield from leaves(value.value, path)
         yield (*path, "bytes"), replace(value, value=None)
@@ -31,7 +34,9 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def entries(value: Any) -> dict[Path, Any]:
-    """``leaves``, with each entry of a short tuple on its own: two numbers of an answer may be wrong for two reasons."""
+    """``leaves``, with each entry of a short tuple on its own: two numbers of an answer may be
+    wrong for two reasons.
+    """
     found = {}
     for path, leaf in leaves(value):
         leaf = plain(leaf)
@@ -43,7 +48,9 @@ def entries(value: Any) -> dict[Path, Any]:
 
 
 def compared(got: Any, expected: Any, tolerance: float) -> dict[Path, bool]:
-    """For each number, tensor or text of ``expected``: whether ``got`` has the same one at that place."""
+    """For each number, tensor or text of ``expected``: whether ``got`` has the same one at that
+    place.
+    """
     return _same(dict(leaves(got)), dict(leaves(expected)), tolerance)
 
 
@@ -55,12 +62,19 @@ def _same(mine: dict[Path, Any], theirs: dict[Path, Any], tolerance: float) -> d
 
 
 def most_alike(
-    got: Any, expected: Any, known: Iterable[tuple[str, Any]], tolerance: float, *, all_of_it: bool = False
+    got: Any,
+    expected: Any,
+    known: Iterable[tuple[str, Any]],
+    tolerance: float,
+    *,
+    all_of_it: bool = False,
 ) -> str:
-    """The sentence of the known mistake that agrees with ``got`` at its first wrong place, and at most other places.
+    """The sentence of the known mistake that agrees with ``got`` at its first wrong place, and at
+    most other places.
 
-    So for an answer with two mistakes, the first one is named. ``known`` are (sentence, what the mistake does). The result is
-    empty if none fits. ``all_of_it``: ``got`` must be wrong wherever the mistake is, and agree with it nearly everywhere.
+    So for an answer with two mistakes, the first one is named. ``known`` are (sentence, what the
+    mistake does). The result is empty if none fits. ``all_of_it``: ``got`` must be wrong wherever
+    the mistake is, and agree with it nearly everywhere.
     """
     mine, wanted = entries(got), entries(expected)
     right = _same(mine, wanted, tolerance)
@@ -72,7 +86,9 @@ def most_alike(
         hits = [
             path
             for path in wrong
-            if path in theirs and path in mine and difference(mine[path], theirs[path], tolerance) is None
+            if path in theirs
+            and path in mine
+            and difference(mine[path], theirs[path], tolerance) is None
         ]
         share = len(hits) / max(len(wrong), len(theirs_wrong), 1)
         alike = hits and hits[0] == wrong[0] and share >= 0.5
@@ -85,7 +101,9 @@ def most_alike(
 
 
 def fact(got: Any, expected: Any, tolerance: float) -> str:
-    """What the numbers themselves show: another kind of value, always the same value, or everywhere too large by one factor."""
+    """What the numbers themselves show: another kind of value, always the same value, or everywhere
+    too large by one factor.
+    """
     right = compared(got, expected, tolerance)
     mine, theirs = dict(leaves(got)), dict(leaves(expected))
     first = next((path for path, same in right.items() if not same), None)
@@ -95,8 +113,14 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
         return says
     if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
         if all(isinstance(n, Real) and float(n).is_integer() for n in map(plain, theirs.values())):
-            return "nearly right: two digits agree, so a small part is missing, or a small part too much is counted."
-        return "nearly right: two digits agree, as if something were computed in half precision (bf16 or float16)."
+            return (
+                "nearly right: two digits agree, so a small part is missing, or a small part "
+                "too much is counted."
+            )
+        return (
+            "nearly right: two digits agree, as if something were computed in half precision "
+            "(bf16 or float16)."
+        )
     pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
     numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
     if len(numbers) < 3 or len(numbers) < len(theirs):
@@ -104,7 +128,9 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
     if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
         return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on them."
     if any(
-        same for path, same in right.items() if isinstance(wanted := plain(theirs[path]), Real) and wanted
+        same
+        for path, same in right.items()
+        if isinstance(wanted := plain(theirs[path]), Real) and wanted
     ):
         return ""
     if any(number for number, wanted in numbers if not wanted):
@@ -118,13 +144,17 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
 def not_a_number(got: Any, expected: Any, tolerance: float) -> str:
     """The sentence if the first wrong number is nan, which cannot be compared with any formula."""
     mine = dict(leaves(got))
-    first = next((path for path, same in compared(got, expected, tolerance).items() if not same), None)
+    first = next(
+        (path for path, same in compared(got, expected, tolerance).items() if not same), None
+    )
     value = plain(mine.get(first))
     return fact(got, expected, tolerance) if isinstance(value, Real) and math.isnan(value) else ""
 
 
 def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
-    """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` if there are none."""
+    """The numbers c with got = c[0] * terms[0] + c[1] * terms[1] + … in every case; ``None`` if
+    there are none.
+    """
     import numpy
 
     cases = list(terms[0])
@@ -141,7 +171,11 @@ def shares(got: Mapping, *terms: Mapping) -> list[float] | None:
 def times(ratio: float) -> str:
     """ "2 times too large", "a quarter of what it should be"."""
     if ratio < 0:
-        return "with the wrong sign" if math.isclose(ratio, -1) else f"{-ratio:g} times, with the wrong sign"
+        return (
+            "with the wrong sign"
+            if math.isclose(ratio, -1)
+            else f"{-ratio:g} times, with the wrong sign"
+        )
     return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
 
 
@@ -157,7 +191,8 @@ def _other_kind(got: Any, expected: Any) -> str:
         if isinstance(got, Real):
             if math.isnan(got) and not math.isnan(expected):
                 return (
-                    "the result is not a number (nan): look for 0 / 0, or for the root of a negative number."
+                    "the result is not a number (nan): look for 0 / 0, or for the root of a "
+                    "negative number."
                 )
             if got < 0 <= expected:
                 return "the result is negative, but it can never be negative."
@@ -187,13 +222,16 @@ def effect(cases: Calls, names: list[str], mine: Callable, theirs: Callable) -> 
             continue
         if was[0] == was[1]:
             far = [_with(case, place, _far(_other(case[place], values))) for case in cases.cases]
-            if [_number(mine, case) for case in far] == [_number(mine, case) for case in cases.cases]:
+            if [_number(mine, case) for case in far] == [
+                _number(mine, case) for case in cases.cases
+            ]:
                 return f"`{name}` has no effect on your answer."
         elif isinstance(base[place], Real) and 0 not in (*was, *wanted):
             grows, should = was[1] / was[0], wanted[1] / wanted[0]
             if should > 0 and grows > 0 and abs(math.log2(grows / should)) > 0.6:
                 powers.append(
-                    f"with twice the `{name}` your answer is {grows:.3g} times as large, but should be {should:.3g} times as large."
+                    f"with twice the `{name}` your answer is {grows:.3g} times as large, but "
+                    f"should be {should:.3g} times as large."
                 )
     return powers[0] if powers else ""
 
@@ -221,7 +259,9 @@ def _number(function: Callable, case: tuple) -> float | None:
 
 
 def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
-    """What is right already: whole cases, and entries of the first wrong case; empty if nothing is right."""
+    """What is right already: whole cases, and entries of the first wrong case; empty if nothing is
+    right.
+    """
     right = compared(got, expected, tolerance)
     first = next((path for path, same in right.items() if not same), None)
     if not first:
@@ -235,38 +275,85 @@ def so_far(got: Any, expected: Any, tolerance: float, name: str) -> str:
         for case, same in cases.items()
         if same and not isinstance(case, Unseen) and alike[case] == alike[first[0]]
     ]
-    entries = [path[-1] for path, same in right.items() if same and path[0] == first[0] and len(path) > 1]
+    entries = [
+        path[-1] for path, same in right.items() if same and path[0] == first[0] and len(path) > 1
+    ]
     parts = []
     if whole:
         shown = " and ".join(
             f"{name}{case}" if str(case).startswith("(") else str(case) for case in whole[:2]
         )
-        parts.append(f"all is right for {shown}" + (f" and {len(whole) - 2} more" if len(whole) > 2 else ""))
+        parts.append(
+            f"all is right for {shown}" + (f" and {len(whole) - 2} more" if len(whole) > 2 else "")
+        )
     if entries:
         parts.append(
-            f"{' and '.join(repr(entry) for entry in entries[:3])} {'are' if len(entries) > 1 else 'is'} right"
+            f"{' and '.join(repr(entry) for entry in entries[:3])} "
+            f"{'are' if len(entries) > 1 else 'is'} right"
         )
     return ", and ".join(parts)
 
 
 # Messages of PyTorch and Python, and what to look at.
 _RAISED = (
-    (r"modified by an inplace operation",
-     "a weight was changed between forward and backward, so the graph is no longer valid: call backward before optimizer.step()."),
-    (r"backward through the graph a second time", "backward has already run through this graph, and its tensors are freed: run one forward for each backward."),
-    (r"does not require grad and does not have a grad_fn",
-     "backward is called on something without a graph: it was detached, made under no_grad, or turned into a number."),
-    (r"implicitly created only for scalar", "backward starts from one number: first add up the losses, or take their mean."),
-    (r"leaf Variable that requires grad", "a weight is changed in place while autograd records: put that line under torch.no_grad()."),
-    (r"'(float|int)' object has no attribute '(backward|item|detach|sqrt)'", "this is a number already, not a tensor: it has left the graph before its backward."),
-    (r"NoneType", "something is None here: the result of a function without `return`, or a gradient that does not exist yet."),
-    (r"empty parameter list", "the optimizer got no parameters: nothing requires a gradient, or a generator was already read to its end."),
+    (
+        r"modified by an inplace operation",
+        (
+            "a weight was changed between forward and backward, so the graph is no longer valid: "
+            "call backward before optimizer.step()."
+        ),
+    ),
+    (
+        r"backward through the graph a second time",
+        (
+            "backward has already run through this graph, and its tensors are freed: run one "
+            "forward for each backward."
+        ),
+    ),
+    (
+        r"does not require grad and does not have a grad_fn",
+        (
+            "backward is called on something without a graph: it was detached, made under "
+            "no_grad, or turned into a number."
+        ),
+    ),
+    (
+        r"implicitly created only for scalar",
+        "backward starts from one number: first add up the losses, or take their mean.",
+    ),
+    (
+        r"leaf Variable that requires grad",
+        "a weight is changed in place while autograd records: put that line under torch.no_grad().",
+    ),
+    (
+        r"'(float|int)' object has no attribute '(backward|item|detach|sqrt)'",
+        "this is a number already, not a tensor: it has left the graph before its backward.",
+    ),
+    (
+        r"NoneType",
+        (
+            "something is None here: the result of a function without `return`, or a gradient that "
+            "does not exist yet."
+        ),
+    ),
+    (
+        r"empty parameter list",
+        (
+            "the optimizer got no parameters: nothing requires a gradient, or a generator was "
+            "already read to its end."
+        ),
+    ),
     (r"RecursionError", "the function calls itself without end."),
-    (r"unexpected keyword argument", "an argument has a name that the called function does not have."),
-)  # fmt: skip
+    (
+        r"unexpected keyword argument",
+        "an argument has a name that the called function does not have.",
+    ),
+)
 
 
 def raised(kind: str, text: str, own: tuple[tuple[str, str], ...] = ()) -> str:
-    """What to look at after an exception, first by the exercise's ``own`` list; empty if nothing is known about it."""
+    """What to look at after an exception, first by the exercise's ``own`` list; empty if nothing is
+    known about it.
+    """
     whole = f"{kind}: {text}"
     return next((says for pattern, says in (*own, *_RAISED) if re.search(pattern, whole)), "")

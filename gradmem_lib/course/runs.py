@@ -1,4 +1,6 @@
-"""The runs of lesson 05: SmolLM2, loaded again for each run and trained by a recipe, for several updates or for one."""
+"""The runs of lesson 05: SmolLM2, loaded again for each run and trained by a recipe, for several
+updates or for one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BATCH, SEQ_LEN = 8, 128  # rows of an update, tokens of a row
 
 
 class Size(NamedTuple):
-    """How long lesson 05 trains: updates of its longer runs, held-out rows, and whether an update is only one micro-batch."""
+    """How long lesson 05 trains: updates of its longer runs, held-out rows, and whether an update
+    is only one micro-batch.
+    """
 
     updates: int
     held_out: int
@@ -49,8 +53,9 @@ class Clock(TrainerCallback):
 
 
 class States(TrainerCallback):
-    """Creates an optimizer's states before the first step, by a step on gradients of zero, which changes no weight
-    (``Trainer`` has no weight decay by default). Then the first step needs as many bytes as any later one.
+    """Creates an optimizer's states before the first step, by a step on gradients of zero, which
+    changes no weight (``Trainer`` has no weight decay by default). Then the first step needs as
+    many bytes as any later one.
 
     ``kept``: these gradients stay, in place of those of earlier micro-batches.
     """
@@ -78,10 +83,12 @@ class Run(NamedTuple):
 
 
 def train(recipe: Recipe, rows, *, updates: int = 1, whole: bool = False, **given) -> Run:
-    """SmolLM2 trained by ``recipe`` on ``rows`` (of ``texts.datasets``); ``given`` is for ``make_trainer``.
+    """SmolLM2 trained by ``recipe`` on ``rows`` (of ``texts.datasets``); ``given`` is for
+    ``make_trainer``.
 
-    With one update, the optimizer has its states before it. In the short form, unless ``whole``, one micro-batch stands for all,
-    and the gradients of earlier ones exist already: the peak is the same.
+    With one update, the optimizer has its states before it. In the short form, unless ``whole``,
+    one micro-batch stands for all, and the gradients of earlier ones exist already: the peak is the
+    same.
     """
     gc.collect()  # a Trainer refers to itself, and so keeps the last run's model alive
     last = size().short and not whole and recipe.accumulation > 1
@@ -91,9 +98,13 @@ def train(recipe: Recipe, rows, *, updates: int = 1, whole: bool = False, **give
     clock = Clock()
     callbacks = [clock, States(last)] if updates == 1 else [clock]
     trainer = make_trainer(
-        model, replace(recipe, accumulation=1) if last else recipe, batch_size=batch, train_dataset=rows,
-        max_steps=updates, **{"live": False, "logging_steps": 1, "callbacks": callbacks} | given,
-    )  # fmt: skip
+        model,
+        replace(recipe, accumulation=1) if last else recipe,
+        batch_size=batch,
+        train_dataset=rows,
+        max_steps=updates,
+        **{"live": False, "logging_steps": 1, "callbacks": callbacks} | given,
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Run(model, trainer.memory.by_step[updates], clock.seconds[-1], batch * SEQ_LEN, losses)

@@ -11,10 +11,12 @@ from ..planning.models import model_table
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide a decoder's memory. ``norm`` is ``"rms"`` (Llama) or ``"layer"`` (GPT-2).
+    """The sizes that decide a decoder's memory. ``norm`` is ``"rms"`` (Llama) or ``"layer"``
+    (GPT-2).
 
-    ``tied``: the output layer is the embedding matrix itself. ``gated``: the MLP has three matrices, not two.
-    ``biases``: linear layers carry biases. ``positions``: rows of a learned position table, 0 for rotary.
+    ``tied``: the output layer is the embedding matrix itself. ``gated``: the MLP has three
+    matrices, not two. ``biases``: linear layers carry biases. ``positions``: rows of a learned
+    position table, 0 for rotary.
     """
 
     name: str
@@ -36,7 +38,9 @@ class Shape:
 
     @property
     def kv_hidden(self) -> int:
-        """Width of the keys (and of the values): smaller than ``hidden`` under grouped-query attention."""
+        """Width of the keys (and of the values): smaller than ``hidden`` under grouped-query
+        attention.
+        """
         return self.kv_heads * self.head_dim
 
     @property
@@ -63,13 +67,18 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Trainable numbers, each storage once: equal to ``sum(p.numel() for p in model.parameters())``."""
+        """Trainable numbers, each storage once: equal to ``sum(p.numel() for p in
+        model.parameters())``.
+        """
         tables = self.embedding_parameters * (2 - self.tied) + self.positions * self.hidden
         return tables + self.layers * self.block_parameters + self.norm_parameters
 
     @property
     def tensors(self) -> int:
-        """Parameter tensors: AdamW keeps a counter of 4 bytes for each. GPT-2 holds query, key and value in one."""
+        """Parameter tensors: AdamW keeps a counter of 4 bytes for each.
+
+        GPT-2 holds query, key and value in one.
+        """
         norm = self.norm_parameters // self.hidden
         matrices = len(self.matrices) - 2 * bool(self.positions)
         tables = 2 - self.tied + bool(self.positions)
@@ -77,21 +86,27 @@ class Shape:
 
     @property
     def largest_tensor(self) -> int:
-        """Entries of the largest parameter: an optimizer that works tensor by tensor needs room for it."""
+        """Entries of the largest parameter: an optimizer that works tensor by tensor needs room for
+        it.
+        """
         joined = 3 * self.hidden**2 * bool(self.positions)
         return max(self.embedding_parameters, joined, *self.matrices.values())
 
     @classmethod
     def from_config(cls, config: Any, name: str | None = None) -> Shape:
-        """The shape of a ``LlamaConfig`` or ``GPT2Config``. ``ValueError`` for any other architecture."""
+        """The shape of a ``LlamaConfig`` or ``GPT2Config``.
+
+        ``ValueError`` for any other architecture.
+        """
         kind = getattr(config, "model_type", type(config).__name__)
         plain = kind == "llama" and not config.attention_bias and not config.mlp_bias
         if kind != "gpt2" and (
             not plain or config.head_dim * config.num_attention_heads != config.hidden_size
         ):
             raise ValueError(
-                "the closed forms are for GPT-2 and Llama (no biases, heads x head_dim = hidden), not for this "
-                f"{kind!r} config: use one of those, or describe the model yourself with Shape(...)"
+                "the closed forms are for GPT-2 and Llama (no biases, heads x head_dim = hidden), "
+                f"not for this {kind!r} config: use one of those, or describe the model yourself "
+                "with Shape(...)"
             )
         name = name or getattr(config, "name_or_path", "") or kind
         width, heads = config.hidden_size, config.num_attention_heads
@@ -105,29 +120,43 @@ class Shape:
     def config(self, *, positions: int = 131072) -> Any:
         """A transformers config of this shape: the inverse of ``from_config``.
 
-        ``positions``: the longest sequence, for rotary positions; a learned table has its own length.
-        GPT-2 has no dropout here.
+        ``positions``: the longest sequence, for rotary positions; a learned table has its own
+        length. GPT-2 has no dropout here.
         """
         from transformers import GPT2Config, LlamaConfig
 
         if self.positions:
             return GPT2Config(
-                vocab_size=self.vocab, n_embd=self.hidden, n_layer=self.layers, n_head=self.heads,
-                n_inner=self.intermediate, n_positions=self.positions, tie_word_embeddings=self.tied,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            )  # fmt: skip
+                vocab_size=self.vocab,
+                n_embd=self.hidden,
+                n_layer=self.layers,
+                n_head=self.heads,
+                n_inner=self.intermediate,
+                n_positions=self.positions,
+                tie_word_embeddings=self.tied,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
         return LlamaConfig(
-            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            tie_word_embeddings=self.tied, max_position_embeddings=positions,
-        )  # fmt: skip
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=positions,
+        )
 
 
 _GPT2: dict[str, Any] = {"gated": False, "norm": "layer", "biases": True}
 
 
 def _known(*names: str) -> dict[str, Shape]:
-    """Llamas and GPT-2s of ``planning/models.json``, read without transformers, which takes seconds to import."""
+    """Llamas and GPT-2s of ``planning/models.json``, read without transformers, which takes seconds
+    to import.
+    """
     table, found = model_table(), {}
     for name in names:
         row = table[name]
@@ -138,6 +167,12 @@ def _known(*names: str) -> dict[str, Shape]:
 
 
 SHAPES = _known(
-    "tiny Llama", "SmolLM2-135M", "Llama-3.2-1B", "Llama-2-7B", "Llama-2-13B", "Llama-2-70B", "GPT-2",
+    "tiny Llama",
+    "SmolLM2-135M",
+    "Llama-3.2-1B",
+    "Llama-2-7B",
+    "Llama-2-13B",
+    "Llama-2-70B",
+    "GPT-2",
     "GPT-2 XL",
-)  # fmt: skip
+)

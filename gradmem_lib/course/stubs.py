@@ -1,4 +1,6 @@
-"""Finds answers that count as not attempted: a stub, the reference itself, or given lines with a gap."""
+"""Finds answers that count as not attempted: a stub, the reference itself, or given lines with a
+gap.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def is_open(exercise: Exercise, candidate: Any) -> bool:
 
 
 def has_gaps(candidate: Any, reference: Any) -> bool:
-    """Whether one of its statements is still ``...``, or a method does nothing that does something in the reference."""
+    """Whether one of its statements is still ``...``, or a method does nothing that does something
+    in the reference.
+    """
     idle = {function.__name__ for function in functions(reference) if _does_nothing(function)}
     return any(
         _has_bare_ellipsis(function) or (_does_nothing(function) and function.__name__ not in idle)
@@ -52,7 +56,9 @@ def functions(candidate: Any) -> list[Any]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function that decorators have wrapped; ``function`` itself if its ``__wrapped__`` leads back to it."""
+    """The function that decorators have wrapped; ``function`` itself if its ``__wrapped__`` leads
+    back to it.
+    """
     try:
         return inspect.unwrap(function)
     except ValueError:
@@ -67,7 +73,8 @@ def _does_nothing(function: Any) -> bool:
         if step.opname not in ("RESUME", "NOP", "RETURN_VALUE")
     ]
     return all(
-        step.opname in ("LOAD_CONST", "RETURN_CONST") and (step.argval is None or step.argval is Ellipsis)
+        step.opname in ("LOAD_CONST", "RETURN_CONST")
+        and (step.argval is None or step.argval is Ellipsis)
         for step in steps
     )
 
@@ -101,10 +108,12 @@ def _has_ellipsis(value: Any) -> bool:
 
 
 def is_stub_error(error: BaseException, candidate: Any) -> bool:
-    """Whether one of the candidate's functions ends in ``raise NotImplementedError`` for every argument, or computes with a ``...``.
+    """Whether one of the candidate's functions ends in ``raise NotImplementedError`` for every
+    argument, or computes with a ``...``.
 
-    Functions that it calls in other cells of its notebook are the candidate's too. A ``raise`` in a branch counts as an attempt.
-    An operation that PyTorch lacks raises ``NotImplementedError`` too, but not in the candidate's own code.
+    Functions that it calls in other cells of its notebook are the candidate's too. A ``raise`` in a
+    branch counts as an attempt. An operation that PyTorch lacks raises ``NotImplementedError`` too,
+    but not in the candidate's own code.
     """
     if isinstance(error, (TypeError, AttributeError)) and "ellipsis" in str(error):
         return True
@@ -132,12 +141,18 @@ def _gives_up(function: Any) -> bool:
 
 
 def _raises_in_any_case(code: Any, offset: int) -> bool:
-    """Whether a ``raise`` at ``offset`` is always reached: no jump over it, no return before it, no ``except`` around it."""
+    """Whether a ``raise`` at ``offset`` is always reached: no jump over it, no return before it, no
+    ``except`` around it.
+    """
     for step in dis.get_instructions(code):
         if step.offset == offset:
             return step.opname == "RAISE_VARARGS"
         jumps = step.opcode in (*dis.hasjrel, *dis.hasjabs) and step.argval > offset
-        if jumps or step.opname.startswith("RETURN") or step.opname in ("PUSH_EXC_INFO", "SETUP_FINALLY"):
+        if (
+            jumps
+            or step.opname.startswith("RETURN")
+            or step.opname in ("PUSH_EXC_INFO", "SETUP_FINALLY")
+        ):
             return False
     return False
 

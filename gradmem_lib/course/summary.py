@@ -8,7 +8,9 @@ from .progress import load, location
 
 
 def summary() -> str:
-    """The table that ``python -m gradmem_lib progress`` prints: exercises by lesson, then guesses and how far off they were."""
+    """The table that ``python -m gradmem_lib progress`` prints: exercises by lesson, then guesses
+    and how far off they were.
+    """
     progress = load()
     rows: list[str] = []
     for lesson in lessons():

@@ -1,4 +1,6 @@
-"""Finds what an answer leaves behind (changed inputs, switches that were not restored), reports it, and restores it."""
+"""Finds what an answer leaves behind (changed inputs, switches that were not restored), reports it,
+and restores it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from . import compat_course
 class Given:
     """A function's arguments, recorded so that changes can be found afterwards.
 
-    Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches are recorded, since an
-    answer may change weights and gradients.
+    Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches
+    are recorded, since an answer may change weights and gradients.
     """
 
     def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
@@ -30,12 +32,16 @@ class Given:
             after = _look(value)
             if isinstance(value, nn.Module):
                 free = {
-                    kind for kind in before if any(f"{name}.{w}" in self.may_change for w in kind.split())
+                    kind
+                    for kind in before
+                    if any(f"{name}.{w}" in self.may_change for w in kind.split())
                 }
                 before, after = (
                     {k: was for k, was in each.items() if k not in free} for each in (before, after)
                 )
-                yield from (f"your code leaves `{name}` with {what}" for what in _switched(before, after))
+                yield from (
+                    f"your code leaves `{name}` with {what}" for what in _switched(before, after)
+                )
             elif isinstance(value, torch.optim.Optimizer):
                 if changed := [
                     key
@@ -43,12 +49,20 @@ class Given:
                     for key in was
                     if was[key] != now.get(key) and f"{name}.{key}" not in self.may_change
                 ]:
-                    yield f"your code leaves `{name}` with another {changed[0]} than before: restore it"
+                    yield (
+                        f"your code leaves `{name}` with another {changed[0]} than before: "
+                        "restore it"
+                    )
             elif before != after:
-                yield f"your code has changed `{name}` in place: do not change an argument, work on a copy"
+                yield (
+                    f"your code has changed `{name}` in place: do not change an argument, work "
+                    "on a copy"
+                )
 
 
-def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]) -> dict[str, Any]:
+def arguments_of(
+    reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]
+) -> dict[str, Any]:
     """Arguments by the reference's names, without those that an answer should change."""
     try:
         bound = inspect.signature(reference).bind(*args, **kwargs).arguments
@@ -58,10 +72,13 @@ def arguments_of(reference: Callable, args: tuple, kwargs: dict, changes: tuple[
 
 
 def _look(value: Any) -> Any:
-    """Something that compares equal as long as ``value`` has not changed; ``None`` for values that are not checked."""
+    """Something that compares equal as long as ``value`` has not changed; ``None`` for values that
+    are not checked.
+    """
     if isinstance(value, torch.optim.Optimizer):
         return [
-            {name: _data(v) for name, v in group.items() if name != "params"} for group in value.param_groups
+            {name: _data(v) for name, v in group.items() if name != "params"}
+            for group in value.param_groups
         ]
     return _switches_of(value) if isinstance(value, nn.Module) else _data(value)
 
@@ -101,16 +118,25 @@ def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for what, was in before.items():
         now = after[what]
         if what == "another config":
-            fields = [name for name in now or () if was is not None and now[name] != was.get(name, now[name])]
+            fields = [
+                name
+                for name in now or ()
+                if was is not None and now[name] != was.get(name, now[name])
+            ]
             if fields:
                 yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
             continue
         # Modules that are gone or new are not compared, only those in both.
         held = {id(thing): (thing, value) for thing, value in was}
-        flipped = [value for thing, value in now if id(thing) in held and held[id(thing)][1] != value]
+        flipped = [
+            value for thing, value in now if id(thing) in held and held[id(thing)][1] != value
+        ]
         if flipped and what == "another mode":
             mode = "train" if flipped[0] else "eval"
-            yield f"{mode} mode on, but it was off before: restore it with model.{'eval' if flipped[0] else 'train'}()"
+            yield (
+                f"{mode} mode on, but it was off before: restore it with "
+                f"model.{'eval' if flipped[0] else 'train'}()"
+            )
         elif flipped:
             yield f"{what} than before: put it back"
 
@@ -146,7 +172,10 @@ def left_switched(before: dict[str, Any]) -> Iterator[str]:
         how = _autocast(value, now[name]) if name == "autocast" else how
         how = f"at {now[name]}" if name.startswith("the ") else how
         stays = " (torch.set_grad_enabled stays until it is called again)" if how == "off" else ""
-        yield f"your code leaves {name} {how}, for all code after it: restore it, best by a `with` block{stays}"
+        yield (
+            f"your code leaves {name} {how}, for all code after it: restore it, best by a `with` "
+            f"block{stays}"
+        )
 
 
 def _autocast(before, now) -> str:

@@ -10,17 +10,23 @@ from .timeline import Holder, MemorySnapshot
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
-    """Live bytes exceeded the budget. It is like a card's out-of-memory error, but it says which tensors hold the memory.
+    """Live bytes exceeded the budget. It is like a card's out-of-memory error, but it says which
+    tensors hold the memory.
 
-    Attributes: ``budget`` and ``asked`` (bytes; ``what`` names the operation that asked), ``snapshot`` (live bytes, with those
-    refused), ``everything`` (the holders of all live storages, largest first), and ``holders``, the first five of these.
+    Attributes: ``budget`` and ``asked`` (bytes; ``what`` names the operation that asked),
+    ``snapshot`` (live bytes, with those refused), ``everything`` (the holders of all live storages,
+    largest first), and ``holders``, the first five of these.
     """
 
-    def __init__(self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, live: list[Holder]):
+    def __init__(
+        self, budget: int, asked: int, what: str, snapshot: MemorySnapshot, live: list[Holder]
+    ):
         self.budget, self.asked, self.snapshot = budget, asked, snapshot
         self.everything, self.holders = live, live[:5]
         lowest = lowest_peaks(snapshot, None, live)
-        enough = [name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget]
+        enough = [
+            name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget
+        ]
         too_little = [name for name in lowest if name not in enough]
         sums: dict[tuple[str, str], int] = {}
         for h in live:
@@ -28,15 +34,20 @@ class BudgetExceeded(torch.OutOfMemoryError):
             sums[key] = sums.get(key, 0) + h.nbytes
         largest = sorted(sums.items(), key=lambda item: -item[1])[:5]
         lines = [
-            f"out of budget by {snapshot.total - budget:,} bytes: "
-            f"{snapshot.total:,} live ({format_bytes(snapshot.total)}), "
-            f"{budget:,} allowed ({format_bytes(budget)})",
+            f"out of budget by {snapshot.total - budget:,} bytes: {snapshot.total:,} live "
+            f"({format_bytes(snapshot.total)}), {budget:,} allowed ({format_bytes(budget)})",
             f"  asked for {asked:,} bytes: {what}, in {snapshot.phase}",
             "  live by category:",
             *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
-            *(f"    {n:>16,} bytes  {category:<12} {module}".rstrip() for (category, module), n in largest),
-            f"  What could bring this moment within the budget: {'; '.join(enough) or 'none of these by itself'}.",
+            *(
+                f"    {n:>16,} bytes  {category:<12} {module}".rstrip()
+                for (category, module), n in largest
+            ),
+            (
+                "  What could bring this moment within the budget: "
+                f"{'; '.join(enough) or 'none of these by itself'}."
+            ),
             f"  What could not: {'; '.join(too_little)}.",
             # accelerate looks for these words: its auto_find_batch_size then tries a smaller batch.
             "  A card of that size would be out of memory.",
@@ -47,8 +58,9 @@ class BudgetExceeded(torch.OutOfMemoryError):
 def let_go(error: BaseException | None) -> None:
     """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
 
-    Local variables are cleared. Variables that a function closes over cannot be cleared, so the traceback is cut before the
-    first function with such variables (in most cases inside PyTorch): frames further in would keep that function's frame.
+    Local variables are cleared. Variables that a function closes over cannot be cleared, so the
+    traceback is cut before the first function with such variables (in most cases inside PyTorch):
+    frames further in would keep that function's frame.
     """
     seen = set()
     while error is not None and id(error) not in seen:

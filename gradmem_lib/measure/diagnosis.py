@@ -1,7 +1,8 @@
 """Which techniques could lower a peak, how far at best, and which cannot.
 
-A technique acts on some categories in some phases. Remove all bytes of these from every moment of the run: the highest total that
-remains is a lower bound for the peak with this technique, however well it works.
+A technique acts on some categories in some phases. Remove all bytes of these from every moment of
+the run: the highest total that remains is a lower bound for the peak with this technique, however
+well it works.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,10 @@ PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
 
 @dataclass(frozen=True)
 class Technique:
-    """``takes``: the phases in which the technique can shrink a category. ``part``: only in the "layers", or only "outside"."""
+    """``takes``: the phases in which the technique can shrink a category.
+
+    ``part``: only in the "layers", or only "outside".
+    """
 
     name: str
     price: str
@@ -28,21 +32,42 @@ class Technique:
 OF_THE_BATCH = dict.fromkeys(("activations", "temporaries", "other"), PASSES)
 OF_THE_TRAINED = {"gradients": PHASES, "optimizer": PHASES, "temporaries": STEP}
 TECHNIQUES = (
-    Technique("smaller micro-batches, or shorter rows", "little time, while they keep the card busy",
-              OF_THE_BATCH),
-    Technique("checkpointing", "up to a third more work (half if frozen)", {"activations": PASSES}, "layers"),
+    Technique(
+        "smaller micro-batches, or shorter rows",
+        "little time, while they keep the card busy",
+        OF_THE_BATCH,
+    ),
+    Technique(
+        "checkpointing",
+        "up to a third more work (half if frozen)",
+        {"activations": PASSES},
+        "layers",
+    ),
     Technique("moving activations off the card", "two trips over the bus", {"activations": PASSES}),
-    Technique("the loss in chunks", "almost nothing", {"activations": PASSES, "temporaries": PASSES},
-              "outside"),
+    Technique(
+        "the loss in chunks",
+        "almost nothing",
+        {"activations": PASSES, "temporaries": PASSES},
+        "outside",
+    ),
     Technique("an optimizer that works in place (fused)", "nothing", {"temporaries": STEP}),
-    Technique("8-bit or factored states", "approximate moments, another learning rate",
-              {"optimizer": PHASES, "temporaries": STEP}),
-    Technique("gradients that do not wait (a step in backward)", "no accumulation, no clipping of the whole",
-              {"gradients": PHASES, "temporaries": STEP}),
+    Technique(
+        "8-bit or factored states",
+        "approximate moments, another learning rate",
+        {"optimizer": PHASES, "temporaries": STEP},
+    ),
+    Technique(
+        "gradients that do not wait (a step in backward)",
+        "no accumulation, no clipping of the whole",
+        {"gradients": PHASES, "temporaries": STEP},
+    ),
     Technique("fewer gradients and states (LoRA)", "a smaller space to learn in", OF_THE_TRAINED),
-    Technique("LoRA on weights in 4 bits (QLoRA)", "that, a rounded model, and time to unpack it",
-              {"parameters": PHASES} | OF_THE_TRAINED),
-)  # fmt: skip
+    Technique(
+        "LoRA on weights in 4 bits (QLoRA)",
+        "that, a rounded model, and time to unpack it",
+        {"parameters": PHASES} | OF_THE_TRAINED,
+    ),
+)
 
 
 def lowest_peaks(
@@ -50,7 +75,8 @@ def lowest_peaks(
 ) -> dict[str, int]:
     """For each technique, by name, the lowest peak in bytes that it can reach.
 
-    ``rows`` are all moments (int64 (samples, 3 + 6), as in ``Timeline``), ``holders`` the storages alive at the peak, if known.
+    ``rows`` are all moments (int64 (samples, 3 + 6), as in ``Timeline``), ``holders`` the storages
+    alive at the peak, if known.
     """
     here = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
     moments = here if rows is None or not len(rows) else np.concatenate([here, rows])
@@ -65,7 +91,9 @@ def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holder
     lowest = int(left.max())
     if technique.part and holders is not None:
         taken = (h for h in holders if peak.phase in technique.takes.get(h.category, ()))
-        lowest = max(lowest, peak.total - sum(h.nbytes for h in taken if _part(h) == technique.part))
+        lowest = max(
+            lowest, peak.total - sum(h.nbytes for h in taken if _part(h) == technique.part)
+        )
     return lowest
 
 

@@ -14,7 +14,8 @@ from .storages import has_memory, storages_of
 from .timeline import MemorySnapshot, largest_of_windows
 
 N = len(CATEGORIES)
-NEW, COLUMNS = 4, 4 + N  # number of the sample, number of the operation, phase, total; then bytes by category
+# number of the sample, number of the operation, phase, total; then bytes by category
+NEW, COLUMNS = 4, 4 + N
 TOTAL, BY = 3, slice(NEW, COLUMNS)
 KEPT_LIVES = 8192
 
@@ -22,8 +23,8 @@ KEPT_LIVES = 8192
 class Entry(weakref.ref):
     """A live storage. The weak reference's callback runs when its bytes are freed.
 
-    ``nbytes``: the bytes that are counted; ``size``: the storage's own size; ``sample``: the first sample that contains it;
-    ``module``: a submodule or a name; ``op``: the operation that made it.
+    ``nbytes``: the bytes that are counted; ``size``: the storage's own size; ``sample``: the first
+    sample that contains it; ``module``: a submodule or a name; ``op``: the operation that made it.
     """
 
     __slots__ = ("category", "key", "module", "nbytes", "op", "sample", "size")
@@ -37,7 +38,9 @@ class Entry(weakref.ref):
 
 
 class Peak:
-    """The sample with the most bytes since some moment, and the entries that were alive then and are gone now."""
+    """The sample with the most bytes since some moment, and the entries that were alive then and
+    are gone now.
+    """
 
     def __init__(self) -> None:
         self.total, self.phase, self.sample = 0, IDLE, -1
@@ -45,11 +48,13 @@ class Peak:
 
 
 class Recording:
-    """Counts each storage of ``device`` once, from when it is found until it is freed, and samples the sum.
+    """Counts each storage of ``device`` once, from when it is found until it is freed, and samples
+    the sum.
 
-    It keeps all samples, or about ``keep`` of them. Each of these is then the largest of its window, so no peak is lost.
-    A gradient is a temporary until its parameter has it, and so are an optimizer's first states. A storage is written into the
-    samples under its last category, when it is gone or when somebody reads the samples.
+    It keeps all samples, or about ``keep`` of them. Each of these is then the largest of its
+    window, so no peak is lost. A gradient is a temporary until its parameter has it, and so are an
+    optimizer's first states. A storage is written into the samples under its last category, when it
+    is gone or when somebody reads the samples.
     """
 
     def __init__(self, device: torch.device, keep: float = np.inf):
@@ -64,7 +69,8 @@ class Recording:
         self.run, self.lap = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
         self._settled = np.zeros((0, COLUMNS), dtype=np.int64)
-        # New samples; and of storages that are gone: first sample, first one without it, bytes, category. Flat, to spare the GC.
+        # New samples; and of storages that are gone: first sample, first one without it, bytes,
+        # category. Flat, to spare the GC.
         self._rows, self._lives = list[int](), list[int]()
         self._stride, self._room = 1, NEW * keep
 
@@ -76,7 +82,8 @@ class Recording:
         here = device == self.device or (self._index is None and device.type == self._type)
         return storage.nbytes() if here and has_memory(storage) else 0
 
-    # ``scratch(func, args)``: bytes that a kernel takes and returns inside one operation. Only rules of that kernel give them.
+    # ``scratch(func, args)``: bytes that a kernel takes and returns inside one operation. Only
+    # rules of that kernel give them.
     scratch: Any = None
 
     def entered(self, entry: Entry) -> None:
@@ -87,7 +94,9 @@ class Recording:
 
     # What is alive
 
-    def enter(self, storage: UntypedStorage, category: int, module: object = "", op: object = "") -> int:
+    def enter(
+        self, storage: UntypedStorage, category: int, module: object = "", op: object = ""
+    ) -> int:
         """Count a new storage. Returns the bytes that it adds."""
         nbytes = self.size(storage)
         if nbytes == 0:
@@ -125,7 +134,10 @@ class Recording:
         return max(self.enter(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
 
     def tag(self, value: Any, category: int, module: object) -> None:
-        """Put the storages of ``value`` (a tensor or several) into ``category``. New storages are counted."""
+        """Put the storages of ``value`` (a tensor or several) into ``category``.
+
+        New storages are counted.
+        """
         for storage in storages_of(value):
             if self.freed:
                 self.drain()  # a storage that was just freed may have had the same address
@@ -136,7 +148,9 @@ class Recording:
                 entry.module, entry.category = module, category
 
     def were_there(self, entries: list[Entry]) -> None:
-        """Count ``entries`` from the first sample on: they were just found, but are older than the block."""
+        """Count ``entries`` from the first sample on: they were just found, but are older than the
+        block.
+        """
         nbytes = sum(entry.nbytes for entry in entries)
         for entry in entries:
             entry.sample = 0
@@ -157,7 +171,8 @@ class Recording:
     def sample(self, func: object = "") -> None:
         """Record the live bytes after operation ``func``."""
         total, phase = self.total, self.phase
-        for peak in (self.lap, self.run) if total > self.lap.total else ():  # a lap is never above its run
+        # a lap is never above its run
+        for peak in (self.lap, self.run) if total > self.lap.total else ():
             if total > peak.total:
                 peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
@@ -165,7 +180,10 @@ class Recording:
         if self.count % self._stride == 0:
             if len(self._rows) >= self._room:
                 rows = self._settle()  # every other sample stays, the larger of two
-                self._settled, self._stride = rows[largest_of_windows(rows[:, TOTAL], 2)], 2 * self._stride
+                self._settled, self._stride = (
+                    rows[largest_of_windows(rows[:, TOTAL], 2)],
+                    2 * self._stride,
+                )
                 self._room = NEW * (self.keep - len(self._settled))
             self._rows += (self.count, self.op, phase, total)
         elif total >= (self._rows[-1] if self._rows else self._settled[-1, TOTAL]):
@@ -173,7 +191,9 @@ class Recording:
         self.count += 1
 
     def rows(self) -> np.ndarray:
-        """int64 (samples, 9): operation, phase, total, and bytes by category (the last one that each storage had)."""
+        """int64 (samples, 9): operation, phase, total, and bytes by category (the last one that
+        each storage had).
+        """
         alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
         return _with(self._settle().copy(), alive)[:, 1:]
 
@@ -213,7 +233,9 @@ class Recording:
 
 
 def _with(rows: np.ndarray, lives: Any) -> np.ndarray:
-    """``rows``, with the bytes of ``lives`` added to their categories, in all samples that contain them."""
+    """``rows``, with the bytes of ``lives`` added to their categories, in all samples that contain
+    them.
+    """
     lives = np.array(lives, dtype=np.int64).reshape(-1, 4)
     change = np.zeros((len(rows) + 1, N), dtype=np.int64)
     for samples, sign in ((lives[:, 0], 1), (lives[:, 1], -1)):

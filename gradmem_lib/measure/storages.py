@@ -1,6 +1,7 @@
 """Which storages hold a tensor's bytes.
 
-A storage is the block of bytes behind one or more tensors. Views and tied weights share a storage, so each storage counts once.
+A storage is the block of bytes behind one or more tensors. Views and tied weights share a storage,
+so each storage counts once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,8 @@ import torch
 from ..compat import inner_tensors, sparse_parts, under_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # ValueError: a lazy module has no size
+# ValueError: a lazy module has no size
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _META = torch.device("meta")
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
@@ -26,7 +28,9 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
-    """The storages of a tensor, or of all tensors in a list, tuple or dict; of a tensor without a storage, those inside it."""
+    """The storages of a tensor, or of all tensors in a list, tuple or dict; of a tensor without a
+    storage, those inside it.
+    """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         try:  # the code of `own_storage`, without a call, since every operation runs this
             storage = value.untyped_storage()
@@ -43,7 +47,9 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of ``tensor``; ``None`` if it has no storage of its own, or one with a size but no memory (a wrapper)."""
+    """The storage of ``tensor``; ``None`` if it has no storage of its own, or one with a size but
+    no memory (a wrapper).
+    """
     try:
         storage = tensor.untyped_storage()
     except _NO_STORAGE:
@@ -52,7 +58,10 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage has memory. Wrappers, and the zeros of forward-mode differentiation, have a size but no memory."""
+    """Whether a storage has memory.
+
+    Wrappers, and the zeros of forward-mode differentiation, have a size but no memory.
+    """
     try:
         return storage.device == _META or storage.data_ptr() != 0 or storage.nbytes() == 0
     except RuntimeError:
@@ -60,7 +69,9 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors inside a tensor without a storage; none for a tensor that hides its memory or has none."""
+    """The tensors inside a tensor without a storage; none for a tensor that hides its memory or has
+    none.
+    """
     if (under := under_transform(tensor)) is not None:
         return (under,)
     if tensor.layout == torch.sparse_coo:
@@ -70,5 +81,6 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if tensor.layout in _BY_COLUMN:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     inner = inner_tensors(tensor)
-    # A tensor that does not name its parts has them among its attributes. A DTensor also names its mesh, which is no tensor.
+    # A tensor that does not name its parts has them among its attributes. A DTensor also names its
+    # mesh, which is no tensor.
     return tensors_in(vars(tensor).values() if inner is None else inner)

@@ -1,4 +1,6 @@
-"""The results of a measurement: live bytes at one moment, who holds a storage, and live bytes over a whole run."""
+"""The results of a measurement: live bytes at one moment, who holds a storage, and live bytes over
+a whole run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ OP, PHASE, TOTAL, BY = 0, 1, 2, slice(3, None)  # columns of a timeline's rows
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """Live bytes at one moment: their sum, their sum in each category, and the phase of the step."""
+    """Live bytes at one moment: their sum, their sum in each category, and the phase of
+    the step.
+    """
 
     total: int
     by_category: dict[str, int]
@@ -26,7 +30,9 @@ class MemorySnapshot:
 
 
 class Holder(NamedTuple):
-    """One storage: its bytes, category, the module or parameter it belongs to, and the operation that made it."""
+    """One storage: its bytes, category, the module or parameter it belongs to, and the operation
+    that made it.
+    """
 
     nbytes: int
     category: str
@@ -37,8 +43,9 @@ class Holder(NamedTuple):
 class Timeline:
     """Live bytes over the operations of a run. Every list has one entry for each sample.
 
-    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by category. If a run has more
-    samples than are kept, it is thinned evenly. Each sample that stays is the largest of its window, so no peak is lost.
+    ``rows`` is an int64 array (samples, 3 + 6): operation index, phase, total bytes, then bytes by
+    category. If a run has more samples than are kept, it is thinned evenly. Each sample that stays
+    is the largest of its window, so no peak is lost.
     """
 
     def __init__(self, rows: np.ndarray):

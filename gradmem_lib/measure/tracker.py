@@ -1,14 +1,15 @@
 """Live memory of a training step, to the byte, on any device.
 
-``MemoryTracker`` watches every operation that PyTorch dispatches (``watch.py``), counts each *storage* once, and records the
-live bytes over time (``recording.py``).
+``MemoryTracker`` watches every operation that PyTorch dispatches (``watch.py``), counts each
+*storage* once, and records the live bytes over time (``recording.py``).
 
-It cannot see scratch memory that a kernel takes and returns inside one operation, the random-number states that checkpointing
-keeps, the sizes inside a strided nested tensor, operations of other threads than the block's (a module's forward there is
-refused), and what an allocator rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack
-make them) both count. While any dispatch mode is active, autograd adds up gradients out of place, and copies a sparse gradient:
-its indices (8 bytes an id) are then not the batch's. The tracker counts both. On a CUDA card, ``tracker.allocator`` has the
-allocator's own figures.
+It cannot see scratch memory that a kernel takes and returns inside one operation, the random-number
+states that checkpointing keeps, the sizes inside a strided nested tensor, operations of other
+threads than the block's (a module's forward there is refused), and what an allocator rounds up or
+holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make them) both
+count. While any dispatch mode is active, autograd adds up gradients out of place, and copies a
+sparse gradient: its indices (8 bytes an id) are then not the batch's. The tracker counts both. On a
+CUDA card, ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations
@@ -41,17 +42,20 @@ LIVE_FRAME_SECONDS = 0.1
 
 
 class MemoryTracker:
-    """Count the live bytes of everything that runs inside ``with MemoryTracker(model, optimizer) as tracker:``.
+    """Count the live bytes of everything that runs inside ``with MemoryTracker(model, optimizer) as
+    tracker:``.
 
     Args:
-        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from the start, and every storage is
-            attributed to the submodule that made it. Without a model, only storages that the block itself creates are counted.
-        optimizer: a ``torch.optim.Optimizer`` or a list of them: their existing states are counted from the start.
-            Optimizers that step inside the block are found even if they are not given.
-        budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that exceeds the budget raises
-            ``BudgetExceeded``, which turns any machine into a card of that size.
-        live: ``False`` draws nothing. Otherwise a notebook shows a live plot while the block runs, and a still picture
-            at the end. With ``GRADMEM_LIVE=0`` it shows only the still picture.
+        model: the ``nn.Module`` in training. Its parameters, gradients and buffers are counted from
+            the start, and every storage is attributed to the submodule that made it. Without a
+            model, only storages that the block itself creates are counted.
+        optimizer: a ``torch.optim.Optimizer`` or a list of them: their existing states are counted
+            from the start. Optimizers that step inside the block are found even if they are not
+            given.
+        budget: bytes (an int, or text such as ``"2 GiB"``). The first allocation that exceeds the
+            budget raises ``BudgetExceeded``, which turns any machine into a card of that size.
+        live: ``False`` draws nothing. Otherwise a notebook shows a live plot while the block runs,
+            and a still picture at the end. With ``GRADMEM_LIVE=0`` it shows only the still picture.
         title: a heading for the plots.
         device: the device to count. ``None``: the model's, or torch's default device.
 
@@ -72,8 +76,9 @@ class MemoryTracker:
     ):
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(
-                f"MemoryTracker(model=...) takes a torch.nn.Module, and was given {type(model).__name__}. To count a step "
-                "without a module, leave it out; to count loose tensors, use tracker.watch(tensors, category)"
+                "MemoryTracker(model=...) takes a torch.nn.Module, and was given "
+                f"{type(model).__name__}. To count a step without a module, leave it out; to count "
+                "loose tensors, use tracker.watch(tensors, category)"
             )
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
@@ -81,8 +86,11 @@ class MemoryTracker:
         draws = live is not False and watched()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        told = self._after_sample if draws or self.budget is not None else None  # None takes no time
-        self._meter = Meter(model, checked_optimizers(optimizer), self._recording, after_sample=told)
+        # None takes no time
+        told = self._after_sample if draws or self.budget is not None else None
+        self._meter = Meter(
+            model, checked_optimizers(optimizer), self._recording, after_sample=told
+        )
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
         self._undo = ExitStack()
@@ -119,11 +127,20 @@ class MemoryTracker:
 
     @property
     def allocator(self) -> dict[str, int] | None:
-        """The CUDA allocator's own figures in bytes (allocated, reserved and their peaks in this block), or ``None``."""
+        """The CUDA allocator's own figures in bytes (allocated, reserved and their peaks in this
+        block), or ``None``.
+        """
         if self.device.type != "cuda" or self._state == "done":
             return self._allocator
-        names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-        return {name.replace("memory_", ""): getattr(torch.cuda, name)(self.device) for name in names}
+        names = (
+            "memory_allocated",
+            "memory_reserved",
+            "max_memory_allocated",
+            "max_memory_reserved",
+        )
+        return {
+            name.replace("memory_", ""): getattr(torch.cuda, name)(self.device) for name in names
+        }
 
     def plot(self, ax: Axes | None = None) -> Figure:
         """The timeline as a matplotlib ``Figure``, for a document."""
@@ -138,17 +155,26 @@ class MemoryTracker:
         return f"MemoryTracker(peak {self.peak}{card})"
 
     def reset_peak(self) -> None:
-        """Forget the peak, and search for a new one from the bytes that are live now. The timeline continues."""
+        """Forget the peak, and search for a new one from the bytes that are live now.
+
+        The timeline continues.
+        """
         with self._meter.lock:
             self._recording.restart()
 
     def lap(self) -> MemorySnapshot:
-        """The peak since the last lap, or since the beginning. Unlike ``reset_peak``, it does not change ``peak``."""
+        """The peak since the last lap, or since the beginning.
+
+        Unlike ``reset_peak``, it does not change ``peak``.
+        """
         with self._meter.lock:
             return self._recording.next_lap()
 
     def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
-        """Count ``tensors`` under ``category``. Use it for states and buffers that no module or optimizer owns."""
+        """Count ``tensors`` under ``category``.
+
+        Use it for states and buffers that no module or optimizer owns.
+        """
         choose("category", category, CATEGORIES)
         with self._meter.lock:
             tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
@@ -157,11 +183,14 @@ class MemoryTracker:
 
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
-            raise RuntimeError("this MemoryTracker has measured its block: make a new one for the next")
+            raise RuntimeError(
+                "this MemoryTracker has measured its block: make a new one for the next"
+            )
         if MemoryTracker._running is not None:
             raise RuntimeError(
-                "a MemoryTracker is running already, and two would count the same bytes: end the outer `with` block "
-                "first, or read the outer tracker inside it (.current, .reset_peak(), .peak)"
+                "a MemoryTracker is running already, and two would count the same bytes: end the "
+                "outer `with` block first, or read the outer tracker inside it (.current, "
+                ".reset_peak(), .peak)"
             )
         with self._undo as undo:
             MemoryTracker._running = self
@@ -178,22 +207,28 @@ class MemoryTracker:
         try:
             self._undo.close()
             if isinstance(exc, torch.OutOfMemoryError):
-                # A notebook keeps the last exception. Its traceback keeps the local variables of every frame, and so the
-                # tensors that did not fit.
+                # A notebook keeps the last exception. Its traceback keeps the local variables of
+                # every frame, and so the tensors that did not fit.
                 let_go(exc)
         finally:
             with self._meter.lock:
                 self._recording.drain()
                 self._recording.sample()
                 self._allocator, self._state = self.allocator, "done"
-                self._meter.close()  # whoever keeps the tracker for its figures must not keep the model alive
+                # whoever keeps the tracker for its figures must not keep the model alive
+                self._meter.close()
             if self._plot is not None:
                 self._draw("finish", self.timeline)
 
     def _holders(self, peak=None) -> list[Holder]:
         m = self._meter.module_names()
         holders = [
-            Holder(e.nbytes, CATEGORIES[e.category], name_of(e.module, m), str(e.op).removesuffix(".default"))
+            Holder(
+                e.nbytes,
+                CATEGORIES[e.category],
+                name_of(e.module, m),
+                str(e.op).removesuffix(".default"),
+            )
             for e in self._recording.entries(peak)
         ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
@@ -206,7 +241,11 @@ class MemoryTracker:
             what = str(func).removesuffix(".default") + where
             raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.
-        if self._plot is not None and self._state == "running" and threading.get_ident() == self._thread:
+        if (
+            self._plot is not None
+            and self._state == "running"
+            and threading.get_ident() == self._thread
+        ):
             now = time.perf_counter()
             if now - self._last_frame > LIVE_FRAME_SECONDS:
                 self._last_frame = now
@@ -219,15 +258,20 @@ class MemoryTracker:
                 getattr(self._plot, action)(*args)
         except Exception as error:
             self._plot = None
-            warnings.warn(f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2)
+            warnings.warn(
+                f"the live memory plot stopped ({error!r}); the figures go on", stacklevel=2
+            )
 
 
 def checked_optimizers(optimizer) -> list[Optimizer]:
-    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    several = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    )
     if not isinstance(several, (list, tuple)) or not all(isinstance(o, Optimizer) for o in several):
         raise TypeError(
-            f"MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and was given "
-            f"{type(optimizer).__name__}. For states kept by hand, use tracker.watch(tensors, 'optimizer')"
+            "MemoryTracker(optimizer=...) takes a torch.optim.Optimizer or a list of them, and "
+            f"was given {type(optimizer).__name__}. For states kept by hand, use "
+            "tracker.watch(tensors, 'optimizer')"
         )
     inner = [getattr(o, "optim", None) for o in several]  # inside ZeRO's: steps this rank's part
     return [*several, *(o for o in inner if isinstance(o, Optimizer))]
@@ -239,7 +283,7 @@ def _device_of(model: nn.Module | None, device) -> torch.device:
     devices = {p.device for p in model.parameters()} if model is not None else set()
     if len(devices) > 1:
         raise ValueError(
-            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): say which one to count, "
-            "for example MemoryTracker(model, device='cuda:0')"
+            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): say "
+            "which one to count, for example MemoryTracker(model, device='cuda:0')"
         )
     return devices.pop() if devices else torch.get_default_device()

@@ -1,4 +1,6 @@
-"""Feeds a recording: watches every operation that PyTorch dispatches, and the modules, optimizers and parameters behind them."""
+"""Feeds a recording: watches every operation that PyTorch dispatches, and the modules, optimizers
+and parameters behind them.
+"""
 
 import sys
 import threading
@@ -21,12 +23,15 @@ from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
 from .recording import Entry, Recording
 from .storages import own_storage, storages_of, tensors_in
 
-GATHERED = "gathered parameters"  # FSDP's full parameters, which exist only while a layer needs them
+# FSDP's full parameters, which exist only while a layer needs them
+GATHERED = "gathered parameters"
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
 class Watch(compat.Unguarded, compat.TorchDispatchMode):
-    """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it has run."""
+    """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it
+    has run.
+    """
 
     supports_higher_order_operators = True
 
@@ -38,7 +43,8 @@ class Watch(compat.Unguarded, compat.TorchDispatchMode):
         if func is compat.read_device and type(args[0]) is compat.FakeTensor:
             return args[0].fake_device  # a real run does not have this operation
         if types and any([_wraps(kind, args, kwargs) for kind in types]):
-            return NotImplemented  # DTensors and quantized tensors next dispatch operations on the tensors inside
+            # DTensors and quantized tensors next dispatch operations on the tensors inside
+            return NotImplemented
         run = (_operators.get(id(func)) or _operator(func))[1]
         out = run(*args, **kwargs) if kwargs else run(*args)
         self._observe(func, args, kwargs, out)
@@ -49,11 +55,17 @@ _operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operato
 
 
 def _operator(func: Any) -> tuple[Any, Callable, bool]:
-    """``func`` (kept, so that no other takes its address), what runs it, and whether it returns an argument or a view of one."""
+    """``func`` (kept, so that no other takes its address), what runs it, and whether it returns an
+    argument or a view of one.
+    """
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
         run = partial(compat.settled, func) if func in compat.collectives else run
-        _operators[id(func)] = func, run, any(r.alias_info is not None for r in compat.returns(func))
+        _operators[id(func)] = (
+            func,
+            run,
+            any(r.alias_info is not None for r in compat.returns(func)),
+        )
     return _operators[id(func)]
 
 
@@ -70,12 +82,16 @@ def _wraps(kind: type, args: tuple, kwargs: dict | None) -> bool:
 
 
 class Meter:
-    """Keeps ``recording`` up to date while its block runs: the phase, and the category and owner of each storage.
+    """Keeps ``recording`` up to date while its block runs: the phase, and the category and owner of
+    each storage.
 
     Args:
-        model: its parameters, gradients and buffers are counted from the start. They must be on ``recording.device``.
-        optimizers: their states are counted from the start. Other optimizers are found when they step inside the block.
-        after_sample: called as ``after_sample(asked, func)`` after each sample: the new bytes, and the operation that asked.
+        model: its parameters, gradients and buffers are counted from the start. They must be on
+            ``recording.device``.
+        optimizers: their states are counted from the start. Other optimizers are found when they
+            step inside the block.
+        after_sample: called as ``after_sample(asked, func)`` after each sample: the new bytes, and
+            the operation that asked.
     """
 
     def __init__(
@@ -87,8 +103,10 @@ class Meter:
         after_sample: Callable[[int, object], None] | None = None,
     ):
         self.model, self.recording, self.after_sample = model, recording, after_sample
-        self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))  # the program may drop them
-        # Reentrant, since a garbage collection inside the locked part may free tensors and run Python code.
+        # the program may drop them
+        self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))
+        # Reentrant, since a garbage collection inside the locked part may free tensors and run
+        # Python code.
         self.lock = threading.RLock()
         self.stack: list[nn.Module] = []
         self._thread = threading.get_ident()
@@ -112,7 +130,9 @@ class Meter:
             self.sample(self.recording.total, "what exists before the first step")
             undo.callback(steps.register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(steps.register_optimizer_step_post_hook(self._after_step).remove)
-            undo.enter_context(patch.object(nn.Module, "__call__", self._told_of_calls(nn.Module.__call__)))
+            undo.enter_context(
+                patch.object(nn.Module, "__call__", self._told_of_calls(nn.Module.__call__))
+            )
             resize = self._told_of_sizes(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
             undo.enter_context(compat.compiled_calls(compiled_error))
@@ -121,7 +141,8 @@ class Meter:
         return self
 
     def __exit__(self, *error) -> None:
-        with self.inside, suppress(RuntimeError):  # raised for a model that has moved since its last step
+        # raised for a model that has moved since its last step
+        with self.inside, suppress(RuntimeError):
             self.sync()
 
     def close(self) -> None:
@@ -132,7 +153,9 @@ class Meter:
         self.model, self.stack = None, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        """Called after every operation: remove storages that are gone, add new ones, and sample the sum if it changed."""
+        """Called after every operation: remove storages that are gone, add new ones, and sample the
+        sum if it changed.
+        """
         recording, asked = self.recording, 0
         self.lock.acquire()  # `with` takes twice as long
         try:
@@ -144,7 +167,8 @@ class Meter:
                 recording.phase = OPTIMIZER_STEP
             elif graph_task() != -1:
                 recording.phase = BACKWARD
-                self._in_forward &= bool(self.stack)  # later operations are forward only inside a module
+                # later operations are forward only inside a module
+                self._in_forward &= bool(self.stack)
                 if self._replicated and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
@@ -153,7 +177,8 @@ class Meter:
                 entry = recording.live.get(storage_key(storage))
                 if entry is None or entry.size != storage.nbytes():
                     asked += self._add(storage, entry, func, args)
-            if self._gathers and func is compat.all_gather:  # FSDP's buffer, which backward does not need
+            # FSDP's buffer, which backward does not need
+            if self._gathers and func is compat.all_gather:
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
             if asked or recording.total != before:
                 self.sample(asked, func)
@@ -168,36 +193,57 @@ class Meter:
             self.after_sample(asked, func)
 
     def _add(self, storage: UntypedStorage, entry: Entry | None, func: Any, args: tuple) -> int:
-        """Count ``storage`` if it is new (no ``entry``) or has a new size. Returns the bytes that it adds."""
+        """Count ``storage`` if it is new (no ``entry``) or has a new size.
+
+        Returns the bytes that it adds.
+        """
         recording = self.recording
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
         if self._gathers and func == "resize_":
             return recording.enter(storage, names.PARAMETERS, GATHERED, func)
-        if _operator(func)[2] or (self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__):
-            category = names.OTHER  # DDP's own, or made before the block or by code that does not dispatch
+        if _operator(func)[2] or (
+            self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__
+        ):
+            # DDP's own, or made before the block or by code that does not dispatch
+            category = names.OTHER
         elif recording.phase == FORWARD:
             category = names.ACTIVATIONS if self._with_grad else names.TEMPORARIES
         elif recording.phase == BACKWARD:
-            # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being recomputed.
+            # Autograd computes gradients with grad mode off. If grad mode is on, a forward is being
+            # recomputed.
             category = names.ACTIVATIONS if torch.is_grad_enabled() else names.TEMPORARIES
         elif recording.phase == OPTIMIZER_STEP:
             category = names.TEMPORARIES
-        elif storage.nbytes() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
+        elif (
+            storage.nbytes()
+            and torch.is_grad_enabled()
+            and any(t.requires_grad for t in tensors_in(args))
+        ):
             recording.phase = FORWARD  # a forward pass written without modules
             category = names.ACTIVATIONS
         else:
             category = names.OTHER
         in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
-        return recording.enter(storage, category, "(backward)" if in_backward else self.owner(), func)
+        return recording.enter(
+            storage, category, "(backward)" if in_backward else self.owner(), func
+        )
 
     def owner(self) -> tuple[weakref.ref, type] | str:
-        """A weak reference to the module that runs. A strong one, kept for the name, would keep the weights alive."""
+        """A weak reference to the module that runs.
+
+        A strong one, kept for the name, would keep the weights alive.
+        """
         return (weakref.ref(self.stack[-1]), type(self.stack[-1])) if self.stack else ""
 
     def _find_bucket(self, out: Any, func: Any) -> int:
-        """Count a bucket of DDP's, whose allocation is not dispatched: it is first seen when a gradient is written into it."""
-        storage, recording = own_storage(out) if isinstance(out, torch.Tensor) else None, self.recording
+        """Count a bucket of DDP's, whose allocation is not dispatched: it is first seen when a
+        gradient is written into it.
+        """
+        storage, recording = (
+            own_storage(out) if isinstance(out, torch.Tensor) else None,
+            self.recording,
+        )
         if storage is None or storage_key(storage) in recording.live:
             return 0
         nbytes = recording.enter(storage, names.OTHER, "DistributedDataParallel", func)
@@ -207,7 +253,9 @@ class Meter:
     # Who owns what
 
     def sync(self, states: bool = True) -> None:
-        """Update the categories of parameters, gradients, buffers and new states, any of which may have been replaced."""
+        """Update the categories of parameters, gradients, buffers and new states, any of which may
+        have been replaced.
+        """
         recording, before = self.recording, self.recording.total
         recording.drain()
         given = dict(self.model.named_parameters()) if self.model is not None else {}
@@ -215,27 +263,33 @@ class Meter:
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 raise RuntimeError(
-                    f"the model moved while it was tracked: the tracker counts {recording.device}, and {name} is on "
-                    f"{parameter.device}. Move the model first, then start a new MemoryTracker"
+                    f"the model moved while it was tracked: the tracker counts {recording.device}, "
+                    f"and {name} is on {parameter.device}. Move the model first, then start a new "
+                    "MemoryTracker"
                 )
-        weights = {*self._names.values()} - (given.keys() - parameters)  # functional_call's are computed
+        # functional_call's are computed
+        weights = {*self._names.values()} - (given.keys() - parameters)
         for entry in recording.live.values():
             if entry.category == names.PARAMETERS and entry.module in weights:
                 entry.category = names.OTHER  # set back below if it is still a parameter
-        # Buffers first: the storage of a buffer that is a view of a parameter belongs to the parameter.
+        # Buffers first: the storage of a buffer that is a view of a parameter belongs to the
+        # parameter.
         for name, buffer in self.model.named_buffers() if self.model is not None else ():
             recording.tag(buffer, names.OTHER, name)
         for name, parameter in parameters.items():
             self._names[id(parameter)] = name
             self._tag_parameter(parameter)
             state = getattr(parameter, "quant_state", None)
-            while state is not None:  # bitsandbytes' 4-bit weights have scales, and these may have scales too
+            # bitsandbytes' 4-bit weights have scales, and these may have scales too
+            while state is not None:
                 recording.tag(vars(state), names.PARAMETERS, name)
                 state = state.state2
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
             if not known and parameter.requires_grad and not is_lazy(parameter):
                 self._hooked[id(parameter)] = weakref.ref(parameter)
-                self.inside.callback(parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove)
+                self.inside.callback(
+                    parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove
+                )
         for optimizer in self.optimizers if states else ():
             self._tag_states(optimizer)
         if recording.total != before:
@@ -260,17 +314,23 @@ class Meter:
                 recording.drain()
                 known = set(recording.live)
                 self._tag_states(optimizer)
-                recording.were_there([entry for key, entry in recording.live.items() if key not in known])
+                recording.were_there(
+                    [entry for key, entry in recording.live.items() if key not in known]
+                )
                 self.sample(recording.total, "the states of an optimizer that was not given")
             self._stepping.append(optimizer)
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                 self._tag_parameter(parameter)
             self._tag_states(optimizer)
             self.sample()
-        return tuple(map(self._apart, args)), {name: self._apart(value) for name, value in kwargs.items()}
+        return tuple(map(self._apart, args)), {
+            name: self._apart(value) for name, value in kwargs.items()
+        }
 
     def _apart(self, value: Any) -> Any:
-        """Wrap a closure that a step calls (LBFGS): it runs a forward and a backward, and the step continues after it."""
+        """Wrap a closure that a step calls (LBFGS): it runs a forward and a backward, and the step
+        continues after it.
+        """
         if not callable(value):
             return value
 
@@ -290,9 +350,14 @@ class Meter:
     # Modules
 
     def _told_of_calls(self, call: Callable) -> Callable:
-        # A hook on the model would be copied and pickled with it, and hooks on all modules take twice as long as this.
+        # A hook on the model would be copied and pickled with it, and hooks on all modules take
+        # twice as long as this.
         def __call__(module, *args, **kwargs):
-            if threading.get_ident() != self._thread and graph_task() == -1 and not compat.listening():
+            if (
+                threading.get_ident() != self._thread
+                and graph_task() == -1
+                and not compat.listening()
+            ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
             if not self.stack and graph_task() == -1:
@@ -310,8 +375,9 @@ class Meter:
     def _refuse_thread(self, module: nn.Module) -> None:
         if self.model is None or any(module is m for m in self.model.modules()):
             raise RuntimeError(
-                f"{type(module).__name__} runs in another thread than the one that entered the block, and a tracker sees "
-                "the operations of its own thread only: run the step there, or enter the MemoryTracker in that thread"
+                f"{type(module).__name__} runs in another thread than the one that entered the "
+                "block, and a tracker sees the operations of its own thread only: run the step "
+                "there, or enter the MemoryTracker in that thread"
             )
 
     def _begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -321,7 +387,8 @@ class Meter:
             self._stepping.clear()  # a step that raised an error has not ended
             self._in_forward, self._with_grad = True, torch.is_grad_enabled()
             self.sync(states=False)  # states would take as long as all the rest
-            # Count a batch that was made before the block. Storages that are known keep their categories.
+            # Count a batch that was made before the block. Storages that are known keep their
+            # categories.
             for storage in storages_of((args, kwargs)):
                 if storage_key(storage) not in self.recording.live:
                     self.recording.enter(storage, names.OTHER, "inputs")
@@ -334,7 +401,9 @@ class Meter:
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                asked = self._add(storage, self.recording.live.get(storage_key(storage)), "resize_", ())
+                asked = self._add(
+                    storage, self.recording.live.get(storage_key(storage)), "resize_", ()
+                )
                 if self.recording.total != before:
                     self.sample(asked, "resize_")
             return out
@@ -342,7 +411,11 @@ class Meter:
         return resize_
 
     def module_names(self) -> dict[int, str]:
-        return {id(m): name for name, m in self.model.named_modules()} if self.model is not None else {}
+        return (
+            {id(m): name for name, m in self.model.named_modules()}
+            if self.model is not None
+            else {}
+        )
 
 
 def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str:
@@ -351,6 +424,7 @@ def name_of(owner: tuple[weakref.ref, type] | str, names: dict[int, str]) -> str
 
 def compiled_error(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now and afterwards. Track the "
-        "original (before torch.compile, or ._orig_mod; torch.cond under torch.no_grad()): compiled code has its own memory plan"
+        f"{name} is compiled with torch.compile, and under a tracker it would run uncompiled, now "
+        "and afterwards. Track the original (before torch.compile, or ._orig_mod; torch.cond "
+        "under torch.no_grad()): compiled code has its own memory plan"
     )

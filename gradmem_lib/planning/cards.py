@@ -6,16 +6,20 @@ from dataclasses import dataclass, replace
 from ..units import GiB, format_bytes, parse_bytes
 
 _TERA, _GIGA = 1e12, 1e9
-# Bytes a second each way: 16 lanes by the PCIe standard, where 128 of 130 bits are data; NVLink-C2C by Grace Hopper's data sheet.
+# Bytes a second each way: 16 lanes by the PCIe standard, where 128 of 130 bits are data; NVLink-C2C
+# by Grace Hopper's data sheet.
 BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
-BUS_KEPT = 0.8  # the share of that rate that copies of pinned memory, and NCCL between cards, reach, roughly
+# the share of that rate that copies of pinned memory, and NCCL between cards, reach, roughly
+BUS_KEPT = 0.8
 
 
 @dataclass(frozen=True)
 class Card:
-    """``nbytes``: the bytes that the driver lets a program use. ``half`` and ``single``: operations a second in 16 and 32 bits.
-    ``bandwidth``: bytes a second. ``capability``: CUDA's compute capability. ``bus``: bytes a second to the host, each way.
-    ``nvlink``: bytes a second to other cards, each way; 0 if they use the bus."""
+    """``nbytes``: the bytes that the driver lets a program use. ``half`` and ``single``: operations
+    a second in 16 and 32 bits. ``bandwidth``: bytes a second. ``capability``: CUDA's compute
+    capability. ``bus``: bytes a second to the host, each way. ``nvlink``: bytes a second to other
+    cards, each way; 0 if they use the bus.
+    """
 
     name: str
     nbytes: int
@@ -33,7 +37,10 @@ class Card:
 
     @property
     def bf16(self) -> bool:
-        """Whether it multiplies bf16 matrices at the rate ``half``. Older cards reach that rate only with float16."""
+        """Whether it multiplies bf16 matrices at the rate ``half``.
+
+        Older cards reach that rate only with float16.
+        """
         return self.capability >= (8, 0)
 
 
@@ -45,19 +52,24 @@ def _card(name, gib, half, single, bandwidth, capability, lanes=16, nvlink=0) ->
 
 
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
-    """The time in which ``nbytes`` cross the bus between ``card`` and its host once: estimated, at ``BUS_KEPT`` of its rate."""
+    """The time in which ``nbytes`` cross the bus between ``card`` and its host once: estimated, at
+    ``BUS_KEPT`` of its rate.
+    """
     return nbytes / (BUS_KEPT * find_card(card).bus)
 
 
 def seconds_between(nbytes: float, card: Card | str | int) -> float:
-    """The time in which ``card`` sends ``nbytes`` to another card in its machine and receives as many: an estimate, as above."""
+    """The time in which ``card`` sends ``nbytes`` to another card in its machine and receives as
+    many: an estimate, as above.
+    """
     return nbytes / (BUS_KEPT * find_card(card).link)
 
 
-# Memory: the total capacity in PyTorch's out-of-memory message on Linux, to two digits. The nominal figure in a name is in GiB
-# too: the driver keeps 1 to 4 % of it, and 8 % where error correction takes part of the GDDR6. Rates: the makers' data sheets
-# for dense matrices with float32 sums. NVLink: of modules (SXM), half of the stated rate, which is for both directions. An
-# RTX 3090 can have NVLink too (56), over a bridge that is sold separately.
+# Memory: the total capacity in PyTorch's out-of-memory message on Linux, to two digits. The nominal
+# figure in a name is in GiB too: the driver keeps 1 to 4 % of it, and 8 % where error correction
+# takes part of the GDDR6. Rates: the makers' data sheets for dense matrices with float32 sums.
+# NVLink: of modules (SXM), half of the stated rate, which is for both directions. An RTX 3090 can
+# have NVLink too (56), over a bridge that is sold separately.
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
@@ -84,9 +96,11 @@ CARDS: dict[str, Card] = {
 
 
 def find_card(card: Card | str | int) -> Card:
-    """The card with this name (upper or lower case, "4090" for "RTX 4090 24GB"), or with these bytes (``"24 GiB"`` or an int).
+    """The card with this name (upper or lower case, "4090" for "RTX 4090 24GB"), or with these
+    bytes (``"24 GiB"`` or an int).
 
-    Raises ``ValueError`` for a name that fits no card or several, and for a number that must be GiB or MiB without its unit.
+    Raises ``ValueError`` for a name that fits no card or several, and for a number that must be GiB
+    or MiB without its unit.
     """
     if isinstance(card, Card):
         return card
@@ -99,14 +113,18 @@ def find_card(card: Card | str | int) -> Card:
         nbytes = parse_bytes(card)
     except ValueError:
         raise ValueError(
-            f"no card is known as {card!r}: give its memory, such as card='24 GiB', or one of {', '.join(CARDS)}"
+            f"no card is known as {card!r}: give its memory, such as card='24 GiB', or one of "
+            f"{', '.join(CARDS)}"
         ) from None
-    if nbytes < 2**18 and re.fullmatch(r"[\d\s.,_e+]+", str(card)):  # perhaps MiB, as a driver shows them
+    # perhaps MiB, as a driver shows them
+    if nbytes < 2**18 and re.fullmatch(r"[\d\s.,_e+]+", str(card)):
         raise ValueError(
-            f"card={card!r} without a unit is {format_bytes(nbytes)}, and no card is that small: write the unit, such as "
-            f"card='24 GiB' or card='24576 MiB', or one of {', '.join(CARDS)}"
+            f"card={card!r} without a unit is {format_bytes(nbytes)}, and no card is that small: "
+            "write the unit, such as card='24 GiB' or card='24576 MiB', or one of "
+            f"{', '.join(CARDS)}"
         )
-    return replace(CARDS["RTX 4090 24GB"], name=format_bytes(nbytes), nbytes=nbytes)  # with its rates
+    # with its rates
+    return replace(CARDS["RTX 4090 24GB"], name=format_bytes(nbytes), nbytes=nbytes)
 
 
 def _plain(name: str) -> str:

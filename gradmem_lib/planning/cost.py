@@ -1,4 +1,6 @@
-"""The cost of a recipe on a card: counted residents, estimated time, and the bytes besides live tensors."""
+"""The cost of a recipe on a card: counted residents, estimated time, and the bytes besides live
+tensors.
+"""
 
 import inspect
 import math
@@ -20,25 +22,36 @@ from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
 from ..techniques.selective import PARTS
 from ..training.adapters import has_adapters
-from ..training.losses import check_chunked_loss, check_pieces, chunked_loss_refusal, predicts_next_token
+from ..training.losses import (
+    check_chunked_loss,
+    check_pieces,
+    chunked_loss_refusal,
+    predicts_next_token,
+)
 from ..training.recipe import Recipe
 from ..units import MiB
 from .cards import Card, seconds_between, seconds_over_bus
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
-ALLOCATOR_ROUGHLY = 0.05  # of the live bytes: what the allocator holds besides, until it is replayed
-OPERATIONS_KEPT = 0.5  # the share of a data sheet's rate that training reaches on most cards, roughly
-NCCL = 544 * MiB  # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
+# of the live bytes: what the allocator holds besides, until it is replayed
+ALLOCATOR_ROUGHLY = 0.05
+# the share of a data sheet's rate that training reaches on most cards, roughly
+OPERATIONS_KEPT = 0.5
+# outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
+NCCL = 544 * MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton. ``matrices``: entries of the linear layers without the ``head``. ``passed``: sum of
-    inputs and outputs of the linear layers that have adapters, or may get them. ``experts``: entries of the experts that a
-    token passes. ``scores``: heads x head size, summed over attentions. ``attended``: entries of ``matrices`` in attention.
-    ``root``: parameters outside the layers. If the model has adapters already, ``own`` numbers are trained, ``parameters`` counts
-    the others, and ``widths`` are the mean bytes of a frozen number and of a trained one."""
+    """A model's sizes, counted on its skeleton. ``matrices``: entries of the linear layers without
+    the ``head``. ``passed``: sum of inputs and outputs of the linear layers that have adapters, or
+    may get them. ``experts``: entries of the experts that a token passes. ``scores``: heads x head
+    size, summed over attentions. ``attended``: entries of ``matrices`` in attention. ``root``:
+    parameters outside the layers. If the model has adapters already, ``own`` numbers are trained,
+    ``parameters`` counts the others, and ``widths`` are the mean bytes of a frozen number and of a
+    trained one.
+    """
 
     source: Source
     parameters: int
@@ -72,20 +85,26 @@ class Work:
 
 
 def count(config) -> Work:
-    """Count ``config``'s parameters and matrices on a model without memory. ``ValueError`` unless it takes labelled tokens."""
+    """Count ``config``'s parameters and matrices on a model without memory.
+
+    ``ValueError`` unless it takes labelled tokens.
+    """
     model = skeleton(config)
     labels = {"ends": "start_positions", None: None}.get(labels_of(model), "labels")
     named = labels in inspect.signature(model.forward).parameters
     if not named or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"plan is for rows of token ids with labels, and {type(model).__name__} takes other inputs: predict each recipe yourself, "
-            "with predict(model, batch=..., recipe=Recipe(...))"
+            f"plan is for rows of token ids with labels, and {type(model).__name__} takes other "
+            "inputs: predict each recipe yourself, with predict(model, batch=..., "
+            "recipe=Recipe(...))"
         )
     check_pieces(model, {}, "micro-batches")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sizes = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     linear = list(filter(None, sizes.values()))
-    attention = [f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(PARTS["attention"])]
+    attention = [
+        f"{n}." for n, m in model.named_modules() if type(m).__name__.endswith(PARTS["attention"])
+    ]
     text = config.get_text_config()
     hidden, layers = getattr(text, "hidden_size", 0), getattr(text, "num_hidden_layers", 0)
     heads = getattr(text, "num_attention_heads", 1)
@@ -94,7 +113,10 @@ def count(config) -> Work:
     root = parameters = sum(p.numel() for p in model.parameters())
     with suppress(ValueError):  # layers of all lists, since first-k counts over several lists
         blocks = [block for several, _ in find_layers(model).values() for block in several]
-        layers, root = len(blocks), root - sum(p.numel() for block in blocks for p in block.parameters())
+        layers, root = (
+            len(blocks),
+            root - sum(p.numel() for block in blocks for p in block.parameters()),
+        )
     return Work(
         source=Source(model, title_of(config, config), given=False),
         parameters=parameters,
@@ -115,33 +137,46 @@ def count(config) -> Work:
 
 
 def with_adapters(work: Work, given, method: str | None = None) -> Work:
-    """``work`` for training the LoRA that ``given`` has already; unchanged if it has none. Raises ``ValueError`` for what plan
-    cannot train: PEFT's other adapters, a base in 4 bits, another ``method``, and weights that are frozen or not the config's."""
+    """``work`` for training the LoRA that ``given`` has already; unchanged if it has none. Raises
+    ``ValueError`` for what plan cannot train: PEFT's other adapters, a base in 4 bits, another
+    ``method``, and weights that are frozen or not the config's.
+    """
     if not isinstance(given, nn.Module):
         return work
     refuse_checkpointed([given])
     if not has_adapters(given):
-        models, lora = (given, work.source.skeleton), method in ("lora", "qlora")  # which freezes all weights
-        both = [{(n, p.shape, lora or p.requires_grad) for n, p in m.named_parameters()} for m in models]
+        # which freezes all weights
+        models, lora = (given, work.source.skeleton), method in ("lora", "qlora")
+        both = [
+            {(n, p.shape, lora or p.requires_grad) for n, p in m.named_parameters()} for m in models
+        ]
         if both[0] != both[1]:
             raise ValueError(
-                f"plan trains all weights of the config, and in this {type(given).__name__} some are frozen or different: "
-                "predict each recipe with predict(model, recipe=Recipe(...), batch_size=..., seq_len=...)"
+                f"plan trains all weights of the config, and in this {type(given).__name__} some "
+                "are frozen or different: predict each recipe with predict(model, "
+                "recipe=Recipe(...), batch_size=..., seq_len=...)"
             )
         return work
-    kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {"LORA"}
+    kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {
+        "LORA"
+    }
     wrong = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
     wrong += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
     if wrong:
         raise ValueError(
-            "for a model with adapters, plan has only method='lora': training LoRA on weights in floating point. This one has "
-            f"{' and '.join(wrong)}: measure one step of it with MemoryTracker, or plan for the model without adapters"
+            "for a model with adapters, plan has only method='lora': training LoRA on weights in "
+            f"floating point. This one has {' and '.join(wrong)}: measure one step of it with "
+            "MemoryTracker, or plan for the model without adapters"
         )
     parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
     frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
-    widths = [sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)]
+    widths = [
+        sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)
+    ]
     layers = linear_layers(given).items()
-    bases = [linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))]
+    bases = [
+        linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))
+    ]
     counted = {"parameters": frozen, "own": own, "widths": tuple(widths), "chunked": False}
     counted["passed"] = sum(map(sum, bases))
     with suppress(ValueError):  # raised for an adapter on the output layer
@@ -160,18 +195,24 @@ def _experts(model: nn.Module) -> float:
 
 
 def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
-    """Bytes that do not depend on the micro-batch: weights, gradients (all alive at the end of backward, unless the optimizer
-    steps in backward), and optimizer states. With several ``cards``, a lower bound for one of them under ``recipe.sharding``."""
+    """Bytes that do not depend on the micro-batch: weights, gradients (all alive at the end of
+    backward, unless the optimizer steps in backward), and optimizer states. With several ``cards``,
+    a lower bound for one of them under ``recipe.sharding``.
+    """
     kept, width = work.bytes_each(recipe)
     weights, trained, sizes = kept * work.parameters, work.trained(recipe), work.sizes
     if work.adapts(recipe):
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
         weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
-    states = {"adamw-8bit": 2 + 8 / optimizers.BLOCK, "sgd": 0}.get(recipe.optimizer, 2 * width) * trained
+    states = {"adamw-8bit": 2 + 8 / optimizers.BLOCK, "sgd": 0}.get(
+        recipe.optimizer, 2 * width
+    ) * trained
     if recipe.optimizer.startswith("adafactor"):
         own = 4 if recipe.optimizer == "adafactor" else width
-        states = sum(own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes)
+        states = sum(
+            own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes
+        )
     cut = cards if recipe.fully_sharded else 1
     if recipe.sharding == "zero2":  # whole until backward, in the computing dtype
         weights = weights * _gathered(work, recipe) // kept * cards
@@ -187,29 +228,43 @@ def _gathered(work: Work, recipe: Recipe) -> float:
 
 
 def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
-    """Bytes that each of ``cards`` cards in a ring sends to the next in a step (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    """Bytes that each of ``cards`` cards in a ring sends to the next in a step (NVIDIA/nccl-tests,
+    doc/PERFORMANCE.md).
 
-    An all-gather, and a reduce-scatter, send all but the rank's own part once. DDP does both with the gradients, once at the end
-    of the step. zero1 also gathers the trained weights. ``fully_shard`` reduces and scatters the gradients of every micro-batch.
-    It gathers all weights before each forward, and (fsdp) the weights of each layer before its backward.
+    An all-gather, and a reduce-scatter, send all but the rank's own part once. DDP does both with
+    the gradients, once at the end of the step. zero1 also gathers the trained weights.
+    ``fully_shard`` reduces and scatters the gradients of every micro-batch. It gathers all weights
+    before each forward, and (fsdp) the weights of each layer before its backward.
     """
     alone = replace(recipe, sharding=None, offload=None, in_backward=False)
     held, (width, each) = resident_bytes(work, alone), work.bytes_each(alone)
     weights, gradients = held["parameters"], held["gradients"] / each * work.bytes_each(recipe)[1]
     sent = {"ddp": 2 * gradients, "zero1": 3 * gradients, "zero2": weights + gradients}
     sent["fsdp"] = 2 * weights - width * work.root + gradients
-    return (1 - 1 / cards) * (recipe.accumulation if recipe.fully_sharded else 1) * sent[recipe.sharding]
+    return (
+        (1 - 1 / cards)
+        * (recipe.accumulation if recipe.fully_sharded else 1)
+        * sent[recipe.sharding]
+    )
 
 
 def seconds_per_token(
-    work: Work, recipe: Recipe, card: Card, micro_batch: int, seq_len: int, moved: float | None = None, cards=1
-) -> float:  # fmt: skip
-    """The estimated time of a training step, for each token. It is the sum of: operations in matrix products at half the data
-    sheet's rate; bytes of weights, gradients and states at its bandwidth; ``moved`` bytes of the token over the bus, in both
-    directions together; and what ``cards`` send each other. Without ``moved``, its lower bound is computed from the sizes.
-    ``micro_batch`` is that of one card.
+    work: Work,
+    recipe: Recipe,
+    card: Card,
+    micro_batch: int,
+    seq_len: int,
+    moved: float | None = None,
+    cards=1,
+) -> float:
+    """The estimated time of a training step, for each token. It is the sum of: operations in matrix
+    products at half the data sheet's rate; bytes of weights, gradients and states at its bandwidth;
+    ``moved`` bytes of the token over the bus, in both directions together; and what ``cards`` send
+    each other. Without ``moved``, its lower bound is computed from the sizes. ``micro_batch`` is
+    that of one card.
 
-    Elementwise work, kernel launches and waiting are left out. Use it to compare recipes, not to schedule a run.
+    Elementwise work, kernel launches and waiting are left out. Use it to compare recipes, not to
+    schedule a run.
     """
     tokens = micro_batch * seq_len
     attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
@@ -232,18 +287,25 @@ def seconds_per_token(
     if recipe.quantized_base:
         read += (0.5 + 2) * work.matrices
     micro = (2 + again) * read + 3 * width * trained
-    # Weights are read and written, gradients are read; then come the states. Adafactor's dozen operations on float32 copies of a
-    # tensor read or write it 17 times, and those of torch's Adafactor 14 times.
+    # Weights are read and written, gradients are read; then come the states. Adafactor's dozen
+    # operations on float32 copies of a tensor read or write it 17 times, and those of torch's
+    # Adafactor 14 times.
     states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}
     step = (3 * width + states.get(recipe.optimizer, 4 * width)) * trained
     step /= 1 if recipe.sharding in (None, "ddp") else cards
     # If the host steps, its memory is assumed to be as fast for each card as the bus.
-    stepped = step / recipe.accumulation / (card.bus if recipe.offload == "parameters" else card.bandwidth)
+    stepped = (
+        step
+        / recipe.accumulation
+        / (card.bus if recipe.offload == "parameters" else card.bandwidth)
+    )
     sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
     if moved is None:
         inputs = (4 if recipe.precision == "float32" else 2) * work.scores
         kept = kept_by_a_token(work, replace(recipe, offload=None))
-        moved = {None: 0, "boundaries": 2 * inputs, "activations": 2 * kept, "parameters": 0}[recipe.offload]
+        moved = {None: 0, "boundaries": 2 * inputs, "activations": 2 * kept, "parameters": 0}[
+            recipe.offload
+        ]
     apart = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
     return (operations + apart + seconds_over_bus(moved, card)) / cards
 
@@ -262,8 +324,9 @@ def run_again(work: Work, recipe: Recipe) -> float:
 
 
 def kept_by_a_token(work: Work, recipe: Recipe) -> float:
-    """The least bytes that backward needs for each token, from the sizes: half of the linear layers' inputs and outputs, and the
-    logits. If all layers are checkpointed, half of one layer's."""
+    """The least bytes that backward needs for each token, from the sizes: half of the linear
+    layers' inputs and outputs, and the logits. If all layers are checkpointed, half of one layer's.
+    """
     layers = work.passed / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
     if recipe.offload == "activations":
@@ -273,10 +336,13 @@ def kept_by_a_token(work: Work, recipe: Recipe) -> float:
     return (4 if recipe.precision == "float32" else 2) * numbers
 
 
-def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1) -> dict[str, int]:
+def beyond(
+    prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1
+) -> dict[str, int]:
     """The bytes that a card must hold besides live tensors; empty for target "cpu".
 
-    ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part is a rough estimate.
+    ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part
+    is a rough estimate.
     """
     if prediction.target == "cpu":
         return {}
@@ -284,8 +350,12 @@ def beyond(prediction: Prediction, capability=(8, 0), replay: bool = True, cards
     return beside(prediction.peak.total, capability, reserved, cards)
 
 
-def beside(live: int, capability: tuple[int, int], reserved: int | None = None, cards=1) -> dict[str, int]:
-    """What a card of ``capability`` must hold besides ``live`` bytes; its allocator has ``reserved`` (``None``: an estimate)."""
+def beside(
+    live: int, capability: tuple[int, int], reserved: int | None = None, cards=1
+) -> dict[str, int]:
+    """What a card of ``capability`` must hold besides ``live`` bytes; its allocator has
+    ``reserved`` (``None``: an estimate).
+    """
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}
     else:

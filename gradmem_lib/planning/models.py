@@ -14,15 +14,18 @@ from ..prediction.configs import find_config, title_of
 
 
 def model_table() -> dict[str, dict[str, Any]]:
-    """By name: ``ids`` on the hub (the first one is loaded), and the settings of the published config that differ from
-    transformers' defaults."""
+    """By name: ``ids`` on the hub (the first one is loaded), and the settings of the published
+    config that differ from transformers' defaults.
+    """
     return json.loads(files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
 
 
 def known_model(name: str) -> tuple[str, Any, str] | None:
-    """(name, config, hub id) of a well-known model, however its name or its id is written; ``None`` for other models.
+    """(name, config, hub id) of a well-known model, however its name or its id is written; ``None``
+    for other models.
 
-    The config has the model's sizes and needs no network. If an id was given, the hub id is that one.
+    The config has the model's sizes and needs no network. If an id was given, the hub id is that
+    one.
     """
     from transformers import AutoConfig
 
@@ -41,13 +44,16 @@ def _plain(name: str) -> str:
 
 
 def find_model(given) -> tuple[Any, str]:
-    """(config, title) of a model, a config, a well-known name, a folder or a hub id. Raises ``ValueError`` for anything else."""
+    """(config, title) of a model, a config, a well-known name, a folder or a hub id.
+
+    Raises ``ValueError`` for anything else.
+    """
     if isinstance(given, nn.Module):
         inside = compat.inside_peft(given)
         if (config := getattr(inside, "config", None)) is None:
             raise ValueError(
-                f"{type(given).__name__} has no config: plan is for transformers models. For other modules, predict each recipe "
-                "with predict(model, batch=..., recipe=Recipe(...))"
+                f"{type(given).__name__} has no config: plan is for transformers models. For other "
+                "modules, predict each recipe with predict(model, batch=..., recipe=Recipe(...))"
             )
         config = copy.deepcopy(config)
         config.architectures = [type(inside).__name__]
@@ -60,11 +66,15 @@ def find_model(given) -> tuple[Any, str]:
         return config, title_of(given, config)
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
-        if not (like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]):
+        if not (
+            like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]
+        ):
             raise
         raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
     except Exception as error:  # transformers' checks of a config's fields may raise anything
         if not isinstance(given, str | os.PathLike):
             raise
         said = (str(error).strip().splitlines() or [""])[-1].strip()
-        raise ValueError(f"the config of {given} is not valid ({type(error).__name__}: {said})") from error
+        raise ValueError(
+            f"the config of {given} is not valid ({type(error).__name__}: {said})"
+        ) from error

@@ -6,10 +6,12 @@ from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
 
-# What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen model in 4 bits.
+# What is trained: every weight, low-rank additions to a frozen model, or such additions to a frozen
+# model in 4 bits.
 METHODS = ("full", "lora", "qlora")
 
-# In the order of their distance from plain AdamW. transformers' Adafactor needs more bytes than torch's, and no less time.
+# In the order of their distance from plain AdamW. transformers' Adafactor needs more bytes than
+# torch's, and no less time.
 OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adafactor-torch")
 EQUAL_TIME = 1.10  # estimated times within this factor count as equal
 
@@ -18,9 +20,10 @@ EQUAL_TIME = 1.10  # estimated times within this factor count as equal
 class Option:
     """A recipe with its micro-batch, the bytes that it needs, and its time.
 
-    ``parts``: bytes that a card holds besides the prediction's live bytes (empty for target "cpu"). ``needs``: the sum of all.
-    ``spare``: the bytes that the card has left (negative: missing). ``seconds``: the estimated time of one token. With several
-    ``cards``, micro-batch and bytes are those of each card, and the time is that of all. ``own``: the model has its own adapters.
+    ``parts``: bytes that a card holds besides the prediction's live bytes (empty for target "cpu").
+    ``needs``: the sum of all. ``spare``: the bytes that the card has left (negative: missing).
+    ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
+    those of each card, and the time is that of all. ``own``: the model has its own adapters.
     """
 
     recipe: Recipe
@@ -46,21 +49,29 @@ class Option:
 
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
-        return f"{describe(self.recipe, self.own)}, micro-batch {self.micro_batch} x {self.recipe.accumulation}{cards}"
+        return (
+            f"{describe(self.recipe, self.own)}, micro-batch {self.micro_batch} x "
+            f"{self.recipe.accumulation}{cards}"
+        )
 
     def why_not(self) -> str:
         """Why it does not fit, in bytes."""
         peak = self.prediction.peak
         parts = {n: b for n, b in peak.by_category.items() if b >= 0.02 * peak.total} | self.parts
-        held = ", ".join(f"{n} {format_bytes(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1]))
+        held = ", ".join(
+            f"{n} {format_bytes(b)}" for n, b in sorted(parts.items(), key=lambda p: -p[1])
+        )
         phase = peak.phase.replace("_", " ")
-        return f"needs {format_bytes(-self.spare)} more than there is: at the peak, in {phase}, {held}"
+        return (
+            f"needs {format_bytes(-self.spare)} more than there is: at the peak, in {phase}, {held}"
+        )
 
 
 @dataclass(frozen=True)
 class RuledOut:
-    """A kind of recipe that was not predicted: ``needs``, the bytes that it needs at least, are too many already, or the recipe
-    cannot be predicted."""
+    """A kind of recipe that was not predicted: ``needs``, the bytes that it needs at least, are too
+    many already, or the recipe cannot be predicted.
+    """
 
     recipe: Recipe
     needs: int
@@ -88,16 +99,25 @@ def describe(recipe: Recipe, own: bool = False) -> str:
 
 
 def changes(recipe: Recipe) -> tuple[int, ...]:
-    """How much training differs from plain AdamW on float32 weights, as a tuple that can be compared. The last two entries do
-    not change the result."""
-    chosen = METHODS.index(method_of(recipe)), recipe.precision == "bf16", OPTIMIZERS.index(recipe.optimizer)
+    """How much training differs from plain AdamW on float32 weights, as a tuple that can be
+    compared. The last two entries do not change the result.
+    """
+    chosen = (
+        METHODS.index(method_of(recipe)),
+        recipe.precision == "bf16",
+        OPTIMIZERS.index(recipe.optimizer),
+    )
     return *chosen, recipe.in_backward, recipe.chunked_loss
 
 
 def ordered(options: list[Option]) -> list[Option]:
-    """Sort by estimated time; among times within 10 % of each other, the option that changes training least comes first. An
-    option is left out if another one is better in time and bytes, and changes training no more."""
-    rest = sorted((o for o in options if not any(_beaten(o, by) for by in options)), key=lambda o: o.seconds)
+    """Sort by estimated time; among times within 10 % of each other, the option that changes
+    training least comes first. An option is left out if another one is better in time and bytes,
+    and changes training no more.
+    """
+    rest = sorted(
+        (o for o in options if not any(_beaten(o, by) for by in options)), key=lambda o: o.seconds
+    )
     found: list[Option] = []
     while rest:
         equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]

@@ -11,10 +11,12 @@ from .options import Option, RuledOut
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The recipes that fit a card, fastest first by estimate, and those that do not, with the reasons. All sizes are bytes.
+    """The recipes that fit a card, fastest first by estimate, and those that do not, with the
+    reasons. All sizes are bytes.
 
-    Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes) were predicted. ``ruled_out``
-    was not predicted: weights, gradients and states alone are too much. ``advice``: if nothing fits, changes that would fit.
+    Attributes: ``fits`` (``Option``s, fastest first) and ``refused`` (``Option``s, by needed bytes)
+    were predicted. ``ruled_out`` was not predicted: weights, gradients and states alone are too
+    much. ``advice``: if nothing fits, changes that would fit.
     """
 
     title: str
@@ -49,7 +51,10 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """A Python program that trains by ``best``; empty if nothing fits. Add your own ``train_dataset``."""
+        """A Python program that trains by ``best``; empty if nothing fits.
+
+        Add your own ``train_dataset``.
+        """
         if self.best is None:
             return ""
         return pictures().plan_code(self.best, self.given, self.config, self.target)

@@ -1,6 +1,8 @@
-"""The caching allocator's rules, applied to addresses without memory, and what a card holds besides tensors.
+"""The caching allocator's rules, applied to addresses without memory, and what a card holds besides
+tensors.
 
-It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu``, which has not run yet, compares it with a card.
+It follows PyTorch's sources (c10/cuda/CUDACachingAllocator.cpp). ``make gpu``, which has not run
+yet, compares it with a card.
 """
 
 from __future__ import annotations
@@ -19,41 +21,57 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-# Estimates. cuBLAS takes a workspace for each thread that multiplies matrices: one for forward and one for backward.
-# They come from PyTorch's allocator. The context belongs to the driver, and no allocator counts it.
+# Estimates. cuBLAS takes a workspace for each thread that multiplies matrices: one for forward and
+# one for backward. They come from PyTorch's allocator. The context belongs to the driver, and no
+# allocator counts it.
 WORKSPACE_HOPPER, WORKSPACE = 32 * MiB, 4 * 2 * MiB + 8 * 16 * 1024
 CONTEXT = 500 * MiB
 
 
 def workspace(compute_capability: tuple[int, int] = (8, 0)) -> int:
-    """Bytes of the cuBLAS workspaces at the end of a training step: one for forward, one for autograd's thread."""
+    """Bytes of the cuBLAS workspaces at the end of a training step: one for forward, one for
+    autograd's thread.
+    """
     return 2 * (WORKSPACE_HOPPER if compute_capability[0] >= 9 else WORKSPACE)
 
 
-SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE, ROUND_LARGE = 1 * MiB, 2 * MiB, 20 * MiB, 10 * MiB, 2 * MiB
+SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE, ROUND_LARGE = (
+    1 * MiB,
+    2 * MiB,
+    20 * MiB,
+    10 * MiB,
+    2 * MiB,
+)
 
 
 class NoRoom(Exception):
-    """The card has no room for a segment of ``asked`` bytes, and no unused segment to free for it."""
+    """The card has no room for a segment of ``asked`` bytes, and no unused segment to free
+    for it.
+    """
 
     def __init__(self, asked: int):
         self.asked = asked
 
 
 class Allocator:
-    """The caching allocator's rules, applied to addresses without memory (expandable segments off, one stream).
+    """The caching allocator's rules, applied to addresses without memory (expandable segments off,
+    one stream).
 
-    Requests up to 1 MiB come from segments of 2 MiB. Requests up to 10 MiB come from segments of 20 MiB. Larger ones get their
-    own segment, a multiple of 2 MiB. The smallest free block that fits is taken, and split if enough is left. Free neighbours
-    merge again. ``reserved`` is the bytes taken from the driver. ``empty_cache`` returns unused segments to the driver. Callers
-    may call it, and ``allocate`` does when ``capacity`` is too small for a new segment. If that fails, it raises ``NoRoom``.
+    Requests up to 1 MiB come from segments of 2 MiB. Requests up to 10 MiB come from segments of 20
+    MiB. Larger ones get their own segment, a multiple of 2 MiB. The smallest free block that fits
+    is taken, and split if enough is left. Free neighbours merge again. ``reserved`` is the bytes
+    taken from the driver. ``empty_cache`` returns unused segments to the driver. Callers may call
+    it, and ``allocate`` does when ``capacity`` is too small for a new segment. If that fails, it
+    raises ``NoRoom``.
     """
 
     def __init__(self, capacity: float = math.inf):
         self.capacity, self.reserved = capacity, 0
-        self._next = 0  # the address of the next segment: segments never touch, so that they never merge
+        # the address of the next segment: segments never touch, so that they never merge
+        self._next = 0
         self._segments: dict[int, int] = {}  # address: bytes
-        self._used: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether in the pool of small ones
+        # address: bytes, and whether in the pool of small ones
+        self._used: dict[int, tuple[int, bool]] = {}
         # By pool: sorted (bytes, address).
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._begins: dict[int, int] = {}  # a free block's address: its bytes
@@ -96,7 +114,9 @@ class Allocator:
         self._put(address - before, before + size + after, small)
 
     def empty_cache(self) -> None:
-        """Return the segments without a block in use to the driver, as ``torch.cuda.empty_cache`` does."""
+        """Return the segments without a block in use to the driver, as ``torch.cuda.empty_cache``
+        does.
+        """
         for address, total in list(self._segments.items()):
             if self._begins.get(address) == total:
                 self._take(address, total, (total, address) in self._free[True])
@@ -109,11 +129,17 @@ class Allocator:
 
     def _take(self, address: int, size: int, small: bool) -> None:
         free = self._free[small]
-        del free[bisect_left(free, (size, address))], self._begins[address], self._ends[address + size]
+        del (
+            free[bisect_left(free, (size, address))],
+            self._begins[address],
+            self._ends[address + size],
+        )
 
 
 def replayed(requests: Iterable[int]) -> int:
-    """Bytes reserved after ``requests``: a number of bytes asks for a block, and ``-1 - n`` frees the block of request n."""
+    """Bytes reserved after ``requests``: a number of bytes asks for a block, and ``-1 - n`` frees
+    the block of request n.
+    """
     allocator, addresses = Allocator(), []
     for request in requests:
         if request >= 0:

@@ -12,17 +12,25 @@ from torch import Tensor, nn
 
 from .. import compat
 
-# For a config that names no architecture: transformers' tables of classes, in the order in which they are searched.
+# For a config that names no architecture: transformers' tables of classes, in the order in which
+# they are searched.
 _PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
-_TABLES = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION",
-           "CTC")  # fmt: skip
+_TABLES = (
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "CTC",
+)
 
 
 def model_class(config):
-    """The class to train a model of ``config`` with: its first architecture, or else the usual class of its family.
+    """The class to train a model of ``config`` with: its first architecture, or else the usual
+    class of its family.
 
-    Encoder-decoder configs give a sequence-to-sequence model. Other configs give a masked or causal language model, a model of
-    pairs of pictures and texts, an image classifier, or a speech model.
+    Encoder-decoder configs give a sequence-to-sequence model. Other configs give a masked or causal
+    language model, a model of pairs of pictures and texts, an image classifier, or a speech model.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -32,8 +40,9 @@ def model_class(config):
             return known
     if config.architectures:
         raise ValueError(
-            f"the config is of {', '.join(config.architectures)}, which transformers does not have: name the class to train in "
-            "config.architectures, set it to None for the family's usual class, or predict the model itself"
+            f"the config is of {', '.join(config.architectures)}, which transformers does not "
+            "have: name the class to train in config.architectures, set it to None for the "
+            "family's usual class, or predict the model itself"
         )
     for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
@@ -41,18 +50,23 @@ def model_class(config):
             found = table[type(config)]
             return found[0] if isinstance(found, (tuple, list)) else found
     raise ValueError(
-        f"no training class is known for a {type(config).__name__}: language models, pairs of an encoder and a decoder, and "
-        "image classifiers are. Name one in config.architectures, such as ['LlamaForSequenceClassification'], or build the "
-        "module yourself and give it with batch={...}, a dict of example tensors (device='meta' costs no memory)"
+        f"no training class is known for a {type(config).__name__}: language models, pairs of an "
+        "encoder and a decoder, and "
+        "image classifiers are. Name one in config.architectures, such as "
+        "['LlamaForSequenceClassification'], or build the "
+        "module yourself and give it with batch={...}, a dict of example tensors (device='meta' "
+        "costs no memory)"
     )
 
 
 def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dict[str, Tensor]:
-    """The inputs of ``model`` in training, by name: token ids (batch_size, seq_len), pictures or spectrograms, and labels.
+    """The inputs of ``model`` in training, by name: token ids (batch_size, seq_len), pictures or
+    spectrograms, and labels.
 
-    The name of the model's class decides the labels: one class a row, one class a token, the two ends of an answer, or the
-    tokens themselves. ``seq_len`` is ignored if there are only pictures. Values are random, on the model's device; in a fake
-    mode they are fake tensors. Raises ``ValueError``, which names ``batch=``, if the config does not tell the inputs.
+    The name of the model's class decides the labels: one class a row, one class a token, the two
+    ends of an answer, or the tokens themselves. ``seq_len`` is ignored if there are only pictures.
+    Values are random, on the model's device; in a fake mode they are fake tensors. Raises
+    ``ValueError``, which names ``batch=``, if the config does not tell the inputs.
     """
     model = compat.inside_peft(model)
     config, inputs = model.config, set(inspect.signature(model.forward).parameters)
@@ -71,38 +85,66 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
         spectrogram = numbers(config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": spectrogram, "labels": classes(text.vocab_size, seq_len)}
     if main == "pixel_values" and head == "class" and "labels" in inputs:
-        return {"pixel_values": numbers(*picture_shape(config)), "labels": classes(config.num_labels)}
+        return {
+            "pixel_values": numbers(*picture_shape(config)),
+            "labels": classes(config.num_labels),
+        }
     pairs = {"pixel_values", "return_loss"} <= inputs
-    if main != "input_ids" or head is None or not (pairs or {"labels", "start_positions", "kwargs"} & inputs):
+    if (
+        main != "input_ids"
+        or head is None
+        or not (pairs or {"labels", "start_positions", "kwargs"} & inputs)
+    ):
         raise ValueError(
-            f"what {type(model).__name__} trains on cannot be told from its config (it takes {main}): give batch=, a dict of "
-            "its inputs and labels as tensors (torch.empty(..., device='meta') costs no memory)"
+            f"what {type(model).__name__} trains on cannot be told from its config (it takes "
+            f"{main}): give batch=, a dict of its inputs and labels as tensors (torch.empty(..., "
+            "device='meta') costs no memory)"
         )
     ids = classes(text.vocab_size, seq_len)
     if pairs:
-        return {"input_ids": ids, "pixel_values": numbers(*picture_shape(config)), "return_loss": True}
+        return {
+            "input_ids": ids,
+            "pixel_values": numbers(*picture_shape(config)),
+            "return_loss": True,
+        }
     if head == "ends":
-        return {"input_ids": ids, "start_positions": classes(seq_len), "end_positions": classes(seq_len)}
+        return {
+            "input_ids": ids,
+            "start_positions": classes(seq_len),
+            "end_positions": classes(seq_len),
+        }
     if head == "tokens":
         return {"input_ids": ids, "labels": ids}
     shape = (seq_len,) if head == "class of a token" else ()
     regression = config.num_labels == 1 and not shape
-    return {"input_ids": ids, "labels": numbers() if regression else classes(config.num_labels, *shape)}
+    return {
+        "input_ids": ids,
+        "labels": numbers() if regression else classes(config.num_labels, *shape),
+    }
 
 
 def labels_of(model: nn.Module) -> str | None:
     """The kind of labels that ``model`` takes; ``None`` if the name of its class does not say."""
     name = type(model).__name__
     heads = {
-        "ForSequenceClassification": "class", "ForImageClassification": "class", "ForTokenClassification": "class of a token",
-        "ForQuestionAnswering": "ends", "ForQuestionAnsweringSimple": "ends", "ForMultipleChoice": None,
-        "ForSemanticSegmentation": None, "ForNextSentencePrediction": None, "ForPreTraining": None, "ForCTC": None,
-    }  # fmt: skip
+        "ForSequenceClassification": "class",
+        "ForImageClassification": "class",
+        "ForTokenClassification": "class of a token",
+        "ForQuestionAnswering": "ends",
+        "ForQuestionAnsweringSimple": "ends",
+        "ForMultipleChoice": None,
+        "ForSemanticSegmentation": None,
+        "ForNextSentencePrediction": None,
+        "ForPreTraining": None,
+        "ForCTC": None,
+    }
     return next((what for end, what in heads.items() if name.endswith(end)), "tokens")
 
 
 def picture_shape(config) -> tuple[int, int, int]:
-    """(channels, height, width) of the pictures that a model of ``config`` takes; 224 x 224 if it takes any size."""
+    """(channels, height, width) of the pictures that a model of ``config`` takes; 224 x 224 if it
+    takes any size.
+    """
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -112,20 +154,29 @@ def picture_shape(config) -> tuple[int, int, int]:
 def most_positions(model: nn.Module) -> int | None:
     """The largest number of tokens in a row; ``None`` for a model that takes any number.
 
-    RoBERTa and similar models count positions from the padding token's id on, so their table is longer than a row."""
+    RoBERTa and similar models count positions from the padding token's id on, so their table is
+    longer than a row.
+    """
     config = model.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "num_embeddings", None) == positions:
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "num_embeddings", None) == positions
+        ):
             return positions - (0 if module.padding_idx is None else module.padding_idx + 1)
     return positions
 
 
 def title_of(given, config) -> str:
-    return os.path.basename(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else config.model_type
+    return (
+        os.path.basename(os.fspath(given))
+        if isinstance(given, (str, os.PathLike))
+        else config.model_type
+    )
 
 
 def find_config(given):
@@ -135,11 +186,14 @@ def find_config(given):
         return given
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
-            f"predict takes a transformers config, a folder, a hub id or an nn.Module, and was given {type(given).__name__}"
+            "predict takes a transformers config, a folder, a hub id or an nn.Module, and was "
+            f"given {type(given).__name__}"
         )
     name = os.fspath(given)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ValueError(f"the folder {name} has no config.json: give one that save_pretrained has written")
+        raise ValueError(
+            f"the folder {name} has no config.json: give one that save_pretrained has written"
+        )
     try:
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
@@ -150,8 +204,9 @@ def find_config(given):
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"no model is known as {name!r} ({reason}). Give a folder with a config.json, the id of a model on the hub (needs "
-            "a network, and for some a login), or a config: LlamaConfig(hidden_size=4096, ...), or such as known_model('Llama-2-7B')[1]"
+            f"no model is known as {name!r} ({reason}). Give a folder with a config.json, the id "
+            "of a model on the hub (needs a network, and for some a login), or a config: "
+            "LlamaConfig(hidden_size=4096, ...), or such as known_model('Llama-2-7B')[1]"
         ) from error
 
 
@@ -173,8 +228,9 @@ def skeleton(config) -> nn.Module:
     """The model of ``config`` on the meta device: its structure without memory."""
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "the config has a quantization_config, and the memory of operations on such weights is not known: give the model as it was "
-            "before, or a config without that field. To keep it in 4 bits: plan's method='qlora', Recipe(lora_rank=16, quantized_base=True)"
+            "the config has a quantization_config, and the memory of operations on such weights "
+            "is not known: give the model as it was before, or a config without that field. To "
+            "keep it in 4 bits: plan's method='qlora', Recipe(lora_rank=16, quantized_base=True)"
         )
     kind = model_class(config)
     try:
@@ -182,6 +238,6 @@ def skeleton(config) -> nn.Module:
             return kind(copy.deepcopy(config))
     except Exception as error:
         raise ValueError(
-            f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: {error}): change the setting that "
-            "causes this error"
+            f"transformers cannot build {kind.__name__} from this config ({type(error).__name__}: "
+            f"{error}): change the setting that causes this error"
         ) from error

@@ -13,25 +13,37 @@ from .question import CannotTrace
 
 
 def fake_batch(batch):
-    """``batch`` with fake tensors in place of its own. A tensor that occurs twice gets one fake tensor."""
+    """``batch`` with fake tensors in place of its own.
+
+    A tensor that occurs twice gets one fake tensor.
+    """
     with _Copying({}, "the batch"):
         return copy.deepcopy(batch)
 
 
-def fake_copy(model: nn.Module, layers: nn.Module | None = None, keep: int | None = None) -> nn.Module:
-    """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first ``keep``, if given.
+def fake_copy(
+    model: nn.Module, layers: nn.Module | None = None, keep: int | None = None
+) -> nn.Module:
+    """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first
+    ``keep``, if given.
 
-    For use in a fake mode. The copy gets the same checkpoints that ``checkpoint_layers`` has put on the model."""
+    For use in a fake mode. The copy gets the same checkpoints that ``checkpoint_layers`` has put on
+    the model.
+    """
     memo: dict[int, Any] = {}
     bases: dict[int, torch.UntypedStorage] = {}
     for _, module in model.named_modules(None if keep is None else set(list(layers)[keep:])):
-        for parameter in module.parameters(recurse=False):  # _Copying cannot replace how these are copied
+        # _Copying cannot replace how these are copied
+        for parameter in module.parameters(recurse=False):
             if any(hook_counts(parameter)):
                 raise CannotTrace(
-                    "a parameter has a hook, which may do anything: remove it (an optimizer in backward is Recipe(in_backward=True))"
+                    "a parameter has a hook, which may do anything: remove it (an optimizer in "
+                    "backward is Recipe(in_backward=True))"
                 )
             if id(parameter) not in memo:
-                memo[id(parameter)] = p = nn.Parameter(_fake_like(parameter, bases), parameter.requires_grad)
+                memo[id(parameter)] = p = nn.Parameter(
+                    _fake_like(parameter, bases), parameter.requires_grad
+                )
                 if parameter.grad is not None:  # which stays where the parameter is frozen
                     p.grad = _fake_like(parameter.grad, bases)
     with _Copying(bases):
@@ -61,21 +73,29 @@ class _Copying(torch.overrides.TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def _fake_like(tensor: Tensor, bases: dict[int, torch.UntypedStorage], where: str = "the model") -> Tensor:
-    """A fake CPU tensor like ``tensor``. Tensors that share a storage get fakes that share one, too (from ``bases``)."""
+def _fake_like(
+    tensor: Tensor, bases: dict[int, torch.UntypedStorage], where: str = "the model"
+) -> Tensor:
+    """A fake CPU tensor like ``tensor``.
+
+    Tensors that share a storage get fakes that share one, too (from ``bases``).
+    """
     if tensor.layout != torch.strided:
         raise CannotTrace(
-            f"{where} holds a tensor of layout {tensor.layout}, and only dense ones can be predicted: make it dense"
+            f"{where} holds a tensor of layout {tensor.layout}, and only dense ones can be "
+            "predicted: make it dense"
         )
     if type(tensor).__module__.startswith("bitsandbytes.") or own_storage(tensor) is None:
         raise CannotTrace(
-            f"{where} holds a {type(tensor).__name__}, and what its own operations take in a step is not known: measure one real step "
-            "with MemoryTracker, or predict the model as it was before it had 4 bits, with Recipe(lora_rank=16, quantized_base=True)"
+            f"{where} holds a {type(tensor).__name__}, and what its own operations take in a step "
+            "is not known: measure one real step with MemoryTracker, or predict the model as it "
+            "was before it had 4 bits, with Recipe(lora_rank=16, quantized_base=True)"
         )
     if not tensor.is_leaf and tensor.requires_grad:
         raise CannotTrace(
-            f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from others, whose graph a prediction "
-            "does not have: detach it, or compute it in the module's forward"
+            f"{where} holds a tensor of shape {tuple(tensor.shape)} that has been computed from "
+            "others, whose graph a prediction does not have: detach it, or compute it in the "
+            "module's forward"
         )
     key, nbytes = storage_key(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
     if key not in bases:

@@ -1,6 +1,8 @@
-"""Corrections where PyTorch's fake tensors differ from the kernels: what the kernels really return, and with how many bytes.
+"""Corrections where PyTorch's fake tensors differ from the kernels: what the kernels really return,
+and with how many bytes.
 
-The differences were found by running PyTorch's own samples of every operator (``torch.testing``) on real and on fake tensors.
+The differences were found by running PyTorch's own samples of every operator (``torch.testing``) on
+real and on fake tensors.
 """
 
 from collections.abc import Callable
@@ -16,21 +18,32 @@ PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
 
 
 def _viewed(args, out):
-    """For a dimension of one element, real views have other strides than fake ones. Convolutions choose their layout by these."""
+    """For a dimension of one element, real views have other strides than fake ones.
+
+    Convolutions choose their layout by these.
+    """
     if 1 not in out.shape:
         return out
     with compat.without_modes():
-        real = torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(out.shape).stride()
+        real = (
+            torch.empty_strided(args[0].shape, args[0].stride(), device="meta")
+            .view(out.shape)
+            .stride()
+        )
     return out if real == out.stride() else out.as_strided(out.shape, real, out.storage_offset())
 
 
 def _contiguous_gradient(args, out):
-    """The gradient of ``layer_norm``'s input is laid out row by row, whatever strides the input has."""
+    """The gradient of ``layer_norm``'s input is laid out row by row, whatever strides the input
+    has.
+    """
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
 def _filled(args, out):
-    """A value that the dtype cannot hold raises an error on a real tensor, but not on a fake one."""
+    """A value that the dtype cannot hold raises an error on a real tensor, but not on a
+    fake one.
+    """
     with compat.without_modes():
         one = torch.zeros(1, dtype=out.dtype, device="cpu")
         one.masked_fill_(torch.zeros(1, dtype=torch.bool, device="cpu"), args[2])
@@ -38,30 +51,41 @@ def _filled(args, out):
 
 
 def _in_the_columns_storage(args, out):
-    """``fold``, and the backward of ``unfold``, allocate a tensor like the columns and then shrink it. The storage keeps its size
-    (ATen's Col2Im.cpp and Col2Im.cu)."""
+    """``fold``, and the backward of ``unfold``, allocate a tensor like the columns and then shrink
+    it. The storage keeps its size (ATen's Col2Im.cpp and Col2Im.cu).
+    """
     return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
 
 
 def _of_one_dtype(args, out):
-    """For operations where PyTorch's fake promotes two dtypes to one, but the kernel refuses them."""
-    tensors = [t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    """For operations where PyTorch's fake promotes two dtypes to one, but the kernel
+    refuses them.
+    """
+    tensors = [
+        t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()
+    ]
     dtypes = sorted({str(t.dtype) for t in tensors})
     if len(dtypes) > 1:
         raise RuntimeError(
-            f"{' and '.join(dtypes)} meet in an operation that takes one dtype: give batch= in the weights' dtype"
+            f"{' and '.join(dtypes)} meet in an operation that takes one dtype: give batch= in "
+            "the weights' dtype"
         )
     return out
 
 
 def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Callable:
-    """A norm whose first tensor from ``position`` on has the input's dtype or float32. ``mixed`` corrects the float32 case."""
+    """A norm whose first tensor from ``position`` on has the input's dtype or float32.
+
+    ``mixed`` corrects the float32 case.
+    """
 
     def correct(args, out):
         weight = next((a for a in args[position:] if isinstance(a, torch.Tensor)), None)
         if weight is None or weight.dtype == args[0].dtype:
             return out
-        return mixed(args, out if weight.dtype == torch.float32 else _of_one_dtype((args[0], weight), out))
+        return mixed(
+            args, out if weight.dtype == torch.float32 else _of_one_dtype((args[0], weight), out)
+        )
 
     return correct
 
@@ -71,9 +95,11 @@ def _with_float32_statistics(args, out):
 
 
 def _reduced_in_place(position: int) -> Callable:
-    """A loss that first writes one number for each element, then reduces them in the same storage, which keeps its size.
+    """A loss that first writes one number for each element, then reduces them in the same storage,
+    which keeps its size.
 
-    ``position``: that of the argument that says how the loss is reduced."""
+    ``position``: that of the argument that says how the loss is reduced.
+    """
 
     def correct(args, out):
         if args[position : position + 1] == (0,):  # none
@@ -87,8 +113,9 @@ def _reduced_in_place(position: int) -> Callable:
 def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
     """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
 
-    It follows oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of states for each of ``seq``
-    steps and the one before them, below and above the layer. Each begins on a new page, and most have padded rows.
+    It follows oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of
+    states for each of ``seq`` steps and the one before them, below and above the layer. Each begins
+    on a new page, and most have padded rows.
     """
 
     def row(n: int) -> int:
@@ -100,20 +127,25 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
 
     states = 2 * (seq + 1) * batch
     return (
-        pages(seq * batch * row(4 * hidden)) + pages(seq * batch * row(hidden))
-        + 3 * pages(states * row(max(inputs, hidden))) + 2 * pages(states * hidden)
-    )  # fmt: skip
+        pages(seq * batch * row(4 * hidden))
+        + pages(seq * batch * row(hidden))
+        + 3 * pages(states * row(max(inputs, hidden)))
+        + 2 * pages(states * hidden)
+    )
 
 
 def _lstm(args, out):
-    """With gradients on, oneDNN's LSTM also returns its workspace. PyTorch's fake does not know the workspace's size."""
+    """With gradients on, oneDNN's LSTM also returns its workspace.
+
+    PyTorch's fake does not know the workspace's size.
+    """
     x, hidden = args[0], args[10]
     if not torch.is_grad_enabled():
         return out
     if x.dtype != torch.float32 or not _formula_holds():
         raise CannotTrace(
-            f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: predict it in float32, or "
-            "measure one real step with MemoryTracker"
+            f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: "
+            "predict it in float32, or measure one real step with MemoryTracker"
         )
     nbytes = lstm_workspace(*x.shape[:2], x.shape[2], hidden)
     return (*out[:3], x.new_empty(nbytes, dtype=torch.uint8))
@@ -121,22 +153,27 @@ def _lstm(args, out):
 
 @cache
 def _formula_holds() -> bool:
-    """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real LSTMs, once."""
+    """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real
+    LSTMs, once.
+    """
     with compat.without_modes():
         sizes = (3, 5, 70, 40), (40, 3, 8, 64)
         return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
 def _bags(args, out):
-    """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep their sizes."""
+    """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep
+    their sizes.
+    """
     bags, sizes = out[1].new_empty(out[1].numel() + 1), out[2].new_empty(args[2].numel())
     return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
 
 def _recurrent_on_a_card(args, out):
     raise CannotTrace(
-        "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's library knows: measure one real "
-        "step with MemoryTracker on the card, or predict target='cpu'"
+        "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's "
+        "library knows: measure one real step with MemoryTracker on the card, or predict "
+        "target='cpu'"
     )
 
 
@@ -146,13 +183,18 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.masked_fill_.Scalar: _filled,
     aten.native_layer_norm_backward.default: _contiguous_gradient,
     aten.col2im.default: _in_the_columns_storage,
-    compat.all_reduce: lambda args, out: compat.reduced(args[0]),  # DDP waits for it: fake groups give none
+    # DDP waits for it: fake groups give none
+    compat.all_reduce: lambda args, out: compat.reduced(args[0]),
     aten.native_group_norm.default: _normalized(1),
     aten.native_batch_norm.default: _normalized(1),
 } | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
-_WINDOWS = [getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")]
-_EVERYWHERE |= {of.default: lambda _, w: w.new_empty(len(w) + (len(w) > 1))[: len(w)] for of in _WINDOWS}
+_WINDOWS = [
+    getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")
+]
+_EVERYWHERE |= {
+    of.default: lambda _, w: w.new_empty(len(w) + (len(w) > 1))[: len(w)] for of in _WINDOWS
+}
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _normalized(2, _with_float32_statistics),  # mean and 1/std
     aten.native_group_norm.default: _normalized(1, _with_float32_statistics),
@@ -161,11 +203,19 @@ _ON_CPU = _EVERYWHERE | {
     compat.embedding_bag: _bags,
     aten.mse_loss.default: _reduced_in_place(2),
     aten.smooth_l1_loss.default: _reduced_in_place(2),
-    aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(args, out.to(args[0].dtype)),
-    aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(args, _of_one_dtype(args, out)),
+    aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(
+        args, out.to(args[0].dtype)
+    ),
+    aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(
+        args, _of_one_dtype(args, out)
+    ),
     **{
         op.default: lambda args, out: out.to(args[1].dtype)  # PyTorch's fake has the widest dtype
-        for op in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.soft_margin_loss_backward)
+        for op in (
+            aten.mse_loss_backward,
+            aten.smooth_l1_loss_backward,
+            aten.soft_margin_loss_backward,
+        )
         if op.default not in compat.of_one_dtype
     },
 }
@@ -173,6 +223,6 @@ _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
 _ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
     args, _normalized(2)(args, out)
 )
-# By target and operator: functions that take the arguments and PyTorch's fake result, and return the result of the target's
-# kernel. They raise ``CannotTrace`` if it cannot be known.
+# By target and operator: functions that take the arguments and PyTorch's fake result, and return
+# the result of the target's kernel. They raise ``CannotTrace`` if it cannot be known.
 OF: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

@@ -1,7 +1,8 @@
-"""Lets a trace without a card keep for backward what CUDA's kernels keep, where the CPU's kernels keep something else.
+"""Lets a trace without a card keep for backward what CUDA's kernels keep, where the CPU's kernels
+keep something else.
 
-It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_mode.h). ``make gpu`` compares it with a
-card; that has not been done yet.
+It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_mode.h). ``make gpu``
+compares it with a card; that has not been done yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +17,13 @@ from torch import Tensor
 from ..compat import efficient_attention, flash_attention, flash_attention_backward, math_attention
 from .allocator import rounded
 
-# The part of CUDA's float32 list of autocast that is not on the CPU's list, by the places where modules look functions up.
+# The part of CUDA's float32 list of autocast that is not on the CPU's list, by the places where
+# modules look functions up.
 _BOTH = "pow exp log rsqrt reciprocal norm sum prod cumsum softmax log_softmax"
 _METHODS = "__pow__ __rpow__ __rtruediv__"
-_FUNCTIONS = "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss normalize softplus"
+_FUNCTIONS = (
+    "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss normalize softplus"
+)
 IN_FLOAT32 = tuple(
     (home, name)
     for home, names in ((torch, _BOTH), (Tensor, f"{_BOTH} {_METHODS}"), (F, _FUNCTIONS))
@@ -29,11 +33,13 @@ IN_FLOAT32 = tuple(
 
 @contextmanager
 def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Inside this context, functions on (fake) CPU tensors keep for backward what CUDA's kernels keep.
+    """Inside this context, functions on (fake) CPU tensors keep for backward what CUDA's kernels
+    keep.
 
-    ``autocast``: the dtype of ``torch.autocast`` if the step uses it. Then operations that CUDA's autocast runs in float32 run
-    in float32 here too. The functions are replaced where modules look them up, and put back at the end. A function mode would
-    not be active while checkpointing recomputes a layer.
+    ``autocast``: the dtype of ``torch.autocast`` if the step uses it. Then operations that CUDA's
+    autocast runs in float32 run in float32 here too. The functions are replaced where modules look
+    them up, and put back at the end. A function mode would not be active while checkpointing
+    recomputes a layer.
     """
     with ExitStack() as undo:
         undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
@@ -62,7 +68,10 @@ def _to_float32(value):
 
 
 def _dropout(plain: Callable, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
-    """One kernel that keeps a mask of one byte a number. The CPU keeps a mask in the input's dtype."""
+    """One kernel that keeps a mask of one byte a number.
+
+    The CPU keeps a mask in the input's dtype.
+    """
     if not training or p == 0 or inplace:
         return plain(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -71,10 +80,11 @@ def _dropout(plain: Callable, input: Tensor, p=0.5, training=True, inplace=False
 def _attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """The kernel that a card would choose: flash attention, else memory-efficient attention, else single operations.
+    """The kernel that a card would choose: flash attention, else memory-efficient attention, else
+    single operations.
 
-    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and heads in equal groups, but no mask. The
-    memory-efficient kernel takes float32 and masks, but no grouped heads.
+    ``query`` (batch, heads, seq, head_dim). Flash attention takes half precision and heads in equal
+    groups, but no mask. The memory-efficient kernel takes float32 and masks, but no grouped heads.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -90,14 +100,19 @@ def _attention(
     if query.shape[1] == key.shape[1]:
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(
+                bias.logical_not(), float("-inf")
+            )
         if bias is not None:
-            # The kernel reads rows of the bias 16 entries at a time, so it pads them to a multiple of 16.
+            # The kernel reads rows of the bias 16 entries at a time, so it pads them to a multiple
+            # of 16.
             seq = bias.shape[-1]
             bias = F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
             bias = bias.expand(*query.shape[:3], key.shape[2])
         keeps = any(t.requires_grad for t in (query, key, value))
-        return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[0]
+        return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[
+            0
+        ]
     options["enable_gqa"] = enable_gqa
     return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
@@ -106,8 +121,8 @@ def scratch(func, args) -> int:
     """Bytes that ``func`` takes inside its kernel and frees at its end, if they are many."""
     if func is not flash_attention_backward.default:
         return 0
-    # The gradient of the queries is added up in float32, with rows and head size rounded up. If heads share keys, the gradients
-    # of keys and values first exist once for each head.
+    # The gradient of the queries is added up in float32, with rows and head size rounded up. If
+    # heads share keys, the gradients of keys and values first exist once for each head.
     query, key = args[1], args[2]
     batch, heads, seq, size = query.shape
     rows, width = -(-seq // 128) * 128, -(-size // 32) * 32

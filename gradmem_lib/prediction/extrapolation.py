@@ -1,4 +1,6 @@
-"""Computes a long trace from two short ones: every layer of a deep model does the same operations, event by event."""
+"""Computes a long trace from two short ones: every layer of a deep model does the same operations,
+event by event.
+"""
 
 from dataclasses import dataclass
 
@@ -10,13 +12,16 @@ from ..compat import hook_counts, own_tensors
 from ..measure.timeline import PHASE
 
 _COMPARED = (int, float, str, bool, type(None), torch.dtype)
-Part = tuple[np.ndarray, list]  # differences from sample to sample, and the operation and phase of each
+# differences from sample to sample, and the operation and phase of each
+Part = tuple[np.ndarray, list]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The samples of one step: ``rows`` (samples, 9) as in a ``Timeline``, the operation of each sample, the start of each part
-    of the step, the requests to a card's allocator (``allocator.replayed``), and the bytes that cross the bus."""
+    """The samples of one step: ``rows`` (samples, 9) as in a ``Timeline``, the operation of each
+    sample, the start of each part of the step, the requests to a card's allocator
+    (``allocator.replayed``), and the bytes that cross the bus.
+    """
 
     rows: np.ndarray
     operations: tuple[str, ...]
@@ -25,7 +30,9 @@ class Trace:
     moved: int = 0
 
     def parts(self) -> list[Part]:
-        """For each part: the differences from sample to sample (but the phase itself), and its operations with their phases."""
+        """For each part: the differences from sample to sample (but the phase itself), and its
+        operations with their phases.
+        """
         steps = np.diff(self.rows, axis=0, prepend=0)
         steps[:, PHASE] = self.rows[:, PHASE]
         kinds = list(zip(self.operations, self.rows[:, PHASE].tolist(), strict=True))
@@ -34,10 +41,12 @@ class Trace:
 
 
 def repeated_layers(model: nn.Module) -> nn.Module | None:
-    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike; ``None`` if there is none.
+    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike;
+    ``None`` if there is none.
 
-    Alike: the same modules, parameters, settings and hooks, except for numbers that count the layers. The result is ``None`` if
-    the config lists different values for the layers (Gemma's alternating attention), or if the layers were edited.
+    Alike: the same modules, parameters, settings and hooks, except for numbers that count the
+    layers. The result is ``None`` if the config lists different values for the layers (Gemma's
+    alternating attention), or if the layers were edited.
     """
     found = None
     for module in model.modules():
@@ -50,7 +59,9 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
         return None
     config, n = getattr(model, "config", None), len(found)
     values = getattr(config, "__dict__", {}).values()
-    unlike = any(isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values)
+    unlike = any(
+        isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values
+    )
     # Edited layers: some are not called, or they share weights.
     called = getattr(getattr(config, "get_text_config", lambda: config)(), "num_hidden_layers", n)
     shared = len([*found.parameters()]) < sum(len([*layer.parameters()]) for layer in found)
@@ -66,16 +77,22 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
             if not (type(value) is int and value == index and "id" in key)
         )
         own = own_tensors(module)
-        tensors = tuple((key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own)
+        tensors = tuple(
+            (key, tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for key, t in own
+        )
         parts.append((name, type(module), settings, tensors, hook_counts(module)))
     return tuple(parts)
 
 
-def extrapolate(short: list[Part], long: list[Part], units: int, wanted: int) -> list[np.ndarray] | None:
-    """The differences in a trace with ``wanted`` repeated units, by part, from traces with ``units`` and ``units + 1``.
+def extrapolate(
+    short: list[Part], long: list[Part], units: int, wanted: int
+) -> list[np.ndarray] | None:
+    """The differences in a trace with ``wanted`` repeated units, by part, from traces with
+    ``units`` and ``units + 1``.
 
-    In each part of the step, the longer trace has one more round of the same events. This round is found and repeated as often as
-    needed. An event that happens once (such as freeing all gradients) grows in proportion. ``None`` if the rounds differ.
+    In each part of the step, the longer trace has one more round of the same events. This round is
+    found and repeated as often as needed. An event that happens once (such as freeing all
+    gradients) grows in proportion. ``None`` if the rounds differ.
     """
     if len(short) != len(long):
         return None
@@ -102,9 +119,11 @@ def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
 
 
 def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: int) -> int | None:
-    """A start from ``lo`` to ``hi`` for the longer trace's additional round, which must equal the round before or after it.
+    """A start from ``lo`` to ``hi`` for the longer trace's additional round, which must equal the
+    round before or after it.
 
-    It takes the start nearest to the middle, far from what is special about the first and the last round.
+    It takes the start nearest to the middle, far from what is special about the first and the last
+    round.
     """
     for at in sorted(range(lo, hi + 1), key=lambda at: abs(2 * at - lo - hi)):
         block = long[at : at + extra]

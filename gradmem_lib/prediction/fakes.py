@@ -1,8 +1,9 @@
 """A faster fake mode: it remembers what an operator returned for the same kind of arguments.
 
-PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a millisecond. A model's layers ask for
-the same results over and over. Here a result's description (shape, strides, dtype, storage) is kept under a key that is cheap
-to compute. Every answer comes from PyTorch, or from ``corrections.py``.
+PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a
+millisecond. A model's layers ask for the same results over and over. Here a result's description
+(shape, strides, dtype, storage) is kept under a key that is cheap to compute. Every answer comes
+from PyTorch, or from ``corrections.py``.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,24 @@ from . import corrections
 from .question import CannotTrace
 
 KEPT = 20_000
-ELSEWHERE = "a tensor from elsewhere, whose bytes stay: put it into batch=, or into the module as a buffer"
-_PLAIN = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-Again = Callable[["QuickFakeMode", tuple], object]  # from (mode, args), makes the remembered result again
-# By what stays the same during a trace: its target and the global settings. Every answer may be dropped at any time.
+ELSEWHERE = (
+    "a tensor from elsewhere, whose bytes stay: put it into batch=, or into the module as a buffer"
+)
+_PLAIN = {
+    int,
+    float,
+    bool,
+    type(None),
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+# from (mode, args), makes the remembered result again
+Again = Callable[["QuickFakeMode", tuple], object]
+# By what stays the same during a trace: its target and the global settings. Every answer may be
+# dropped at any time.
 known: dict[tuple, dict[tuple | None, Again]] = {}
 
 
@@ -27,16 +42,22 @@ def _settings() -> tuple:
     """The settings of the whole process that change what operators return."""
     cuda = torch.backends.cuda
     return (
-        torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
-    )  # fmt: skip
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
 
 
 class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
     """A ``FakeTensorMode`` with a memory. Every result is an ordinary ``FakeTensor``.
 
-    Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected (see ``corrections.py``).
-    ``value`` is what ``.item()`` returns; with ``None``, as at the beginning, ``.item()`` raises an error.
+    Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected
+    (see ``corrections.py``). ``value`` is what ``.item()`` returns; with ``None``, as at the
+    beginning, ``.item()`` raises an error.
     """
 
     def __init__(self, target: str | None = None):
@@ -62,7 +83,9 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         foreign = any(type(value) is torch.nn.Parameter for value in args)
         if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
             what = "another module's parameter" if foreign else f"a result of layout {out.layout}"
-            raise CannotTrace(f"{func} has {what}: give one module with all parameters, and sparse=False")
+            raise CannotTrace(
+                f"{func} has {what}: give one module with all parameters, and sparse=False"
+            )
         elsewhere = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
         if elsewhere and any(r.alias_info is not None for r in compat.returns(func)):
             raise CannotTrace(f"{func} has {ELSEWHERE}")
@@ -73,7 +96,9 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:
-        """A fake tensor of ``device`` around ``inside``, with the attributes of the first fake tensor on that device."""
+        """A fake tensor of ``device`` around ``inside``, with the attributes of the first fake
+        tensor on that device.
+        """
         if device not in self._blank:
             first = FakeTensor(self, inside, device)
             self._blank[device] = dict(vars(first))
@@ -81,15 +106,23 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return compat.another_fake(inside, device, self._blank[device])
 
     def _asked(self, func, types, args, kwargs):
-        """PyTorch's own answer. Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype."""
-        self.cache_enabled = func not in compat.set_storage  # PyTorch's cache would keep the first storage
+        """PyTorch's own answer.
+
+        Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype.
+        """
+        # PyTorch's cache would keep the first storage
+        self.cache_enabled = func not in compat.set_storage
         if func is not compat.grouped_mm or args[0].dtype == torch.bfloat16:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        narrow = [a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args]
+        narrow = [
+            a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args
+        ]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
 
     def _key(self, func, args, kwargs) -> tuple | None:
-        """A key of all that the result depends on; ``None`` if it depends on more than this function reads."""
+        """A key of all that the result depends on; ``None`` if it depends on more than this
+        function reads.
+        """
         parts: list = [func, torch.is_grad_enabled()]
         for value in (*args, *kwargs.items()):
             kind = type(value)
@@ -97,9 +130,13 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
                 if value.fake_mode is not self or value.constant is not None or value.is_complex():
                     return None  # of another mode, or one that knows its values
                 parts += (
-                    value.shape, value.stride(), value.dtype, value.storage_offset(), value.requires_grad,
+                    value.shape,
+                    value.stride(),
+                    value.dtype,
+                    value.storage_offset(),
+                    value.requires_grad,
                     value.fake_device,
-                )  # fmt: skip
+                )
             elif kind in (list, tuple):
                 kinds = tuple([type(item) for item in value])
                 if not _PLAIN.issuperset(kinds):
@@ -114,8 +151,11 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
 
 def _again(func, args, out) -> Again | None:
     """A function that makes ``out`` again; ``None`` if there is no safe way."""
-    if any(a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments):
-        # A write does not change a fake tensor, unless it changes the shape or the storage (resize_, squeeze_, set_, ...).
+    if any(
+        a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments
+    ):
+        # A write does not change a fake tensor, unless it changes the shape or the storage
+        # (resize_, squeeze_, set_, ...).
         same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
         return (lambda mode, args: args[0]) if same else None
     if type(out) not in (tuple, list):
@@ -130,7 +170,12 @@ def _again(func, args, out) -> Again | None:
 def _one_again(out, args) -> Again | None:
     if out is None or type(out) is int:
         return lambda mode, args: out
-    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or out.is_complex():
+    if (
+        type(out) is not FakeTensor
+        or out.constant is not None
+        or out.requires_grad
+        or out.is_complex()
+    ):
         return None
     if any(out is value for value in args):
         return None
@@ -149,4 +194,8 @@ def _one_again(out, args) -> Again | None:
     def new(mode, args):
         return mode.fake(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
-    return None if offset or storage.nbytes() != new(out.fake_mode, ()).untyped_storage().nbytes() else new
+    return (
+        None
+        if offset or storage.nbytes() != new(out.fake_mode, ()).untyped_storage().nbytes()
+        else new
+    )

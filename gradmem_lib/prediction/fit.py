@@ -16,17 +16,24 @@ from ..units import format_bytes, parse_bytes
 from .predict import predict, source_of
 
 
-def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **asked: Any) -> Recipe:
-    """``recipe`` with as few recomputed layers as ``budget`` allows: its ``checkpointing`` is ``None`` or ``"first-k"``.
+def fit(
+    model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **asked: Any
+) -> Recipe:
+    """``recipe`` with as few recomputed layers as ``budget`` allows: its ``checkpointing`` is
+    ``None`` or ``"first-k"``.
 
-    Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``); with one layer less, it would be above. Only
-    live tensors are counted (``plan`` adds what else a card holds). The first layers are the ones to recompute, since backward
-    reaches them when the others are gone. ``asked``: other arguments of ``predict``. Raises ``ValueError`` if no number of layers
-    is enough; it says the lowest peak, or the bytes that no checkpoint removes if these alone are too many.
+    Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``); with one layer
+    less, it would be above. Only live tensors are counted (``plan`` adds what else a card holds).
+    The first layers are the ones to recompute, since backward reaches them when the others are
+    gone. ``asked``: other arguments of ``predict``. Raises ``ValueError`` if no number of layers is
+    enough; it says the lowest peak, or the bytes that no checkpoint removes if these alone are too
+    many.
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
-        raise ValueError("fit chooses checkpoints: give a recipe without checkpointing and every_n_layers")
+        raise ValueError(
+            "fit chooses checkpoints: give a recipe without checkpointing and every_n_layers"
+        )
     source = source_of(model_or_config)
     n = sum(len(layers) for layers, _ in find_layers(source.skeleton).values())
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
@@ -39,12 +46,14 @@ def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None
             found = predict(source, recipe=recipes[k], **asked)
             peaks[k], rows = found.peak.total, found.timeline.rows
             in_step = rows[rows[:, PHASE] == OPTIMIZER_STEP, TOTAL]
-            fixed = int(max(fixed, rows[:, BY][:, :ACTIVATIONS].sum(axis=1).max(), in_step.max(initial=0)))
+            fixed = int(
+                max(fixed, rows[:, BY][:, :ACTIVATIONS].sum(axis=1).max(), in_step.max(initial=0))
+            )
         return peaks[k] <= limit
 
     most = 0 if fits(0) else None
-    # Try all layers first, then a few less, since a checkpoint also adds some bytes. Once one layer less needs more, every
-    # smaller number does too.
+    # Try all layers first, then a few less, since a checkpoint also adds some bytes. Once one layer
+    # less needs more, every smaller number does too.
     for k in range(n, 0, -1) if most is None else ():
         if fits(k):
             most = k
@@ -55,24 +64,33 @@ def fit(model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None
         if fixed > limit:
             lowest, what = fixed, "weights, gradients, states and the optimizer's step alone need"
         raise ValueError(
-            f"budget={budget!r} is not enough, however many layers run again: {what} {lowest:,} bytes "
-            f"({format_bytes(lowest)}). Take a smaller batch, accumulation, chunked_loss, or another precision or optimizer"
+            f"budget={budget!r} is not enough, however many layers run again: {what} {lowest:,} "
+            f"bytes ({format_bytes(lowest)}). Take a smaller batch, accumulation, chunked_loss, or "
+            "another precision or optimizer"
         )
     return recipes[bisect_left(range(most), True, key=fits)]
 
 
 def checkpoint_layers(
-    layers_or_model: nn.Module, every: str | int | Sequence, *, keep_last: bool | None = None, budget: int | str | None = None,
+    layers_or_model: nn.Module,
+    every: str | int | Sequence,
+    *,
+    keep_last: bool | None = None,
+    budget: int | str | None = None,
     **asked: Any,
-) -> checkpointing.CheckpointedLayers:  # fmt: skip
-    """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
+) -> checkpointing.CheckpointedLayers:
+    """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
+    ``with`` block.
 
-    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``asked``. Without a ``recipe`` in ``asked``, the
-    model stays as it is, with AdamW. All else, and ``keep_last``, is as in ``techniques.checkpointing.checkpoint_layers``.
+    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``asked``. Without a
+    ``recipe`` in ``asked``, the model stays as it is, with AdamW. All else, and ``keep_last``, is
+    as in ``techniques.checkpointing.checkpoint_layers``.
     """
     if every == "fit" and budget is not None:
         asked = {"recipe": Recipe(precision=None, attention=None)} | asked
         every = fit(layers_or_model, budget, **asked).checkpointing or "first-0"
     elif every == "fit" or budget is not None or asked:
-        raise ValueError('every="fit" needs a budget; that, batch_size, seq_len and batch are for it alone')
+        raise ValueError(
+            'every="fit" needs a budget; that, batch_size, seq_len and batch are for it alone'
+        )
     return checkpointing.checkpoint_layers(layers_or_model, every, keep_last=keep_last)

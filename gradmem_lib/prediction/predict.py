@@ -1,8 +1,9 @@
 """The peak of a training step without running it.
 
-The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size, but no memory. The code of
-``MemoryTracker`` counts them like real ones. Every layer of a deep model does the same operations. So two short traces, of
-three and of four layers, are enough to compute the trace of all layers, event by event.
+The step really runs, but on *fake* tensors: they have a shape, a dtype and a storage with a size,
+but no memory. The code of ``MemoryTracker`` counts them like real ones. Every layer of a deep model
+does the same operations. So two short traces, of three and of four layers, are enough to compute
+the trace of all layers, event by event.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,20 +29,24 @@ from .question import CannotTrace, Question, Source
 from .trace import traced
 
 TARGETS = ("cpu", "cuda")
-SHORT_TRACES = ((2, 3), (3, 4), (4, 5))  # numbers of repeated units, which are layers or segments of layers
+# numbers of repeated units, which are layers or segments of layers
+SHORT_TRACES = ((2, 3), (3, 4), (4, 5))
 SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
 REPLAYED = 2  # micro-batches for the allocator: a third one reuses what the second has freed
-FEW = 3  # micro-batches that are traced: the first, the last, and one that stands for all between them
+# micro-batches that are traced: the first, the last, and one that stands for all between them
+FEW = 3
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory that a training step will need, in the form of a ``MemoryTracker`` after the step. All figures are bytes.
+    """The memory that a training step will need, in the form of a ``MemoryTracker`` after the step.
+    All figures are bytes.
 
-    The step is not the first one: the optimizer's states exist. Attributes: ``target``; ``timeline`` (if it has very many
-    samples, only the largest of each window); ``peak``; ``peak_by_phase``; ``current`` (the bytes that stay between steps);
-    ``moved`` (the bytes that cross the bus for ``recipe.offload``, in both directions together); ``title``; ``traced_layers``
+    The step is not the first one: the optimizer's states exist. Attributes: ``target``;
+    ``timeline`` (if it has very many samples, only the largest of each window); ``peak``;
+    ``peak_by_phase``; ``current`` (the bytes that stay between steps); ``moved`` (the bytes that
+    cross the bus for ``recipe.offload``, in both directions together); ``title``; ``traced_layers``
     (the numbers of layers in the short traces; empty for a full trace).
     """
 
@@ -54,16 +59,21 @@ class Prediction:
     title: str = ""
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
-    _asked: tuple = field(default=(), repr=False, compare=False)  # requests, if a full trace was made
+    # requests, if a full trace was made
+    _asked: tuple = field(default=(), repr=False, compare=False)
 
     def replay_allocator(self) -> int | None:
-        """For a card: the bytes that the caching allocator will have reserved from the driver; ``None`` for the CPU. It replays
-        the allocator's rules over the full trace, which takes seconds for a deep model. It is an estimate, since frees happen in
-        the trace's order. It does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``)."""
+        """For a card: the bytes that the caching allocator will have reserved from the driver;
+        ``None`` for the CPU. It replays the allocator's rules over the full trace, which takes
+        seconds for a deep model. It is an estimate, since frees happen in the trace's order. It
+        does not count what libraries and the driver keep (``allocator.workspace``, ``CONTEXT``).
+        """
         return allocator.replayed(self.requests()) if self.target == "cuda" else None
 
     def requests(self) -> tuple[int, ...]:
-        """The step's requests to an allocator, in order, after those for what exists before it: see ``allocator.replayed``."""
+        """The step's requests to an allocator, in order, after those for what exists before it: see
+        ``allocator.replayed``.
+        """
         return self._requests
 
     @cached_property
@@ -99,39 +109,48 @@ def predict(
     """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
     Args:
-        model_or_config: a transformers config; a folder or a hub id that has one; or any ``nn.Module``, which is copied
-            without its memory and does not change. Settings of a module stay in the prediction: checkpoints of its layers,
-            and a key-value cache (``config.use_cache``), which ``make_trainer`` would switch off.
+        model_or_config: a transformers config; a folder or a hub id that has one; or any
+            ``nn.Module``, which is copied without its memory and does not change. Settings of a
+            module stay in the prediction: checkpoints of its layers, and a key-value cache
+            (``config.use_cache``), which ``make_trainer`` would switch off.
         batch_size: rows of one optimizer step, before ``recipe.accumulation`` cuts them.
         seq_len: tokens in a row; not needed for images.
         recipe: a ``Recipe``; ``None`` is the default one.
-        target: ``"cpu"``: what ``MemoryTracker`` measures here. ``"cuda"``: what a card's allocator counts as allocated, without the
-            inside of 8- and 4-bit operators (35 and 14 MB; 0 in bitsandbytes). ``None``: ``"cuda"`` if there is a card, else ``"cpu"``.
-        batch: for modules that are not transformers models: the module's arguments (a dict by name, a tuple, or one tensor), real
-            tensors or on ``device="meta"``, and flags. Only sizes matter, with two exceptions, for which masks are built: whether
-            a real ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` restart within a row.
-        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the module's output does not have it.
+        target: ``"cpu"``: what ``MemoryTracker`` measures here. ``"cuda"``: what a card's allocator
+            counts as allocated, without the inside of 8- and 4-bit operators (35 and 14 MB; 0 in
+            bitsandbytes). ``None``: ``"cuda"`` if there is a card, else ``"cpu"``.
+        batch: for modules that are not transformers models: the module's arguments (a dict by name,
+            a tuple, or one tensor), real tensors or on ``device="meta"``, and flags. Only sizes
+            matter, with two exceptions, for which masks are built: whether a real
+            ``attention_mask`` (by that name) hides a token, and whether ``position_ids`` restart
+            within a row.
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the module's output
+            does not have it.
         full: trace every layer, even if short traces would be enough.
-        ranks: the number of processes that train together by ``recipe.sharding``. The prediction is for one of them, ``rank``,
-            and ``batch_size`` is the rows of that rank's step.
+        ranks: the number of processes that train together by ``recipe.sharding``. The prediction is
+            for one of them, ``rank``, and ``batch_size`` is the rows of that rank's step.
 
-    Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and ``CannotTrace``, which names the
-    operation, if the model's operations depend on values.
+    Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and
+    ``CannotTrace``, which names the operation, if the model's operations depend on values.
     """
     recipe = Recipe() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
+        raise TypeError(
+            f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')"
+        )
     if any(map(torch.is_autocast_enabled, TARGETS)):
         raise ValueError(
-            "predict was called inside torch.autocast, whose copies of the weights would stay from one step to the next: leave "
-            "that block, and ask for autocast in the recipe, Recipe(precision='autocast-bf16')"
+            "predict was called inside torch.autocast, whose copies of the weights would stay "
+            "from one step to the next: leave that block, and ask for autocast in the recipe, "
+            "Recipe(precision='autocast-bf16')"
         )
     target = ("cuda" if torch.cuda.is_available() else "cpu") if target is None else target
     choose("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(
-            "Recipe(precision=None) takes a module in the dtypes that it has, and a config has none: name a precision, such as "
-            "Recipe(precision='bf16'), or give the module (under torch.device('meta') it costs no memory)"
+            "Recipe(precision=None) takes a module in the dtypes that it has, and a config has "
+            "none: name a precision, such as Recipe(precision='bf16'), or give the module (under "
+            "torch.device('meta') it costs no memory)"
         )
     source = source_of(model_or_config)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
@@ -140,25 +159,36 @@ def predict(
     return _prediction(question, *_rows(question, full))
 
 
-def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, rank) -> tuple[int, int | None]:
-    """The sizes of the batch. Raises ``ValueError`` if one is missing or does not fit. Also checks ``ranks``."""
-    if not (ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)):
+def _checked_sizes(
+    source, batch_size, seq_len, recipe: Recipe, batch, ranks, rank
+) -> tuple[int, int | None]:
+    """The sizes of the batch.
+
+    Raises ``ValueError`` if one is missing or does not fit. Also checks ``ranks``.
+    """
+    if not (
+        ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)
+    ):
         raise ValueError(
-            f"ranks={ranks!r}, rank={rank!r} and Recipe(sharding={recipe.sharding!r}): several processes train one model as a sharding "
-            "says. Give how many and which one, 0 to ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
+            f"ranks={ranks!r}, rank={rank!r} and Recipe(sharding={recipe.sharding!r}): several "
+            "processes train one model as a sharding says. Give how many and which one, 0 to "
+            "ranks - 1: predict(..., recipe=Recipe(sharding='fsdp'), ranks=8), or none of these"
         )
     if batch is not None:
-        if not (tensors := [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]):
+        if not (
+            tensors := [t for t in compat.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+        ):
             raise ValueError(
-                f"batch is {type(batch).__name__} without a tensor of rows in it: give a dict, a tuple or a tensor; "
-                "torch.empty(..., device='meta') costs no memory"
+                f"batch is {type(batch).__name__} without a tensor of rows in it: give a dict, a "
+                "tuple or a tensor; torch.empty(..., device='meta') costs no memory"
             )
         recipe.micro_batch(len(tensors[0]))
         return len(tensors[0]), None
     if getattr(source.skeleton, "config", None) is None:
         raise ValueError(
-            f"{type(source.skeleton).__name__} is no transformers model, so its inputs are not known: give batch=, a dict, a "
-            "tuple or a tensor as the module takes it (torch.empty(..., device='meta') costs no memory)"
+            f"{type(source.skeleton).__name__} is no transformers model, so its inputs are not "
+            "known: give batch=, a dict, a tuple or a tensor as the module takes it "
+            "(torch.empty(..., device='meta') costs no memory)"
         )
     recipe.micro_batch(batch_size)
     if getattr(source.skeleton, "main_input_name", "") == "pixel_values":
@@ -167,8 +197,8 @@ def _checked_sizes(source, batch_size, seq_len, recipe: Recipe, batch, ranks, ra
     positions = most_positions(source.skeleton)
     if positions and seq_len > positions:
         raise ValueError(
-            f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the sequences, or raise "
-            "config.max_position_embeddings if the model can be stretched"
+            f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the "
+            "sequences, or raise config.max_position_embeddings if the model can be stretched"
         )
     return batch_size, seq_len
 
@@ -179,8 +209,8 @@ def source_of(given: Any) -> Source:
     if isinstance(given, nn.Module):
         if any(compat.is_compiled(module) for module in given.modules()):
             raise CannotTrace(
-                f"{type(given).__name__} is compiled with torch.compile, whose code has its own memory plan: give the module as it "
-                "was before (compiled._orig_mod)"
+                f"{type(given).__name__} is compiled with torch.compile, whose code has its own "
+                "memory plan: give the module as it was before (compiled._orig_mod)"
             )
         return Source(given, type(given).__name__, given=True)
     config = find_config(given)
@@ -188,19 +218,28 @@ def source_of(given: Any) -> Source:
 
 
 def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
-    """(layers in the repeated unit, the recipe for fewer layers); ``None`` if segments differ in length."""
+    """(layers in the repeated unit, the recipe for fewer layers); ``None`` if segments differ in
+    length.
+    """
     schedule = recipe.checkpointing
     if recipe.sharding == "zero1":
-        return None  # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        return None
     if schedule in (None, "per-layer", *SELECTIVE):
         return recipe.every_n_layers or 1, recipe
     if schedule == "sqrt":
         schedule = segments_for("sqrt", n)[0]  # all segments but the last have this length
-    return (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
+    return (
+        (schedule, replace(recipe, checkpointing=schedule)) if isinstance(schedule, int) else None
+    )
 
 
-def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
-    """The samples of the step, the bytes moved, and the lengths of the short traces, or else the full trace's requests."""
+def _rows(
+    question: Question, full: bool
+) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
+    """The samples of the step, the bytes moved, and the lengths of the short traces, or else the
+    full trace's requests.
+    """
     if full:
         trace = traced(question, None)
         return trace.rows, trace.moved, (), trace.requests
@@ -219,7 +258,8 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
         except CannotTrace:
             raise
         except Exception:
-            break  # this model does not run with fewer layers: the full trace works, or shows the error
+            # this model does not run with fewer layers: the full trace works, or shows the error
+            break
         if (steps := extrapolate(one.parts(), two.parts(), pair[0], n // size)) is not None:
             moved = one.moved + (two.moved - one.moved) * (n // size - pair[0])
             return _joined(steps, folded), moved, (short, long), ()
@@ -228,17 +268,22 @@ def _rows(question: Question, full: bool) -> tuple[np.ndarray, int, tuple[int, .
 
 
 def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
-    """A trace with all bytes moved, and the number of micro-batches that were left out of it. These are all like the second one.
+    """A trace with all bytes moved, and the number of micro-batches that were left out of it. These
+    are all like the second one.
 
-    Its parts: what exists first, a forward and a backward for each micro-batch, and the optimizer's step. The first micro-batch
-    creates the gradients, and all others add to them. Each backward but the last ends with the next micro-batch's first state.
+    Its parts: what exists first, a forward and a backward for each micro-batch, and the optimizer's
+    step. The first micro-batch creates the gradients, and all others add to them. Each backward but
+    the last ends with the next micro-batch's first state.
     """
     k = question.recipe.accumulation
-    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))  # there the last one sends the gradients
+    # there the last one sends the gradients
+    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))
     if k > few and not question.source.given:
         trace = traced(question, layers, few)
         parts = trace.parts()
-        (_, second, third), (_, fourth, last) = [[steps for steps, _ in parts[i:7:2]] for i in (1, 2)]
+        (_, second, third), (_, fourth, last) = [
+            [steps for steps, _ in parts[i:7:2]] for i in (1, 2)
+        ]
         same = min(len(fourth), len(last))  # after the last backward, the sum of losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
             return replace(trace, moved=trace.moved * k // few), k - few
@@ -246,15 +291,21 @@ def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
 
 
 def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
-    """The rows of a step from the differences in its parts, with ``folded`` more copies of the second micro-batch."""
+    """The rows of a step from the differences in its parts, with ``folded`` more copies of the
+    second micro-batch.
+    """
     steps = np.concatenate(steps[:5] + steps[3:5] * folded + steps[5:])
     rows = steps.cumsum(axis=0)
     rows[:, PHASE] = steps[:, PHASE]
     return rows
 
 
-def _prediction(question: Question, rows: np.ndarray, moved: int, layers: tuple, asked: tuple) -> Prediction:
-    phases = {name: int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0)) for i, name in enumerate(PHASES)}
+def _prediction(
+    question: Question, rows: np.ndarray, moved: int, layers: tuple, asked: tuple
+) -> Prediction:
+    phases = {
+        name: int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0)) for i, name in enumerate(PHASES)
+    }
     which = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,

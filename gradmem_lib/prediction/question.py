@@ -27,10 +27,14 @@ class Source:
 
     @cached_property
     def layers(self) -> nn.Module | None:
-        """The list of its repeated layers, if a few of them can stand for all. They cannot if the model has segments already, or
-        if its user wrote or patched the module: layers with the same tensors may then do different things, or not be called."""
+        """The list of its repeated layers, if a few of them can stand for all. They cannot if the
+        model has segments already, or if its user wrote or patched the module: layers with the same
+        tensors may then do different things, or not be called.
+        """
         theirs = type(inside_peft(self.skeleton)).__module__.startswith("transformers.")
-        own = self.given and (not theirs or any("forward" in vars(m) for m in self.skeleton.modules()))
+        own = self.given and (
+            not theirs or any("forward" in vars(m) for m in self.skeleton.modules())
+        )
         return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)
 
 

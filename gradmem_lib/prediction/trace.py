@@ -33,7 +33,9 @@ from .question import CannotTrace, Question
 
 
 class CpuRecorder(Recording):
-    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every sample."""
+    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every
+    sample.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(torch.device("cpu"))
@@ -68,11 +70,15 @@ class CpuRecorder(Recording):
         self.operations.append(str(func))
 
     def trace(self, moved: int = 0) -> Trace:
-        return Trace(self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests), moved)
+        return Trace(
+            self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests), moved
+        )
 
 
 class CudaRecorder(CpuRecorder):
-    """Counts like a card's allocator: every storage in whole blocks of 512 bytes, and also the kernels' scratch memory."""
+    """Counts like a card's allocator: every storage in whole blocks of 512 bytes, and also the
+    kernels' scratch memory.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(model, optimizer)
@@ -83,13 +89,19 @@ class CudaRecorder(CpuRecorder):
     def __enter__(self) -> Self:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
         for optimizer in self.optimizers:
-            if not any(getattr(optimizer, "fused", False) or g.get("fused") for g in optimizer.param_groups):
+            if not any(
+                getattr(optimizer, "fused", False) or g.get("fused") for g in optimizer.param_groups
+            ):
                 counters = [state.get("step") for state in optimizer.state.values()]
-                self._on_host |= {storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)}
+                self._on_host |= {
+                    storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)
+                }
         return super().__enter__()
 
     def size(self, storage) -> int:
-        return 0 if storage_key(storage) in self._on_host else allocator.rounded(super().size(storage))
+        return (
+            0 if storage_key(storage) in self._on_host else allocator.rounded(super().size(storage))
+        )
 
     def scratch(self, func, args) -> int:
         if nbytes := cuda_kernels.scratch(func, args):
@@ -107,7 +119,10 @@ class CudaRecorder(CpuRecorder):
 
 
 class OffloadedRecorder(CudaRecorder):
-    """The same if FSDP keeps shards, their gradients and states in the host's memory. ``moved`` counts both directions."""
+    """The same if FSDP keeps shards, their gradients and states in the host's memory.
+
+    ``moved`` counts both directions.
+    """
 
     def __enter__(self) -> Self:
         self._host, self._arriving, to = WeakValueDictionary(), False, Tensor.to
@@ -137,7 +152,10 @@ RECORDERS = {"cpu": CpuRecorder, "cuda": CudaRecorder, "offloaded": OffloadedRec
 
 
 def traced(question: Question, layers: int | None, micro_batches: int | None = None) -> Trace:
-    """The trace of one step. Raises ``CannotTrace``, which names the operation, if its operations depend on values."""
+    """The trace of one step.
+
+    Raises ``CannotTrace``, which names the operation, if its operations depend on values.
+    """
     try:
         trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
@@ -146,16 +164,18 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
         reads = "reads a tensor's value, as .item(), int(), bool() and if do"
         what = reads if func is compat.read_value else "has a result whose size depends on values"
         raise CannotTrace(
-            f"the operation {func} {what}{_where(error)}, and a prediction has shapes but no values. Predict a variant of the "
-            "model without it, or measure one real step with MemoryTracker"
+            f"the operation {func} {what}{_where(error)}, and a prediction has shapes but no "
+            "values. Predict a variant of the model without it, or measure one real step with "
+            "MemoryTracker"
         ) from error
     except (ValueError, CannotTrace):
         raise
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0]
         raise CannotTrace(
-            f"a step of {type(question.source.skeleton).__name__} with this recipe fails in its prediction, and would most likely "
-            f"fail for real{_where(error)}: {type(error).__name__}: {said}. Try one real step, and measure it with MemoryTracker "
+            f"a step of {type(question.source.skeleton).__name__} with this recipe fails in its "
+            f"prediction, and would most likely fail for real{_where(error)}: "
+            f"{type(error).__name__}: {said}. Try one real step, and measure it with MemoryTracker "
             "if it works"
         ) from error
 
@@ -163,29 +183,40 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
 def _where(error) -> str:
     """The line of the model, or of the loss, that raised ``error``."""
     ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    return f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+    ]
+    return (
+        f" (line {frames[-1].lineno} of {frames[-1].filename}: {frames[-1].line})" if frames else ""
+    )
 
 
-def _traced(question: Question, layers: int | None, micro_batches, real_warm_up: bool) -> Trace | None:
-    """The trace. ``None`` if it needs a real step first: if parameters get no gradients, or modules keep tensors of a step."""
+def _traced(
+    question: Question, layers: int | None, micro_batches, real_warm_up: bool
+) -> Trace | None:
+    """The trace. ``None`` if it needs a real step first: if parameters get no gradients, or modules
+    keep tensors of a step.
+    """
     recipe = question.recipe
     with ExitStack() as stack:
-        # transformers logs remarks about training, and here nothing trains. Failures are reported by exceptions.
+        # transformers logs remarks about training, and here nothing trains. Failures are reported
+        # by exceptions.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         name = stack.enter_context(compat.attention_by_values(*_hidden(question)))
         mesh = _ranks(question, stack)
-        real_warm_up |= mesh is not None  # in a first step, PyTorch's engines allocate what they keep
+        # in a first step, PyTorch's engines allocate what they keep
+        real_warm_up |= mesh is not None
         mode = stack.enter_context(fakes.QuickFakeMode(question.target))
         model = fake_copy(question.source.skeleton, question.source.layers, layers)
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
         if cache and question.source.given:
-            model.config.use_cache = True  # a given module keeps its settings, as in its own training loop
+            # a given module keeps its settings, as in its own training loop
+            model.config.use_cache = True
         if compat.attention_of(model) == "sdpa":
             set_attention(model, name)
         given, sizes = question.batch, (question.batch_size, question.seq_len)
@@ -195,17 +226,24 @@ def _traced(question: Question, layers: int | None, micro_batches, real_warm_up:
         model = prepared.model
         _check_buckets(question, layers, model)
         offloaded = question.target == "cuda" and recipe.offload == "parameters"
-        recorder = RECORDERS["offloaded" if offloaded else question.target](model, prepared.optimizer)
+        recorder = RECORDERS["offloaded" if offloaded else question.target](
+            model, prepared.optimizer
+        )
         moves = moving(model, recipe)
 
         def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
             def mark(part: str) -> None:
-                # In the model, values may decide what is computed. Elsewhere, any number needs the same bytes: the number of
-                # labels, the loss, Adafactor's scales.
+                # In the model, values may decide what is computed. Elsewhere, any number needs the
+                # same bytes: the number of labels, the loss, Adafactor's scales.
                 mode.value = None if part == "forward" else 1.0
                 note(part)
 
-            how = {"loss": question.loss, "mark": mark, "micro_batches": micro_batches, "offload": moves}
+            how = {
+                "loss": question.loss,
+                "mark": mark,
+                "micro_batches": micro_batches,
+                "offload": moves,
+            }
             step(model, prepared.optimizer, batch, recipe, **how)
 
         mode.value = 1.0
@@ -213,7 +251,9 @@ def _traced(question: Question, layers: int | None, micro_batches, real_warm_up:
             one_step(lambda part: None, None if question.source.given else 1)
         else:
             _warm_up(recorder, model, batch, recipe, mode)
-        trained = [p for o in recorder.optimizers for group in o.param_groups for p in group["params"]]
+        trained = [
+            p for o in recorder.optimizers for group in o.param_groups for p in group["params"]
+        ]
         used: set[int] = set()
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
@@ -221,29 +261,49 @@ def _traced(question: Question, layers: int | None, micro_batches, real_warm_up:
         with recorder:
             one_step(recorder.mark, micro_batches)
         settled = len(used) == len(trained) and kept == _kept(model)
-        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved  # what is offloaded is reloaded
+        # what is offloaded is reloaded
+        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved
         return recorder.trace(moved) if real_warm_up or settled else None
 
 
 def _hidden(question: Question) -> tuple[bool, bool]:
-    """Whether the batch hides tokens, and whether its rows hold several sequences. ``CannotTrace`` if only a part of it does."""
-    batch, model = question.batch if isinstance(question.batch, Mapping) else {}, question.source.skeleton
+    """Whether the batch hides tokens, and whether its rows hold several sequences.
+
+    ``CannotTrace`` if only a part of it does.
+    """
+    batch, model = (
+        question.batch if isinstance(question.batch, Mapping) else {},
+        question.source.skeleton,
+    )
     if (own := compat.attention_of(model)) is None:
         return False, False
 
     def said(look: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
-        real = [t for t in map(batch.get, names) if isinstance(t, Tensor) and t.dim() == 2 and not t.is_meta]
-        return {bool(look(part)) for tensor in real for part in tensor.chunk(question.recipe.accumulation)}
+        real = [
+            t
+            for t in map(batch.get, names)
+            if isinstance(t, Tensor) and t.dim() == 2 and not t.is_meta
+        ]
+        return {
+            bool(look(part))
+            for tensor in real
+            for part in tensor.chunk(question.recipe.accumulation)
+        }
 
     whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
     in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
-    # A decoder without a given mask makes one of ones. Only fused attention then leaves the causal mask out.
-    pair = getattr(model.config, "is_encoder_decoder", False) and batch.get("decoder_attention_mask") is None
+    # A decoder without a given mask makes one of ones. Only fused attention then leaves the causal
+    # mask out.
+    pair = (
+        getattr(model.config, "is_encoder_decoder", False)
+        and batch.get("decoder_attention_mask") is None
+    )
     whole |= {True} if pair and (question.recipe.attention or own) != "eager" else set()
     if len(whole) > 1 or len(in_a_row) > 1:
         raise CannotTrace(
-            "some micro-batches, or only encoder or decoder, have hidden tokens (attention_mask) or several sequences in a row "
-            "(position_ids), for which attention builds masks, and others do not: predict a batch of one kind, or measure a real step"
+            "some micro-batches, or only encoder or decoder, have hidden tokens (attention_mask) "
+            "or several sequences in a row (position_ids), for which attention builds masks, and "
+            "others do not: predict a batch of one kind, or measure a real step"
         )
     return False in whole, False in in_a_row
 
@@ -252,11 +312,15 @@ def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> 
     """Raise ``ValueError`` if the bytes of many layers cannot be computed from those of few."""
     asked = layers is not None and question.target == "cuda" and question.recipe.sharding == "ddp"
     if asked and any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
-        raise ValueError("DDP's buckets hold many layers and are rounded as a whole: trace all layers")
+        raise ValueError(
+            "DDP's buckets hold many layers and are rounded as a whole: trace all layers"
+        )
 
 
 def _ranks(question: Question, stack: ExitStack):
-    """The mesh of ranks that this process pretends to be one of, while ``stack`` is open; ``None`` for a single process."""
+    """The mesh of ranks that this process pretends to be one of, while ``stack`` is open; ``None``
+    for a single process.
+    """
     if question.recipe.sharding is None:
         return None
     summed = Processes.sums
@@ -273,10 +337,14 @@ def _ranks(question: Question, stack: ExitStack):
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:
-    """Create the optimizer's states without a forward and a backward. It is enough if every parameter gets a gradient."""
+    """Create the optimizer's states without a forward and a backward.
+
+    It is enough if every parameter gets a gradient.
+    """
     if recipe.checkpointing == "best":
         mode.value = None
-        with autocast("cpu", recipe):  # in a first forward, "best" measures the layers and chooses a schedule
+        # in a first forward, "best" measures the layers and chooses a schedule
+        with autocast("cpu", recipe):
             loss_of(model, next(cut_batch(batch, recipe)), recipe)
         mode.value = 1.0
     for optimizer in recorder.optimizers:

@@ -25,38 +25,47 @@ from .schedules import Schedule, first_layers, safe_segments, segments_for, tota
 def checkpoint_layers(
     layers_or_model: nn.Module, every: str | int | Schedule, *, keep_last: bool | None = None
 ) -> CheckpointedLayers:
-    """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a ``with`` block.
+    """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
+    ``with`` block.
 
     Args:
-        layers_or_model: an ``nn.Sequential``; an ``nn.ModuleList`` whose layers are called in order, each with the output
-            of the one before; or a transformers model, whose list of layers is found. A model with several lists (an
-            encoder's and a decoder's) gets a schedule for each.
-        every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about sqrt(n) segments; a list of
-            segment lengths, first segment first, in which a list is a segment made of segments; ``"first-k"`` to checkpoint
-            the first k layers one by one (counted from the first list on) and keep the others; or ``"best"``. This measures
-            the bytes of each layer at the beginning of the first training forward (two extra forwards and a backward of the
-            layers, one at a time) and uses ``safe_segments``. Then the peak is never higher than with one checkpoint a layer,
-            whatever logits and loss need after the layers.
-        keep_last: whether the last segment is kept rather than recomputed. ``None``: yes for a list, no for an int and
-            ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` sets it itself.
+        layers_or_model: an ``nn.Sequential``; an ``nn.ModuleList`` whose layers are called in
+            order, each with the output of the one before; or a transformers model, whose list of
+            layers is found. A model with several lists (an encoder's and a decoder's) gets a
+            schedule for each.
+        every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about
+            sqrt(n) segments; a list of segment lengths, first segment first, in which a list is a
+            segment made of segments; ``"first-k"`` to checkpoint the first k layers one by one
+            (counted from the first list on) and keep the others; or ``"best"``. This measures the
+            bytes of each layer at the beginning of the first training forward (two extra forwards
+            and a backward of the layers, one at a time) and uses ``safe_segments``. Then the peak
+            is never higher than with one checkpoint a layer, whatever logits and loss need after
+            the layers.
+        keep_last: whether the last segment is kept rather than recomputed. ``None``: yes for a
+            list, no for an int and ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` sets it
+            itself.
 
-    Modules, parameters and state dicts do not change, and layers in eval mode or without gradients run as before. Hooks on a
-    layer fire each time that it runs (the last layer of a recomputation stops early, once nothing more is needed). In training,
-    an empty key-value cache is left out (with a warning), since a recomputed layer would write to it again. If the model is
-    given here, a forward that collects hidden states or attentions checkpoints its layers one by one. Under ``torch.compile`` of
-    the whole model, the layers run uncompiled. A copy of the model (``copy.deepcopy``, ``pickle``) has no checkpoints.
+    Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
+    run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
+    stops early, once nothing more is needed). In training, an empty key-value cache is left out
+    (with a warning), since a recomputed layer would write to it again. If the model is given here,
+    a forward that collects hidden states or attentions checkpoints its layers one by one. Under
+    ``torch.compile`` of the whole model, the layers run uncompiled. A copy of the model
+    (``copy.deepcopy``, ``pickle``) has no checkpoints.
 
-    Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no list of layers is found, and
-    ``RuntimeError`` if a layer, or a part of one, is checkpointed already (by this function or by transformers), if a layer
-    is compiled, or if ``"best"`` is used on weights that FSDP has sharded over processes.
+    Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no
+    list of layers is found, and ``RuntimeError`` if a layer, or a part of one, is checkpointed
+    already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
+    on weights that FSDP has sharded over processes.
     """
     found = find_layers(layers_or_model)
     refuse_checkpointed([layer for layers, _ in found.values() for layer in layers])
     lengths = isinstance(every, (list, tuple))
     if lengths and len(found) > 1:
         raise ValueError(
-            f"a {type(layers_or_model).__name__} has several lists of layers ({', '.join(found)}), and every={every} is the "
-            "schedule of one: give each its own, checkpoint_layers(model.<list>, [...]), or an int or a name"
+            f"a {type(layers_or_model).__name__} has several lists of layers ({', '.join(found)}), "
+            f"and every={every} is the schedule of one: give each its own, "
+            "checkpoint_layers(model.<list>, [...]), or an int or a name"
         )
     if keep_last is None and every != "best":
         keep_last = lengths
@@ -76,9 +85,10 @@ def checkpoint_layers(
 class CheckpointedLayers(AbstractContextManager):
     """Layers that run in segments, as ``checkpoint_layers`` returns them.
 
-    Attributes: ``layers``; ``segments`` (the schedule; None until ``"best"`` has measured); ``keep_last``; ``internal`` and
-    ``boundary`` (the bytes that ``"best"`` measured, one number a layer; None before that, and for other schedules). If the
-    model has several lists of layers, each attribute is a dict by the list's name in the model.
+    Attributes: ``layers``; ``segments`` (the schedule; None until ``"best"`` has measured);
+    ``keep_last``; ``internal`` and ``boundary`` (the bytes that ``"best"`` measured, one number a
+    layer; None before that, and for other schedules). If the model has several lists of layers,
+    each attribute is a dict by the list's name in the model.
     """
 
     def __init__(self, lists: dict[str, _Segments]):
@@ -106,8 +116,9 @@ class CheckpointedLayers(AbstractContextManager):
 class _Segments:
     """One list of layers, and how it runs.
 
-    A call of a segment's first layer runs the whole segment. The model then calls the other layers, which return the output
-    in ``waiting``: (the next layer, the segment's end, its output, its arguments without the input).
+    A call of a segment's first layer runs the whole segment. The model then calls the other layers,
+    which return the output in ``waiting``: (the next layer, the segment's end, its output, its
+    arguments without the input).
     """
 
     layers: list[nn.Module]
@@ -120,14 +131,17 @@ class _Segments:
     waiting: tuple[int, int, Any, tuple] | None = None
     apart: bool = False  # in this forward, each layer is its own segment
     warned: bool = False
-    # While "best" measures: for each call the layer, its bytes, and whether it may share a segment with the layer before.
+    # While "best" measures: for each call the layer, its bytes, and whether it may share a segment
+    # with the layer before.
     measured: list[tuple[int, LayerBytes, bool]] | None = None
 
     def install(self, undo: ExitStack) -> None:
         # Dynamo must not look into a schedule that changes while it runs.
         call, before = torch.compiler.disable(self.call), torch.compiler.disable(self.before_model)
         if self.owner is not None:
-            undo.callback(self.owner.register_forward_pre_hook(_BeforeModel(before), with_kwargs=True).remove)
+            undo.callback(
+                self.owner.register_forward_pre_hook(_BeforeModel(before), with_kwargs=True).remove
+            )
         for i, layer in enumerate(self.layers):
             undo.callback(replace_call(layer, _Turn(self, call, i)))
 
@@ -144,7 +158,8 @@ class _Segments:
             begun = waiting is not None and waiting[0] == i
             if begun and _split(args, kwargs)[0] is self._hidden(waiting[2]):
                 raise RuntimeError(
-                    f"gradients or training mode were switched off in a segment that has run: begin a new one at layer {i}"
+                    "gradients or training mode were switched off in a segment that has run: "
+                    f"begin a new one at layer {i}"
                 )
             return plain_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], "gradient_checkpointing", False):
@@ -171,8 +186,9 @@ class _Segments:
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
         elif problem := self._problem(i, x, rest, waiting):
             raise RuntimeError(
-                f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers in order, each with the last "
-                f"one's output and the same other arguments: begin a new segment at layer {i}, or use every=1"
+                f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
+                "in order, each with the last one's output and the same other arguments: begin a "
+                f"new segment at layer {i}, or use every=1"
             )
         else:
             out, rest = waiting[2:]
@@ -184,7 +200,9 @@ class _Segments:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
 
     def _run(self, item: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
-        """The output of the layers of one segment, beginning at layer ``start`` with input ``x``."""
+        """The output of the layers of one segment, beginning at layer ``start`` with
+        input ``x``.
+        """
         if item == 1:
             args, kwargs = _joined(x, rest)
             return plain_call(self.layers[start])(*args, **kwargs)
@@ -195,8 +213,9 @@ class _Segments:
             out = checkpoint(run, x, use_reentrant=False) if again else run(x)
             if j < len(parts) and self._says_more(out):
                 raise RuntimeError(
-                    "the layers return more than their hidden state, which is all that a segment hands on: checkpoint them "
-                    "one by one (every=1), or leave output_attentions off"
+                    "the layers return more than their hidden state, which is all that a segment "
+                    "hands on: checkpoint them one by one (every=1), or leave output_attentions "
+                    "off"
                 )
             start, x = start + total_layers(part), self._hidden(out)
         return out
@@ -206,7 +225,9 @@ class _Segments:
         return out[0] if isinstance(out, tuple) and not self.whole else out
 
     def _says_more(self, out: Any) -> bool:
-        return isinstance(out, tuple) and not self.whole and any(part is not None for part in out[1:])
+        return (
+            isinstance(out, tuple) and not self.whole and any(part is not None for part in out[1:])
+        )
 
     def _problem(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> str | None:
         """The reason why this call of layer ``i`` does not continue a segment; None if it does."""
@@ -231,17 +252,27 @@ class _Segments:
             self._choose(lambda: model.forward(*args, **kwargs), alike=len(kinds) < 2)
 
     def _one_after_another(self, i: int, x: Any, rest: tuple) -> None:
-        """Measure the layers of a list without a known owner: call each with the output of the one before it."""
+        """Measure the layers of a list without a known owner: call each with the output of the one
+        before it.
+        """
         if i != 0:
-            raise RuntimeError(f'layer {i} was called before layer 0, at which "best" measures all layers')
+            raise RuntimeError(
+                f'layer {i} was called before layer 0, at which "best" measures all layers'
+            )
         for j in range(len(self.layers)):
             x = self._hidden(self._measure(j, x, rest, self.waiting))
 
     def _choose(self, run: Callable[[], Any], alike: bool = True) -> None:
-        """Measure each layer while ``run`` calls them, and choose the schedule. Random states do not change."""
-        devices = {p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"}
+        """Measure each layer while ``run`` calls them, and choose the schedule.
+
+        Random states do not change.
+        """
+        devices = {
+            p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"
+        }
         self.measured = measured = list[tuple[int, LayerBytes, bool]]()
-        torch.clear_autocast_cache()  # copies cast before the layers would be alive during each layer's backward
+        # copies cast before the layers would be alive during each layer's backward
+        torch.clear_autocast_cache()
         try:
             with torch.random.fork_rng(devices=list(devices)):
                 run()
@@ -256,11 +287,16 @@ class _Segments:
             self.segments, self.keep_last = [1] * len(self.layers), bool(self.keep_last)
 
     def _measure(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> Any:
-        """The output of layer ``i``, without a graph. Records the bytes that the layer keeps and needs."""
+        """The output of layer ``i``, without a graph.
+
+        Records the bytes that the layer keeps and needs.
+        """
         if any(hasattr(p, "placements") for p in self.layers[i].parameters()):
             raise RuntimeError(
-                'every="best" measures one layer alone, and here FSDP has spread its weights over processes: give an int, '
-                '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of an unspread layer)'
+                'every="best" measures one layer alone, and here FSDP has spread its weights over '
+                "processes: give an int, "
+                '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of '
+                "an unspread layer)"
             )
         size, out = layer_bytes(self.layers[i], *_joined(x, rest), x, self._hidden)
         self.measured.append((i, size, self._problem(i, x, rest, waiting) is None))
@@ -292,7 +328,10 @@ class _Turn(Again):
 
 
 class _BeforeModel:
-    """Tells the segments that a forward of their model begins. In a copy of the model it does nothing."""
+    """Tells the segments that a forward of their model begins.
+
+    In a copy of the model it does nothing.
+    """
 
     def __init__(self, tell: Callable = lambda *given: None):
         self.tell = tell
@@ -305,13 +344,16 @@ class _BeforeModel:
 
 
 def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-    """The arguments with None for a key-value cache, and whether there was a cache. ``RuntimeError`` if it has entries."""
+    """The arguments with None for a key-value cache, and whether there was a cache.
+
+    ``RuntimeError`` if it has entries.
+    """
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
     if any(cache.get_seq_length() > 0 for cache in caches):
         raise RuntimeError(
-            "the layers were given a key-value cache that has entries, and running them again would add to it again: train "
-            "without past_key_values, or remove the checkpoints"
+            "the layers were given a key-value cache that has entries, and running them again "
+            "would add to it again: train without past_key_values, or remove the checkpoints"
         )
     args = tuple(None if isinstance(value, kind) else value for value in args)
     kwargs = {name: None if isinstance(value, kind) else value for name, value in kwargs.items()}
@@ -319,13 +361,16 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
-    """A layer's input, and its other arguments: (the positional ones, or None if the input was named; the named ones)."""
+    """A layer's input, and its other arguments: (the positional ones, or None if the input was
+    named; the named ones).
+    """
     if args:
         return args[0], (args[1:], kwargs)
     if "hidden_states" not in kwargs:
         raise TypeError(
-            f"a checkpointed layer was called without a positional argument (only {sorted(kwargs) or 'nothing'}): pass what "
-            "one layer hands to the next as the first argument"
+            "a checkpointed layer was called without a positional argument (only "
+            f"{sorted(kwargs) or 'nothing'}): pass what one layer hands to the next as the first "
+            "argument"
         )
     named = dict(kwargs)
     return named.pop("hidden_states"), (None, named)
@@ -337,7 +382,9 @@ def _joined(x: Any, rest: tuple) -> tuple[tuple, dict]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether all arguments are the same: the same tensors (or views of the same elements), or equal values."""
+    """Whether all arguments are the same: the same tensors (or views of the same elements), or
+    equal values.
+    """
     (ones, kind), (others, other_kind) = tree_flatten(a), tree_flatten(b)
     return kind == other_kind and all(map(_same_leaf, ones, others))
 
@@ -353,11 +400,14 @@ def _where(t: Tensor) -> tuple:
 
 
 _TWICE = (
-    "some of these layers, or parts of them, are checkpointed already, and with a second schedule on top they would run three "
-    "times: call .remove() on the first one, or where it is transformers' own, model.activation_checkpointing_disable() "
+    "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
+    "on top they would run three times: call .remove() on the first one, or where it is "
+    "transformers' own, model.activation_checkpointing_disable() "
     "(gradient_checkpointing_disable() before 5.23), and leave it out of the Trainer's arguments"
 )
-CACHE_LEFT_OUT = "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
+CACHE_LEFT_OUT = (
+    "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
+)
 
 
 def refuse_checkpointed(layers: list[nn.Module]) -> None:
@@ -368,6 +418,6 @@ def refuse_checkpointed(layers: list[nn.Module]) -> None:
             raise RuntimeError(_TWICE)
     if any(map(is_compiled, layers)):
         raise RuntimeError(
-            "a layer is compiled on its own, and compiled code bypasses the checkpoints: checkpoint the layers before you compile "
-            "them, or do not compile them"
+            "a layer is compiled on its own, and compiled code bypasses the checkpoints: "
+            "checkpoint the layers before you compile them, or do not compile them"
         )

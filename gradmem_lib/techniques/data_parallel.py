@@ -1,4 +1,6 @@
-"""Processes that train one model together: the sums over all of them, and the work that each has to do for the others."""
+"""Processes that train one model together: the sums over all of them, and the work that each has to
+do for the others.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,18 +14,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 
-NOTHING = "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all labels -100, or rows one token long? Skip this window"
+NOTHING = (
+    "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all "
+    "labels -100, or rows one token long? Skip this window"
+)
 
 
 class Processes:
-    """Processes that average their gradients over ``groups``, one group after another. Without groups: a single process."""
+    """Processes that average their gradients over ``groups``, one group after another.
+
+    Without groups: a single process.
+    """
 
     def __init__(self, model: nn.Module | None = None, groups: Sequence[dist.ProcessGroup] = ()):
         self.model, self.groups = model, groups
-        self.divisor: float = math.prod(group.size() for group in groups)  # averaging divides gradients by it
+        # averaging divides gradients by it
+        self.divisor: float = math.prod(group.size() for group in groups)
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Each micro-batch, and whether other processes wait for its backward even if it has no items."""
+        """Each micro-batch, and whether other processes wait for its backward even if it has no
+        items.
+        """
         return ((micro, False) for micro in given)
 
     def forward_and_backward(self, needed: bool) -> AbstractContextManager:
@@ -36,16 +47,20 @@ class Processes:
         """Each number, added up over all processes."""
         if not self.groups:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))  # exact up to 2**53
+        # exact up to 2**53
+        total = torch.tensor(numbers, dtype=torch.float64, device=device_of(self.model))
         for group in self.groups:
             dist.all_reduce(total, group=group)
         return total.tolist()
 
 
 class Replicated(Processes):
-    """``DistributedDataParallel``: gradients are sent with the last micro-batch. Processes may have unequally many.
+    """``DistributedDataParallel``: gradients are sent with the last micro-batch. Processes may have
+    unequally many.
 
-    To know which one is the last, it prefetches the next one: two micro-batches are alive at a time."""
+    To know which one is the last, it prefetches the next one: two micro-batches are alive at a
+    time.
+    """
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         held = nothing = object()
@@ -66,17 +81,21 @@ class Replicated(Processes):
             trained = [(n, p) for n, p in self.model.module.named_parameters() if p.requires_grad]
             without = [n for n, p in trained if p.grad is None]
             raise ValueError(
-                f"backward has not reached every trained parameter ({', '.join(without[:3]) or 'of this micro-batch'}), and "
-                "DistributedDataParallel still waits for it, so other gradients are not averaged: freeze unused parameters "
-                "(requires_grad_(False)). If the data decide which ones are used, wrap the model yourself, in "
-                "DistributedDataParallel(find_unused_parameters=True)"
+                "backward has not reached every trained parameter "
+                f"({', '.join(without[:3]) or 'of this micro-batch'}), and DistributedDataParallel "
+                "still waits for it, so other gradients are not averaged: freeze unused "
+                "parameters (requires_grad_(False)). If the data decide which ones are used, wrap "
+                "the model yourself, in DistributedDataParallel(find_unused_parameters=True)"
             )
 
 
 class Sharded(Processes):
-    """FSDP: all processes run every forward and backward together, and each keeps its part of the gradients.
+    """FSDP: all processes run every forward and backward together, and each keeps its part of the
+    gradients.
 
-    Gradients are sent with every micro-batch. If they waited, each process would hold all of them, which sharding avoids."""
+    Gradients are sent with every micro-batch. If they waited, each process would hold all of them,
+    which sharding avoids.
+    """
 
     def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         nothing, rest = object(), iter(given)
@@ -87,31 +106,42 @@ class Sharded(Processes):
                 return
             if ready < all_of_them:
                 raise ValueError(
-                    f"{ready} of {all_of_them} processes have another micro-batch and the others have none, and FSDP "
-                    "computes each one on all processes together: cut the batch into equally many micro-batches "
-                    "everywhere. One whose labels are all -100 will do"
+                    f"{ready} of {all_of_them} processes have another micro-batch and the others "
+                    "have none, and FSDP computes each one on all processes together: cut the "
+                    "batch into equally many micro-batches everywhere. One whose labels are all "
+                    "-100 will do"
                 )
             yield micro, True
             del micro
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that ``model`` computes on: for offloaded shards, the device on which they are gathered."""
+    """The device that ``model`` computes on: for offloaded shards, the device on which they are
+    gathered.
+    """
     first = next(model.parameters())
-    return torch.device(first.device_mesh.device_type) if hasattr(first, "device_mesh") else first.device
+    return (
+        torch.device(first.device_mesh.device_type)
+        if hasattr(first, "device_mesh")
+        else first.device
+    )
 
 
 def processes_of(model: nn.Module | None) -> Processes:
-    """The processes that train ``model``. ``ValueError`` if several processes would get a wrong gradient unnoticed."""
+    """The processes that train ``model``.
+
+    ``ValueError`` if several processes would get a wrong gradient unnoticed.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return Processes()
     if model is None:
         if dist.get_world_size() == 1:
             return Processes()
         raise ValueError(
-            "several processes train together, and accumulate_gradients was not told the model: give model=the "
-            "DistributedDataParallel (or the sharded module), so that items are counted over all processes (or "
-            "model=the plain module, if this process trains one of its own)"
+            "several processes train together, and accumulate_gradients was not told the model: "
+            "give model=the DistributedDataParallel (or the sharded module), so that items are "
+            "counted over all processes (or model=the plain module, if this process trains one of "
+            "its own)"
         )
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -122,34 +152,44 @@ def processes_of(model: nn.Module | None) -> Processes:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise ValueError(
-                f"only a part of the model, {name!r}, is trained by several processes together: give the whole to "
-                f"{type(module).__name__}, and that as model="
+                f"only a part of the model, {name!r}, is trained by several processes together: "
+                f"give the whole to {type(module).__name__}, and that as model="
             )
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return _fully_sharded(model, parts) if parts else Processes()
 
 
 def check_trained_together(model: nn.Module, optimizer: Any) -> None:
-    """``ValueError`` if each process would train its own model, or if the optimizer has none of the shards."""
+    """``ValueError`` if each process would train its own model, or if the optimizer has none of the
+    shards.
+    """
     groups = [] if isinstance(optimizer, list) else optimizer.param_groups
-    stepped, own = {id(p) for group in groups for p in group["params"]}, {id(p) for p in model.parameters()}
+    stepped, own = (
+        {id(p) for group in groups for p in group["params"]},
+        {id(p) for p in model.parameters()},
+    )
     if not processes_of(model).groups or (stepped and stepped.isdisjoint(own)):
-        raise ValueError("with sharding, give model and optimizer that prepare(model, recipe) returned")
+        raise ValueError(
+            "with sharding, give model and optimizer that prepare(model, recipe) returned"
+        )
 
 
 def _fully_sharded(model: nn.Module, parts: list) -> Sharded:
     from torch.distributed.tensor import DTensor
 
-    if plain := [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]:
+    if plain := [
+        n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+    ]:
         raise ValueError(
-            f"{len(plain)} trained parameters ({plain[0]}, ...) are not sharded while others are, and nobody averages "
-            "their gradients over the processes: call fully_shard on the whole model too, after its layers"
+            f"{len(plain)} trained parameters ({plain[0]}, ...) are not sharded while others are, "
+            "and nobody averages their gradients over the processes: call fully_shard on the "
+            "whole model too, after its layers"
         )
     groups, divisors = compat.fsdp2_groups(parts)
     if len(divisors) > 1:
         raise ValueError(
-            f"the parts of this model divide their gradients by different numbers ({divisors}): call "
-            "set_gradient_divide_factor with one number on every part, or on none"
+            f"the parts of this model divide their gradients by different numbers ({divisors}): "
+            "call set_gradient_divide_factor with one number on every part, or on none"
         )
     together, (told,) = Sharded(model, groups), divisors
     together.divisor = together.divisor if told is None else told

@@ -1,4 +1,6 @@
-"""The bytes that one layer keeps and needs, measured by running its forward and backward once, alone."""
+"""The bytes that one layer keeps and needs, measured by running its forward and backward once,
+alone.
+"""
 
 import weakref
 from typing import Any, NamedTuple
@@ -17,10 +19,12 @@ class LayerBytes(NamedTuple):
     Attributes:
         boundary: its input, which a checkpoint keeps.
         internal: what its backward needs besides the input and the weights.
-        temporaries: the most bytes besides these at one time of its forward or backward: the gradients of its output, of its
-            input and of its weights, and those in between.
-        gradients: the gradients of its weights that do not exist yet. They stay until the optimizer's step.
-        trained: whether a gradient passes through it. A layer without one keeps nothing, and is never recomputed.
+        temporaries: the most bytes besides these at one time of its forward or backward: the
+            gradients of its output, of its input and of its weights, and those in between.
+        gradients: the gradients of its weights that do not exist yet. They stay until the
+            optimizer's step.
+        trained: whether a gradient passes through it. A layer without one keeps nothing, and is
+            never recomputed.
     """
 
     boundary: int
@@ -30,21 +34,34 @@ class LayerBytes(NamedTuple):
     trained: bool
 
 
-def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any) -> tuple[LayerBytes, Any]:
-    """The bytes of ``layer(*args, **kwargs)``, and its output without a graph. ``x`` is the argument that is the layer's input.
+def layer_bytes(
+    layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
+) -> tuple[LayerBytes, Any]:
+    """The bytes of ``layer(*args, **kwargs)``, and its output without a graph. ``x`` is the
+    argument that is the layer's input.
 
-    ``hidden(output)`` is the part of the output that the next layer gets, and that has a gradient. Only the output stays: no
-    gradients are left, and buffers get their old values back. Hooks on the layer do not fire. The caller restores random states.
+    ``hidden(output)`` is the part of the output that the next layer gets, and that has a gradient.
+    Only the output stays: no gradients are left, and buffers get their old values back. Hooks on
+    the layer do not fire. The caller restores random states.
     """
     args, kwargs = _cut_off((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
-    buffers = [(m, name, b, b.clone()) for m in layer.modules() for name, b in m.named_buffers(recurse=False)]
+    buffers = [
+        (m, name, b, b.clone())
+        for m in layer.modules()
+        for name, b in m.named_buffers(recurse=False)
+    ]
     device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
     # Autocast as it is set, but without its cache, which would keep copies that no backward needs.
-    casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False)
+    casts = torch.autocast(
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False
+    )
     try:
-        internal, temporaries, trained = _forward_and_backward(layer, args, kwargs, weights, hidden, casts)
-        with torch.no_grad(), casts:  # after the backward, so that no second output is alive beside it
+        internal, temporaries, trained = _forward_and_backward(
+            layer, args, kwargs, weights, hidden, casts
+        )
+        # after the backward, so that no second output is alive beside it
+        with torch.no_grad(), casts:
             out = _cut_off(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
@@ -59,14 +76,22 @@ def layer_bytes(layer: nn.Module, args: tuple, kwargs: dict, x: Any, hidden: Any
 
 
 def _forward_and_backward(
-    layer: nn.Module, args: tuple, kwargs: dict, weights: list[Tensor], hidden: Any, casts: torch.autocast
+    layer: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    weights: list[Tensor],
+    hidden: Any,
+    casts: torch.autocast,
 ) -> tuple[int, int, list[bool]]:
-    """The bytes kept, the most bytes besides these at one time, and which tensors of the output have a gradient."""
+    """The bytes kept, the most bytes besides these at one time, and which tensors of the output
+    have a gradient.
+    """
     made = _Made()
     with Watch(made.observe):
         with casts:
             out = layer.forward(*args, **kwargs)
-        internal = _nbytes(made.alive.difference(storages_of(hidden(out))))  # the next layer's boundary
+        # the next layer's boundary
+        internal = _nbytes(made.alive.difference(storages_of(hidden(out))))
         trained = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((hidden(out),)) if t.requires_grad]
         # While a layer is recomputed, the gradient of its output is alive too.
@@ -77,21 +102,25 @@ def _forward_and_backward(
             del out, outputs
             made.most = _nbytes(made.alive)
             leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
-            with torch.autocast(casts.device, enabled=False):  # a real backward runs after the autocast block
+            # a real backward runs after the autocast block
+            with torch.autocast(casts.device, enabled=False):
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
             most = max(most, made.most)
     return internal, most - internal, trained
 
 
 class _Made:
-    """The storages that operations have made and that are still ``alive``, and the ``most`` bytes of them at one time."""
+    """The storages that operations have made and that are still ``alive``, and the ``most`` bytes
+    of them at one time.
+    """
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet = weakref.WeakSet()
         self.most = 0
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        self.alive |= set(storages_of(out)).difference(storages_of((args, kwargs)))  # the rest are views
+        # the rest are views
+        self.alive |= set(storages_of(out)).difference(storages_of((args, kwargs)))
         self.most = max(self.most, _nbytes(self.alive))
 
 

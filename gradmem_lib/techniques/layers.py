@@ -4,7 +4,8 @@ import sys
 
 from torch import nn
 
-# By each list's name in the model: the layers, and the transformers model that calls them, if it was given.
+# By each list's name in the model: the layers, and the transformers model that calls them, if it
+# was given.
 Lists = dict[str, tuple[list[nn.Module], nn.Module | None]]
 
 
@@ -12,29 +13,37 @@ def find_layers(given: nn.Module) -> Lists:
     """The lists of layers in an ``nn.Sequential``, an ``nn.ModuleList`` or a transformers model."""
     if not isinstance(given, nn.Module):
         raise TypeError(
-            "checkpoint_layers takes an nn.Sequential, an nn.ModuleList or a transformers model, and was given "
-            f"{type(given).__name__}"
+            "checkpoint_layers takes an nn.Sequential, an nn.ModuleList or a transformers model, "
+            f"and was given {type(given).__name__}"
         )
     found: Lists = {}
     if isinstance(given, (nn.Sequential, nn.ModuleList)):
         found["layers"] = list(given), None
     else:
-        kind = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
+        kind = getattr(
+            sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ()
+        )
         owners = {}
         for name, module in given.named_modules():
             if any(name.startswith(f"{outer}.") for outer in found):
                 continue  # a list inside a layer of another list is recomputed with that layer
             if hasattr(module, "config"):
                 owners[f"{name}." if name else ""] = module
-            if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, kind) for m in module):
+            if (
+                isinstance(module, nn.ModuleList)
+                and len(module)
+                and all(isinstance(m, kind) for m in module)
+            ):
                 around = [owner for outer, owner in owners.items() if name.startswith(outer)]
                 found[name] = list(module), around[-1] if around else None
     if not (layers := [layer for several, _ in found.values() for layer in several]):
         raise ValueError(
-            f"there are no layers in this {type(given).__name__}: in a model, a ModuleList of transformers' "
-            "GradientCheckpointingLayers is looked for, and none was found. Give the nn.Sequential or nn.ModuleList itself, "
-            "such as model.layers"
+            f"there are no layers in this {type(given).__name__}: in a model, a ModuleList of "
+            "transformers' GradientCheckpointingLayers is looked for, and none was found. Give "
+            "the nn.Sequential or nn.ModuleList itself, such as model.layers"
         )
     if len(set(layers)) < len(layers):
-        raise ValueError("the same layer is in the list more than once: shared layers cannot be in segments")
+        raise ValueError(
+            "the same layer is in the list more than once: shared layers cannot be in segments"
+        )
     return found

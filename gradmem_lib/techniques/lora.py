@@ -8,18 +8,26 @@ from torch import Tensor, nn
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021, section 4.1).
+    """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021,
+    section 4.1).
 
-    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the base model. Both have ``dtype``, by
-    default float32 on a base in 16 bits, as in PEFT; ``x`` is cast to it. transformers' ``Conv1D`` (GPT-2) has a transposed weight.
+    ``A`` (rank, in) starts random and ``B`` (out, rank) at zero, so that training starts from the
+    base model. Both have ``dtype``, by default float32 on a base in 16 bits, as in PEFT; ``x`` is
+    cast to it. transformers' ``Conv1D`` (GPT-2) has a transposed weight.
     """
 
     def __init__(
-        self, base: nn.Module, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if (sizes := linear_sizes(base)) is None or rank < 1:
-            raise ValueError(f"give an nn.Linear or Conv1D, and a rank of at least 1, not {base}, {rank}")
+            raise ValueError(
+                f"give an nn.Linear or Conv1D, and a rank of at least 1, not {base}, {rank}"
+            )
         inside, outside = sizes
         self.base = base.requires_grad_(False)
         dtype = dtype or torch.promote_types(base.weight.dtype, torch.float32)
@@ -30,10 +38,15 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Base plus addition as one new matrix in the base's shape. Mamba reads the weight of its ``dt_proj`` directly."""
+        """Base plus addition as one new matrix in the base's shape.
+
+        Mamba reads the weight of its ``dt_proj`` directly.
+        """
         addition = self.scale * (self.B @ self.A)
         base = self.base.weight
-        return base + (addition.T if type(self.base).__name__ == "Conv1D" else addition).to(base.dtype)
+        return base + (addition.T if type(self.base).__name__ == "Conv1D" else addition).to(
+            base.dtype
+        )
 
     @property
     def bias(self) -> Tensor | None:
@@ -47,11 +60,15 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
-        """The base with the addition written into its weight, for use after training. ``ValueError`` for a base in 4 bits."""
+        """The base with the addition written into its weight, for use after training.
+
+        ``ValueError`` for a base in 4 bits.
+        """
         if not isinstance(self.base.weight, nn.Parameter):
             raise ValueError(
-                "the base is in 4 bits, and rounding to 4 bits would lose the additions: load the model in bf16 with a recipe "
-                "without quantized_base, resume from a checkpoint or copy A and B over, and merge there"
+                "the base is in 4 bits, and rounding to 4 bits would lose the additions: load the "
+                "model in bf16 with a recipe without quantized_base, resume from a checkpoint or "
+                "copy A and B over, and merge there"
             )
         self.base.weight.copy_(self.weight)
         return self.base
@@ -59,10 +76,14 @@ class LoRALinear(nn.Module):
 
 @torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer; ``None`` for other modules, and for a router, whose own forward, tried on one row, returns a pair."""
+    """(in, out) of a linear layer; ``None`` for other modules, and for a router, whose own forward,
+    tried on one row, returns a pair.
+    """
     if isinstance(module, nn.Linear):
         own = type(module).forward is not nn.Linear.forward
-        if own and not isinstance(module.forward(module.weight.new_zeros(1, module.in_features)), Tensor):
+        if own and not isinstance(
+            module.forward(module.weight.new_zeros(1, module.in_features)), Tensor
+        ):
             return None
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == module.weight.shape[1]:
@@ -85,17 +106,20 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def add_lora(
     model: nn.Module, rank: int, targets: tuple[str, ...] = (), dtype: torch.dtype | None = None
 ) -> int:
-    """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place. Returns their number.
+    """Freeze ``model`` and replace its linear layers by ``LoRALinear`` in place. Returns their
+    number.
 
-    ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``). Without any, all but the output layer.
+    ``targets`` are names, or last parts of names (``"q_proj"``, ``"mlp.up_proj"``). Without any,
+    all but the output layer.
     """
     model.requires_grad_(False)
     linear, ends = linear_layers(model), tuple(f".{target}" for target in targets)
     if not (chosen := [name for name in linear if not targets or f".{name}".endswith(ends)]):
         there = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
-            f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: lora_targets are the last parts of "
-            f"layers' names, and this model has {', '.join(map(repr, there)) or 'no linear layer'}"
+            f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: "
+            "lora_targets are the last parts of layers' names, and this model has "
+            f"{', '.join(map(repr, there)) or 'no linear layer'}"
         )
     for name in chosen:
         replace(model, name, LoRALinear(linear[name], rank, dtype=dtype))

@@ -1,4 +1,6 @@
-"""Losses of causal language models: a sum with its number of tokens, and a mean whose logits never exist as a whole."""
+"""Losses of causal language models: a sum with its number of tokens, and a mean whose logits never
+exist as a whole.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,21 +12,27 @@ CHUNK_TOKENS = 128  # of 128,256 words in float32: 63 MiB
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The summed cross-entropy of a causal language model on ``batch``, and the number of tokens that it predicts.
+    """The summed cross-entropy of a causal language model on ``batch``, and the number of tokens
+    that it predicts.
 
-    ``batch`` has ``input_ids`` and ``labels`` (rows, tokens), and ``attention_mask`` if there is padding. A label
-    of -100 is ignored. The logits at position t are compared with the label at t + 1.
+    ``batch`` has ``input_ids`` and ``labels`` (rows, tokens), and ``attention_mask`` if there is
+    padding. A label of -100 is ignored. The logits at position t are compared with the label at t +
+    1.
     """
     logits = model(**_without_labels(batch)).logits[:, :-1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 has too few digits for a sum
+    # bf16 has too few digits for a sum
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = batch["labels"][:, 1:]
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return loss, count_targets(batch["labels"])
 
 
 def count_targets(labels: Tensor) -> int:
-    """How many tokens a causal language model predicts: the labels (rows, tokens) that are not -100. Labels at position 0
-    do not count, since no token comes before them."""
+    """How many tokens a causal language model predicts: the labels (rows, tokens) that are not
+    -100. Labels at position 0 do not count, since no token comes before them.
+    """
     return int((labels[:, 1:] != IGNORED).sum())
 
 
@@ -33,21 +41,27 @@ def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loss_in_chunks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean cross-entropy of a causal language model on ``batch`` (as above), with the logits in chunks. It takes logits as
-    hidden states times the output matrix: ``training.losses.chunked_loss`` first checks that the model does the same."""
+    """The mean cross-entropy of a causal language model on ``batch`` (as above), with the logits in
+    chunks. It takes logits as hidden states times the output matrix:
+    ``training.losses.chunked_loss`` first checks that the model does the same.
+    """
     hidden = model.base_model(**_without_labels(batch)).last_hidden_state
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-    return chunked_cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten())
+    return chunked_cross_entropy(
+        hidden.flatten(0, 1), model.get_output_embeddings().weight, labels.flatten()
+    )
 
 
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, with the logits of ``tokens`` rows at a time.
+    """Mean cross-entropy of ``hidden @ weight.T`` against ``labels``, with the logits of ``tokens``
+    rows at a time.
 
-    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count. Gradients are
-    computed in forward, since a chunk's logits are not kept. torch 2.13's ``F.linear_cross_entropy`` does the same
-    in one operator, in which the bytes of a chunk cannot be seen.
+    ``hidden`` (T, h), ``weight`` (vocab, h), ``labels`` (T,) with -100 for rows that do not count.
+    Gradients are computed in forward, since a chunk's logits are not kept. torch 2.13's
+    ``F.linear_cross_entropy`` does the same in one operator, in which the bytes of a chunk cannot
+    be seen.
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, tokens)
 
@@ -65,7 +79,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = hidden.new_zeros((), dtype=torch.float32)
             count = (labels != IGNORED).sum()
             for start in range(0, len(hidden), tokens):
-                rows, target = hidden[start : start + tokens].to(dtype), labels[start : start + tokens]
+                rows, target = (
+                    hidden[start : start + tokens].to(dtype),
+                    labels[start : start + tokens],
+                )
                 counted = (target != IGNORED)[:, None]
                 target = target.clamp(min=0)[:, None]
                 log_p = (rows @ matrix.T).float().log_softmax(1)
@@ -78,7 +95,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if wants_hidden:
                     d_hidden[start : start + tokens] = d_logits @ matrix
                 if wants_weight and d_weight.dtype == dtype:
-                    d_weight.addmm_(d_logits.T, rows)  # += would need a second gradient of the same size
+                    # += would need a second gradient of the same size
+                    d_weight.addmm_(d_logits.T, rows)
                 elif wants_weight:
                     d_weight += d_logits.T @ rows
                 del log_p, d_logits, rows
@@ -87,6 +105,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        # In place, to save memory. Therefore a second backward through the same graph is an error, not a wrong gradient.
-        d_hidden, d_weight = (d if d is None else d.mul_(d_loss.to(d.dtype)) for d in ctx.saved_tensors)
+        # In place, to save memory. Therefore a second backward through the same graph is an error,
+        # not a wrong gradient.
+        d_hidden, d_weight = (
+            d if d is None else d.mul_(d_loss.to(d.dtype)) for d in ctx.saved_tensors
+        )
         return d_hidden, d_weight, None, None

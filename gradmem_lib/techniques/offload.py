@@ -1,4 +1,6 @@
-"""Offloading: tensors that autograd saves for backward are moved to files, or from a card to the host, and reloaded."""
+"""Offloading: tensors that autograd saves for backward are moved to files, or from a card to the
+host, and reloaded.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,33 @@ MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # fully_shard m
 
 
 class offload_activations(saved_tensors_hooks):
-    """``with offload_activations(model=model) as moved:`` around a forward moves the tensors that autograd saves, until backward.
+    """``with offload_activations(model=model) as moved:`` around a forward moves the tensors that
+    autograd saves, until backward.
 
-    On the CPU, tensors are moved to files: one file for each storage, of equally many bytes. On a card, they are moved to the
-    host's pinned memory, by copies on the computing stream. A tensor that is later changed in place is reloaded unchanged.
+    On the CPU, tensors are moved to files: one file for each storage, of equally many bytes. On a
+    card, they are moved to the host's pinned memory, by copies on the computing stream. A tensor
+    that is later changed in place is reloaded unchanged.
 
     Args:
-        folder: the folder in which the files get their own folder. ``None``: the system's folder for temporary files. A file is
-            deleted with its graph, and the folder with its last file. ``.close()`` and an exception in the block delete both.
-        model: its parameters and buffers are not moved. Without a model, no ``nn.Parameter`` is moved.
+        folder: the folder in which the files get their own folder. ``None``: the system's folder
+            for temporary files. A file is deleted with its graph, and the folder with its last
+            file. ``.close()`` and an exception in the block delete both.
+        model: its parameters and buffers are not moved. Without a model, no ``nn.Parameter`` is
+            moved.
         what: ``"activations"`` or ``"boundaries"`` (``OFFLOAD``).
 
-    Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that were moved, each of them once. Backward
-    reloads a storage each time that it needs it, and raises ``RuntimeError`` if its file is gone.
+    Attributes: ``bytes`` moved so far, and ``tensors``, the number of storages that were moved,
+    each of them once. Backward reloads a storage each time that it needs it, and raises
+    ``RuntimeError`` if its file is gone.
     """
 
     def __init__(
-        self, folder: str | os.PathLike | None = None, *, model: nn.Module | None = None, what: str = "activations"
-    ):  # fmt: skip
+        self,
+        folder: str | os.PathLike | None = None,
+        *,
+        model: nn.Module | None = None,
+        what: str = "activations",
+    ):
         choose("what", what, MOVES)
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
@@ -52,7 +63,9 @@ class offload_activations(saved_tensors_hooks):
         self._stay: set[int] = set()
 
     def __enter__(self) -> offload_activations:
-        stay = [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
+        stay = (
+            [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
+        )
         self._stay = {storage_key(storage) for tensor in stay for storage in storages_of(tensor)}
         super().__enter__()
         return self
@@ -105,8 +118,9 @@ def _unpack(packed: tuple) -> Tensor:
     tensor, before = form
     if version(tensor) != before:  # autograd does not check this where hooks are used
         raise RuntimeError(
-            f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this backward, has been changed in "
-            "place since the forward: run backward first, or change a copy"
+            f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this "
+            "backward, has been changed in place since the forward: run backward first, or change "
+            "a copy"
         )
     return tensor
 
@@ -128,23 +142,30 @@ class _Moved:
             self._host.copy_(here, non_blocking=True)
         elif not self._fake:  # written without a torch operation, which trackers would count
             self._path = new_path()
-            weakref.finalize(self, _remove, self._path)  # first, so that an interrupt leaves no file
+            # first, so that an interrupt leaves no file
+            weakref.finalize(self, _remove, self._path)
             self._path.write_bytes((ctypes.c_char * self._nbytes).from_address(storage.data_ptr()))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
-        # Chunks of one storage may each count their own changes, as in a GRU: so the base tensor has to be the same too.
+        # Chunks of one storage may each count their own changes, as in a GRU: so the base tensor
+        # has to be the same too.
         return self._of() is base_of(tensor) and self._version == version(tensor)
 
     def tensor(self, dtype: torch.dtype, *form) -> Tensor:
-        """The saved tensor of this dtype, offset, shape and stride. Tensors of one storage share a copy while it is unchanged."""
-        with torch.enable_grad():  # so that a tracker counts it as an activation, like one that is recomputed
+        """The saved tensor of this dtype, offset, shape and stride.
+
+        Tensors of one storage share a copy while it is unchanged.
+        """
+        # so that a tracker counts it as an activation, like one that is recomputed
+        with torch.enable_grad():
             storage = self._back()
             if storage is None or version(self._empty):
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
                 storage, self._empty = flat.untyped_storage(), flat.detach()
                 self._empty.data = flat.new_empty(0)  # counts changes of all, and holds no bytes
-                self._back = WeakIdRef(storage)  # of the storage, since autograd makes new tensors of it
+                # of the storage, since autograd makes new tensors of it
+                self._back = WeakIdRef(storage)
             shared = self._empty.detach()
             shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)
             return shared
@@ -158,8 +179,9 @@ class _Moved:
                     file.readinto(flat.numpy())
             except FileNotFoundError as error:
                 raise RuntimeError(
-                    "what this backward needs was moved to a file that is gone: the block of offload_activations ended with "
-                    "an exception, or was closed. Run the forward again"
+                    "what this backward needs was moved to a file that is gone: the block of "
+                    "offload_activations ended with an exception, or was closed. Run the forward "
+                    "again"
                 ) from error
 
 

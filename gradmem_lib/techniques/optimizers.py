@@ -16,11 +16,13 @@ SMALLEST_8BIT = 4096
 
 
 class AdamW8bit(OwnDtypes):
-    """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
+    """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via
+    block-wise quantization").
 
-    The layout is that of bitsandbytes: blocks of 256 numbers share one float32, their largest magnitude; tensors with fewer
-    than 4,096 numbers stay in float32; all parameters share two float32 tables of 256 values. The update is one operator, as in
-    bitsandbytes, and a tracker sees nothing inside it. Unlike bitsandbytes' kernel, it takes up to 35 MB for a moment.
+    The layout is that of bitsandbytes: blocks of 256 numbers share one float32, their largest
+    magnitude; tensors with fewer than 4,096 numbers stay in float32; all parameters share two
+    float32 tables of 256 values. The update is one operator, as in bitsandbytes, and a tracker sees
+    nothing inside it. Unlike bitsandbytes' kernel, it takes up to 35 MB for a moment.
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
@@ -42,16 +44,25 @@ class AdamW8bit(OwnDtypes):
         none = None if "code" in state else p.grad.new_empty(0)
         weight, grad = (torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad))
         _adamw_8bit()(
-            weight, grad, state["exp_avg"], state["exp_avg_sq"],
+            weight,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
             *(state.get(name, none) for name in ("absmax", "absmax_sq", "code", "code_sq")),
-            state["step"], group["lr"], *group["betas"], group["eps"], group["weight_decay"],
-        )  # fmt: skip
+            state["step"],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+        )
 
     def _start(self, p: Tensor, state: dict) -> None:
         state["step"], p = 0, torch.view_as_real(p) if p.is_complex() else p
         small = p.numel() < SMALLEST_8BIT
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(p.shape, dtype=torch.float32 if small else torch.uint8, device=p.device)
+            state[name] = torch.zeros(
+                p.shape, dtype=torch.float32 if small else torch.uint8, device=p.device
+            )
         if not small:
             for name in ("absmax", "absmax_sq"):
                 state[name] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -59,9 +70,11 @@ class AdamW8bit(OwnDtypes):
 
 
 def code_table(signed: bool, device: torch.device | None) -> Tensor:
-    """256 increasing values from -1 (or 0) to 1, 0 among them (Dettmers et al. 2022, section 1.3, "dynamic tree quantization").
+    """256 increasing values from -1 (or 0) to 1, 0 among them (Dettmers et al. 2022, section 1.3,
+    "dynamic tree quantization").
 
-    Each decade from 1e-7 on has twice as many values as the decade below it: the middles of equal intervals of the decade.
+    Each decade from 1e-7 on has twice as many values as the decade below it: the middles of equal
+    intervals of the decade.
     """
     decades = []
     for exponent in range(7):
@@ -80,9 +93,21 @@ def _adamw_8bit():
         "gradmem::adamw_8bit", mutates_args=("p", "exp_avg", "exp_avg_sq", "absmax", "absmax_sq")
     )
     def adamw_8bit(
-        p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, absmax: Tensor, absmax_sq: Tensor,
-        code: Tensor, code_sq: Tensor, step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    ) -> None:  # fmt: skip
+        p: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        absmax: Tensor,
+        absmax_sq: Tensor,
+        code: Tensor,
+        code_sq: Tensor,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+    ) -> None:
         flat_p, flat_grad = p.reshape(-1), grad.reshape(-1)
         flat_m, flat_v = exp_avg.view(-1), exp_avg_sq.view(-1)
         slice_size = BLOCK * 4096
@@ -122,9 +147,11 @@ def quantized_blocks(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest(values: Tensor, code: Tensor) -> Tensor:
-    """uint8 indices of the values in ``code`` (increasing) that are nearest to ``values`` (float32, flat, from -1 to 1).
+    """uint8 indices of the values in ``code`` (increasing) that are nearest to ``values`` (float32,
+    flat, from -1 to 1).
 
-    On the CPU, a binary search takes eight times as long as all the rest of an update. There, a table replaces it.
+    On the CPU, a binary search takes eight times as long as all the rest of an update. There, a
+    table replaces it.
     """
     if values.device.type != "cpu":
         return torch.bucketize(values, _middles(code)).to(torch.uint8)
@@ -139,8 +166,10 @@ def _middles(code: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _by_upper_half(code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """For each value of a float32's upper 16 bits, how many middles of ``code`` are below all numbers with these bits. At most
-    one more middle, the next one, is below some of them. Also the middles themselves, with infinity at the end."""
+    """For each value of a float32's upper 16 bits, how many middles of ``code`` are below all
+    numbers with these bits. At most one more middle, the next one, is below some of them. Also the
+    middles themselves, with infinity at the end.
+    """
     middles = _middles(torch.tensor(code))
     upper = torch.arange(2**16, dtype=torch.int32) << 16
     least = torch.bucketize((upper | (upper >> 31 & 0xFFFF)).view(torch.float32), middles)

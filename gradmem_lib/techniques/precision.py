@@ -14,12 +14,16 @@ SLICE = 2**18  # numbers of a tensor that a step copies to float32 at a time
 
 
 class OwnDtypes(AdamW):
-    """``load_state_dict`` keeps the saved dtypes, where torch casts to the parameter's dtype: a float32 copy of the weights
-    would be rounded to bf16, and 8-bit codes would become bf16 numbers. Copies and pickles keep the original's switches."""
+    """``load_state_dict`` keeps the saved dtypes, where torch casts to the parameter's dtype: a
+    float32 copy of the weights would be rounded to bf16, and 8-bit codes would become bf16 numbers.
+    Copies and pickles keep the original's switches.
+    """
 
     def __getstate__(self) -> dict:
         own = ("foreach", "fused", "generator", "_codes")
-        return super().__getstate__() | {name: value for name, value in vars(self).items() if name in own}
+        return super().__getstate__() | {
+            name: value for name, value in vars(self).items() if name in own
+        }
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -33,12 +37,15 @@ class OwnDtypes(AdamW):
 class MasterAdamW(OwnDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
-    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates go to the float32
-    copy, and the parameter is that copy, rounded. It updates one parameter at a time, so that only one float32 gradient
-    exists; ``foreach`` and ``fused`` need all of them at once.
+    A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates
+    go to the float32 copy, and the parameter is that copy, rounded. It updates one parameter at a
+    time, so that only one float32 gradient exists; ``foreach`` and ``fused`` need all of them at
+    once.
     """
 
-    def __init__(self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any):
+    def __init__(
+        self, *arguments: Any, foreach: bool = False, fused: bool = False, **settings: Any
+    ):
         super().__init__(*arguments, **settings)
         self.foreach, self.fused = foreach, fused
 
@@ -49,8 +56,12 @@ class MasterAdamW(OwnDtypes):
             for p in ready:
                 if not self.state[p]:
                     self.state[p] = {
-                        "step": torch.zeros((), device=p.device) if self.fused else torch.tensor(0.0),
-                        "master": (master := p.detach().to(torch.promote_types(p.dtype, torch.float32))),
+                        "step": torch.zeros((), device=p.device)
+                        if self.fused
+                        else torch.tensor(0.0),
+                        "master": (
+                            master := p.detach().to(torch.promote_types(p.dtype, torch.float32))
+                        ),
                         "exp_avg": torch.zeros_like(master),
                         "exp_avg_sq": torch.zeros_like(master),
                     }
@@ -61,34 +72,56 @@ class MasterAdamW(OwnDtypes):
         from torch.optim.adamw import adamw
 
         states = [self.state[p] for p in parameters]
-        masters, m, v, steps = ([s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step"))
+        masters, m, v, steps = (
+            [s[k] for s in states] for k in ("master", "exp_avg", "exp_avg_sq", "step")
+        )
         gradients = [p.grad.to(master.dtype) for p, master in zip(parameters, masters, strict=True)]
-        (beta1, beta2), settings = group["betas"], {k: group[k] for k in ("lr", "eps", "weight_decay")}
+        (beta1, beta2), settings = (
+            group["betas"],
+            {k: group[k] for k in ("lr", "eps", "weight_decay")},
+        )
         adamw(
-            masters, gradients, m, v, [], steps, foreach=self.foreach, fused=self.fused, amsgrad=False,
-            maximize=False, beta1=beta1, beta2=beta2, **settings,
-        )  # fmt: skip
+            masters,
+            gradients,
+            m,
+            v,
+            [],
+            steps,
+            foreach=self.foreach,
+            fused=self.fused,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            **settings,
+        )
         for p, master in zip(parameters, masters, strict=True):
             p.copy_(master)
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round ``x`` (float32, any shape) to bf16: to one of its two neighbours, to the nearer one with the higher probability.
+    """Round ``x`` (float32, any shape) to bf16: to one of its two neighbours, to the nearer one
+    with the higher probability.
 
-    The mean over many roundings is ``x`` itself. So if many updates are each too small for a bf16 weight, the right share of
-    them takes effect (Gupta et al. 2015). A bf16 number is the upper half of a float32 number. A random lower half is added: the
-    larger the lower half of ``x``, the more often the sum carries into the upper half.
+    The mean over many roundings is ``x`` itself. So if many updates are each too small for a bf16
+    weight, the right share of them takes effect (Gupta et al. 2015). A bf16 number is the upper
+    half of a float32 number. A random lower half is added: the larger the lower half of ``x``, the
+    more often the sum carries into the upper half.
     """
-    chance = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    chance = torch.randint(
+        0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
+    )
     return chance.add_(x.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
 class StochasticAdamW(OwnDtypes):
-    """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments stochastically. It needs 8 bytes a
-    parameter (with its gradient), as in pure bf16, and no update is lost on average.
+    """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments
+    stochastically. It needs 8 bytes a parameter (with its gradient), as in pure bf16, and no update
+    is lost on average.
 
-    ``generator``: the source of random numbers, by default torch's own for the device. With several processes, give each a
-    generator with the same seed: else their copies of the weights drift apart. Parameters in other dtypes are updated as usual.
+    ``generator``: the source of random numbers, by default torch's own for the device. With several
+    processes, give each a generator with the same seed: else their copies of the weights drift
+    apart. Parameters in other dtypes are updated as usual.
     """
 
     def __init__(self, *arguments: Any, generator: torch.Generator | None = None, **settings: Any):
@@ -99,7 +132,9 @@ class StochasticAdamW(OwnDtypes):
         if p.dtype != torch.bfloat16:
             return super()._update(p, state, group)
         # One slice at a time, so that the float32 copies stay small for a large embedding.
-        tensors = [torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [
+            torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
+        ]
         rows = max(1, SLICE * len(tensors[0]) // max(1, p.numel()))
         for weight, grad, m, v in zip(*(t.split(rows) for t in tensors), strict=True):
             exact = weight.float(), grad.float(), m.float(), v.float()
@@ -110,10 +145,12 @@ class StochasticAdamW(OwnDtypes):
 
 
 class GradScaler:
-    """Keeps float16 gradients from rounding to zero: it multiplies the loss by ``factor``, and divides the gradients by it.
+    """Keeps float16 gradients from rounding to zero: it multiplies the loss by ``factor``, and
+    divides the gradients by it.
 
-    If a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` is halved. After
-    ``growth_interval`` good steps in a row, ``factor`` is doubled. The names are those of ``torch.amp.GradScaler``.
+    If a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` is
+    halved. After ``growth_interval`` good steps in a row, ``factor`` is doubled. The names are
+    those of ``torch.amp.GradScaler``.
     """
 
     def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000):
@@ -125,8 +162,12 @@ class GradScaler:
 
     def step(self, optimizer: Optimizer) -> None:
         """Divide the gradients in place, then step unless one of them is not finite."""
-        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        largest = [torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()]
+        gradients = [
+            p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]
+        largest = [
+            torch.linalg.vector_norm(g.div_(self.factor), torch.inf) for g in gradients if g.numel()
+        ]
         self.finite = all(norm.isfinite().item() for norm in largest)
         if self.finite:
             optimizer.step()

@@ -1,9 +1,11 @@
-"""A frozen linear layer in 4 bits, as QLoRA keeps its base (Dettmers et al. 2023, sections 3 and "Double Quantization").
+"""A frozen linear layer in 4 bits, as QLoRA keeps its base (Dettmers et al. 2023, sections 3 and
+"Double Quantization").
 
-A weight is one of 16 values (quantiles of a normal distribution) times the largest magnitude of its block of 64. Each of these
-magnitudes is stored in one byte, with a float32 scale for every 256 of them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a
-weight, the layout that bitsandbytes documents. To multiply, the layer dequantizes the whole matrix to 16 bits, once in
-forward and once in backward, and frees it again: weights are stored in 4 bits, but not multiplied in 4 bits.
+A weight is one of 16 values (quantiles of a normal distribution) times the largest magnitude of its
+block of 64. Each of these magnitudes is stored in one byte, with a float32 scale for every 256 of
+them. That is 0.5 + 1/64 + 4/(64 x 256) bytes a weight, the layout that bitsandbytes documents. To
+multiply, the layer dequantizes the whole matrix to 16 bits, once in forward and once in backward,
+and frees it again: weights are stored in 4 bits, but not multiplied in 4 bits.
 """
 
 from functools import cache
@@ -24,7 +26,9 @@ _OUTERMOST = 0.9677083  # the quantile of the largest value, as bitsandbytes set
 
 @cache
 def nf4_values(device: torch.device | None = None) -> Tensor:
-    """The 16 values of NF4, increasing from -1 to 1: 7 below 0, 0 itself, and 8 above it (the paper's appendix E)."""
+    """The 16 values of NF4, increasing from -1 to 1: 7 below 0, 0 itself, and 8 above it (the
+    paper's appendix E).
+    """
     above = torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 9, dtype=torch.float64))
     below = -torch.special.ndtri(torch.linspace(0.5, _OUTERMOST, 8, dtype=torch.float64))[1:]
     return (torch.cat([below.flip(0), above]) / above[-1]).float().to(device)
@@ -33,8 +37,9 @@ def nf4_values(device: torch.device | None = None) -> Tensor:
 class Linear4bit(nn.Module):
     """A frozen linear layer (``nn.Linear`` or GPT-2's ``Conv1D``) whose weight is stored in 4 bits.
 
-    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two weights a byte; ``magnitudes``, a
-    byte for every 64 weights; ``scales``, a float32 for every 256 magnitudes; ``offset``, their mean. The bias does not change.
+    Maps ``x`` (..., in) to (..., out) in the dtype of ``x``. Frozen parameters: ``packed``, two
+    weights a byte; ``magnitudes``, a byte for every 64 weights; ``scales``, a float32 for every 256
+    magnitudes; ``offset``, their mean. The bias does not change.
     """
 
     def __init__(self, base: nn.Module):
@@ -48,7 +53,9 @@ class Linear4bit(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight in its first dtype, for models that read it themselves (Mamba's mixers, T5)."""
+        """The dequantized weight in its first dtype, for models that read it themselves (Mamba's
+        mixers, T5).
+        """
         return self.dequantized(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,11 +65,16 @@ class Linear4bit(nn.Module):
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out, in) that the layer multiplies by."""
         magnitudes = _operators().magnitudes(self.magnitudes, self.scales, self.offset)
-        return _operators().dequantize(self.packed, magnitudes, self.out_features, self.in_features, dtype)
+        return _operators().dequantize(
+            self.packed, magnitudes, self.out_features, self.in_features, dtype
+        )
 
 
 class _Multiply(torch.autograd.Function):
-    """``x @ W.T`` of a 4-bit layer. Backward dequantizes the frozen weight again, so forward saves nothing for it."""
+    """``x @ W.T`` of a 4-bit layer.
+
+    Backward dequantizes the frozen weight again, so forward saves nothing for it.
+    """
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -75,13 +87,19 @@ class _Multiply(torch.autograd.Function):
 
 
 def quantize_base(model: nn.Module) -> int:
-    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, also those inside LoRA layers. Returns their number.
-    The output layer, the embedding and the norms stay, and so do a mixture's experts: their weights are one tensor for all of
-    them and no linear layers, so they keep 16 bits, without LoRA. Raises ``ValueError`` if no linear layer is frozen."""
-    if not (frozen := {name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad}):
+    """Replace ``model``'s frozen linear layers by ``Linear4bit`` in place, also those inside LoRA
+    layers. Returns their number. The output layer, the embedding and the norms stay, and so do a
+    mixture's experts: their weights are one tensor for all of them and no linear layers, so they
+    keep 16 bits, without LoRA. Raises ``ValueError`` if no linear layer is frozen.
+    """
+    if not (
+        frozen := {
+            name: m for name, m in linear_layers(model).items() if not m.weight.requires_grad
+        }
+    ):
         raise ValueError(
-            "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes the model), since "
-            "4-bit weights cannot be trained"
+            "there is no frozen linear layer to keep in 4 bits: add LoRA first (add_lora freezes "
+            "the model), since 4-bit weights cannot be trained"
         )
     for name, module in frozen.items():
         replace(model, name, Linear4bit(module))
@@ -90,7 +108,9 @@ def quantize_base(model: nn.Module) -> int:
 
 @cache
 def _operators() -> SimpleNamespace:
-    """The three kernels, each as a single operator: a tracker sees one kernel for each, as with bitsandbytes."""
+    """The three kernels, each as a single operator: a tracker sees one kernel for each, as with
+    bitsandbytes.
+    """
 
     @torch.library.custom_op("gradmem::nf4_quantize", mutates_args=())
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +129,9 @@ def _operators() -> SimpleNamespace:
     def _(weight):
         new, blocks = weight.new_empty, -(-weight.numel() // BLOCK)
         packed, magnitudes = (new(n, dtype=torch.uint8) for n in (-(-weight.numel() // 2), blocks))
-        scales, offset = (new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), 1))
+        scales, offset = (
+            new(size, dtype=torch.float32) for size in (-(-blocks // SCALES_BLOCK), 1)
+        )
         return packed, magnitudes, scales, offset
 
     @torch.library.custom_op("gradmem::nf4_magnitudes", mutates_args=())
@@ -120,15 +142,20 @@ def _operators() -> SimpleNamespace:
     def _(codes, scales, offset):
         return codes.new_empty(codes.shape, dtype=torch.float32)
 
-    # In slices, so that it takes no more than 14 MB beside its result; bitsandbytes' kernel takes none.
+    # In slices, so that it takes no more than 14 MB beside its result; bitsandbytes' kernel takes
+    # none.
     @torch.library.custom_op("gradmem::nf4_dequantize", mutates_args=())
-    def dequantize(packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    def dequantize(
+        packed: Tensor, absmax: Tensor, rows: int, columns: int, dtype: torch.dtype
+    ) -> Tensor:
         values, out = nf4_values(packed.device), packed.new_empty(rows * columns, dtype=dtype)
         for start in range(0, rows * columns, SLICE):
             part = out[start : start + SLICE]
             pairs = packed[start // 2 : (start + SLICE) // 2]
             nibbles = torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[: len(part)]
-            scale = absmax[start // BLOCK : (start + SLICE) // BLOCK].repeat_interleave(BLOCK)[: len(part)]
+            scale = absmax[start // BLOCK : (start + SLICE) // BLOCK].repeat_interleave(BLOCK)[
+                : len(part)
+            ]
             part.copy_(values.index_select(0, nibbles.int()) * scale)
         return out.view(rows, columns)
 

@@ -1,12 +1,15 @@
-"""Checkpointing schedules: which boundaries between layers to keep, and which layers to recompute in backward.
+"""Checkpointing schedules: which boundaries between layers to keep, and which layers to recompute
+in backward.
 
-A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers. An element may be a
-list: a segment made of segments. The input of each segment (its boundary) is kept. The activations of its layers are
-dropped in forward, and recomputed when backward reaches the segment. The last segment may be kept instead.
+A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers.
+An element may be a list: a segment made of segments. The input of each segment (its boundary) is
+kept. The activations of its layers are dropped in forward, and recomputed when backward reaches the
+segment. The last segment may be kept instead.
 
-Let a boundary have x bytes, and let each layer keep a more bytes. When the backward of segment number i (from 1) with k layers
-begins, i·x + k·a + (k - 1)·x bytes are alive: i boundaries, and everything inside the segment. The largest of these
-sums is the peak. In later segments more boundaries are alive, so the best schedules put long segments first.
+Let a boundary have x bytes, and let each layer keep a more bytes. When the backward of segment
+number i (from 1) with k layers begins, i·x + k·a + (k - 1)·x bytes are alive: i boundaries, and
+everything inside the segment. The largest of these sums is the peak. In later segments more
+boundaries are alive, so the best schedules put long segments first.
 """
 
 import math
@@ -27,7 +30,9 @@ Sizes = int | Sequence[int]
 
 
 def uniform_segments(n: int, k: int) -> list[int]:
-    """``n`` layers in segments of ``k``; the last one is shorter when ``k`` does not divide ``n``."""
+    """``n`` layers in segments of ``k``; the last one is shorter when ``k`` does not
+    divide ``n``.
+    """
     whole("n", n, 12, "layers")
     whole("k", k, 3, "layers in a segment")
     return [k] * (n // k) + ([n % k] if n % k else [])
@@ -36,7 +41,8 @@ def uniform_segments(n: int, k: int) -> list[int]:
 def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
     """How many forward calls of layers backward adds: one for each layer of a recomputed segment.
 
-    ``keep_last``: whether the last segment is kept rather than recomputed. Inside a nested segment, the last one is always kept.
+    ``keep_last``: whether the last segment is kept rather than recomputed. Inside a nested segment,
+    the last one is always kept.
     """
     total_layers(segments)
     again = sum(map(total_layers, segments[:-1] if keep_last else segments))
@@ -52,26 +58,36 @@ def schedule_peak(
     temporaries: Sizes = 0,
     tail: int = 0,
 ) -> int:
-    """The most bytes that a schedule needs at one time for activations, including the first layer's input.
+    """The most bytes that a schedule needs at one time for activations, including the first layer's
+    input.
 
     Args:
-        segments: segment lengths, first segment first. An element may be a list: a segment made of segments.
-        internal: bytes that autograd keeps inside one layer, without its input: a number, or a list with one a layer.
+        segments: segment lengths, first segment first. An element may be a list: a segment made of
+            segments.
+        internal: bytes that autograd keeps inside one layer, without its input: a number, or a list
+            with one a layer.
         boundary: bytes of one layer's input: a number, or a list.
-        keep_last: whether the last segment is kept rather than recomputed. All of it is alive when its backward begins in
-            either case. So this changes the work, but the peak only if there is a tail.
-        temporaries: bytes that one layer's backward needs besides the kept ones: gradients inside it, and those of the
-            weights of later layers. A forward is assumed to need no more temporaries than internals and these together.
-        tail: bytes of logits and loss after the layers. All boundaries, and a kept last segment, are alive at that time.
+        keep_last: whether the last segment is kept rather than recomputed. All of it is alive when
+            its backward begins in either case. So this changes the work, but the peak only if there
+            is a tail.
+        temporaries: bytes that one layer's backward needs besides the kept ones: gradients inside
+            it, and those of the weights of later layers. A forward is assumed to need no more
+            temporaries than internals and these together.
+        tail: bytes of logits and loss after the layers. All boundaries, and a kept last segment,
+            are alive at that time.
     """
-    return _peak(segments, _sizes(total_layers(segments), internal, boundary, temporaries, tail, keep_last))
+    return _peak(
+        segments, _sizes(total_layers(segments), internal, boundary, temporaries, tail, keep_last)
+    )
 
 
 def _peak(segments: Schedule, sizes: list[list]) -> int:
     internal, boundary, temporaries, (tail,) = sizes
 
     def walk(segments: Schedule, start: int, held: int) -> tuple[int, int]:
-        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive; and ``held`` after them."""
+        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive; and
+        ``held`` after them.
+        """
         highest = 0
         for item in segments:
             if isinstance(item, int):
@@ -99,24 +115,29 @@ def best_segments(
     temporaries: Sizes = 0,
     tail: int = 0,
 ) -> Schedule:
-    """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most ``max_extra_forward`` · n extra forwards.
+    """The schedule of ``n`` layers with the lowest ``schedule_peak``, for at most
+    ``max_extra_forward`` · n extra forwards.
 
-    The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward, so below 1.0 it must be
-    longer. Above 1.0, if all layers have equal sizes and the tail is no larger than temporaries, segments may be made of
-    segments (the result then contains lists). Otherwise all segments are plain. ``keep_last=False`` costs n extra calls, and
-    raises ``ValueError`` if fewer are allowed.
+    The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward,
+    so below 1.0 it must be longer. Above 1.0, if all layers have equal sizes and the tail is no
+    larger than temporaries, segments may be made of segments (the result then contains lists).
+    Otherwise all segments are plain. ``keep_last=False`` costs n extra calls, and raises
+    ``ValueError`` if fewer are allowed.
 
-    Among schedules with equal peaks, it takes the one with the fewest extra forward calls, then with the fewest bytes of
-    boundaries. The result is exact: dynamic programming finds a schedule below a limit, and bisection finds the lowest limit.
+    Among schedules with equal peaks, it takes the one with the fewest extra forward calls, then
+    with the fewest bytes of boundaries. The result is exact: dynamic programming finds a schedule
+    below a limit, and bisection finds the lowest limit.
     """
     whole("n", n, 12, "layers")
     if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
-        raise ValueError(f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0")
+        raise ValueError(
+            f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0"
+        )
     again = math.floor(max_extra_forward * n + 1e-9)  # 0.7 * 10 is a little less than 7
     if not keep_last and again < n:
         raise ValueError(
-            f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} allows {again} of them: "
-            "keep the last segment, or allow 1.0"
+            f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} "
+            f"allows {again} of them: keep the last segment, or allow 1.0"
         )
     sizes = _sizes(n, internal, boundary, temporaries, tail, keep_last)
     nested = again > n and keep_last and all(len(set(values)) == 1 for values in sizes)
@@ -131,15 +152,20 @@ def best_segments(
     return below(high, n, again, keep_last, sizes)
 
 
-def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -> tuple[Schedule, bool]:
-    """Segments whose peak is never above that of one checkpoint a layer, whatever comes after the layers; and ``keep_last``.
+def safe_segments(
+    layers: Sequence[LayerBytes], keep_last: bool | None = None
+) -> tuple[Schedule, bool]:
+    """Segments whose peak is never above that of one checkpoint a layer, whatever comes after the
+    layers; and ``keep_last``.
 
-    A schedule matters at three moments of a step: in a backward that creates the gradients of the weights; in a backward with
-    all of these from before (a second micro-batch); and after the layers, in logits and loss of any size. One checkpoint a
-    layer has a peak in each of these. The schedule chosen is the one whose largest excess over these three peaks is lowest.
-    That excess is at most 0, except perhaps where ``keep_last`` is given as True or False.
+    A schedule matters at three moments of a step: in a backward that creates the gradients of the
+    weights; in a backward with all of these from before (a second micro-batch); and after the
+    layers, in logits and loss of any size. One checkpoint a layer has a peak in each of these. The
+    schedule chosen is the one whose largest excess over these three peaks is lowest. That excess is
+    at most 0, except perhaps where ``keep_last`` is given as True or False.
 
-    Layers without a gradient at the beginning keep nothing and are never recomputed: each gets its own segment.
+    Layers without a gradient at the beginning keep nothing and are never recomputed: each gets its
+    own segment.
     """
     first = next((i for i, layer in enumerate(layers) if layer.trained), len(layers) - 1)
     boundary, internal, temporaries, gradients, _ = zip(*layers[first:], strict=True)
@@ -163,11 +189,17 @@ def safe_segments(layers: Sequence[LayerBytes], keep_last: bool | None = None) -
     return [1] * first + segments, not again
 
 
-def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
-    """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last segment; or None."""
+def _plain_below(
+    limit: int, n: int, again: int, keep_last: bool, sizes: list[list]
+) -> Schedule | None:
+    """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last
+    segment; or None.
+    """
     internal, boundary, temporaries, (tail,) = sizes
-    before = [0, *accumulate(map(add, internal, boundary))]  # the bytes that all layers before p keep
-    kept, start_of = [0], [0]  # before layer q: the fewest bytes of boundaries, and its segment's start
+    # the bytes that all layers before p keep
+    before = [0, *accumulate(map(add, internal, boundary))]
+    # before layer q: the fewest bytes of boundaries, and its segment's start
+    kept, start_of = [0], [0]
     for q in range(1, n + 1):
         starts, highest = [], 0
         for p in reversed(range(q)):
@@ -190,22 +222,30 @@ def _plain_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[li
     return [stop - start for stop, start in pairwise(ends)][::-1]
 
 
-def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[list]) -> Schedule | None:
-    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of at most ``limit``; or None."""
+def _nested_below(
+    limit: int, n: int, again: int, keep_last: bool, sizes: list[list]
+) -> Schedule | None:
+    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of at
+    most ``limit``; or None.
+    """
     internal, boundary, temporaries, _ = (values[0] for values in sizes)
 
     @cache
     def fewest(length: int, i: int) -> tuple[float, Schedule]:
-        """The fewest extra forwards for ``length`` layers while i boundaries are alive, and their segments: one, if all fit.
+        """The fewest extra forwards for ``length`` layers while i boundaries are alive, and their
+        segments: one, if all fit.
 
-        Otherwise a first segment is recomputed, in the way that is best for its length; the rest has one more boundary.
+        Otherwise a first segment is recomputed, in the way that is best for its length; the rest
+        has one more boundary.
         """
         room = limit - temporaries - i * boundary
         if length * (internal + boundary) <= room:
             return 0, [length]
         if internal + boundary > room:
             return math.inf, []
-        costs = {r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)}
+        costs = {
+            r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)
+        }
         first = min(costs, key=costs.__getitem__)
         head, rest = fewest(first, i)[1], fewest(length - first, i + 1)[1]
         return costs[first], [head[0] if len(head) == 1 else head, *rest]
@@ -214,36 +254,50 @@ def _nested_below(limit: int, n: int, again: int, keep_last: bool, sizes: list[l
     return _nest(list, segments) if calls <= again else None
 
 
-def checked_schedule(every: Any, what: str = "every", more: Sequence[str] = ()) -> str | int | tuple:
-    """Check a schedule of a recipe or of ``checkpoint_layers``, and return it with tuples for lists. Raises ``ValueError``, which
-    names ``what``, for anything else. ``more``: other names that are allowed."""
+def checked_schedule(
+    every: Any, what: str = "every", more: Sequence[str] = ()
+) -> str | int | tuple:
+    """Check a schedule of a recipe or of ``checkpoint_layers``, and return it with tuples for
+    lists. Raises ``ValueError``, which names ``what``, for anything else. ``more``: other names
+    that are allowed.
+    """
     names = *CHECKPOINTING, *more
-    if is_whole(every) or (isinstance(every, str) and (every in names or first_layers(every) is not None)):
+    if is_whole(every) or (
+        isinstance(every, str) and (every in names or first_layers(every) is not None)
+    ):
         return every
     if isinstance(every, (list, tuple)) and every:
         total_layers(every)
         return _nest(tuple, every)
     raise ValueError(
-        f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment (a whole number of "
-        "at least 1), 'first-5' for the first 5 layers one by one (fit finds how many), or a list of segment lengths such as [4, 3, 2]"
+        f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment "
+        "(a whole number of at least 1), 'first-5' for the first 5 layers one by one (fit finds "
+        "how many), or a list of segment lengths such as [4, 3, 2]"
     )
 
 
 def first_layers(every: Any) -> int | None:
-    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept. ``None`` for others."""
+    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept.
+
+    ``None`` for others.
+    """
     number = every.removeprefix("first-") if isinstance(every, str) else ""
     return int(number) if number != every and number.isdecimal() else None
 
 
 def segments_for(every: Any, n: int) -> Schedule | None:
-    """The schedule that ``every`` (see ``checked_schedule``) means for ``n`` layers; None for "best", which is measured."""
+    """The schedule that ``every`` (see ``checked_schedule``) means for ``n`` layers; None for
+    "best", which is measured.
+    """
     every = checked_schedule(every)
     if every == "best":
         return None
     if (first := first_layers(every)) is not None:
         every = (1,) * first + (n - first,) * (first < n)
     if not isinstance(every, tuple):
-        return uniform_segments(n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every))
+        return uniform_segments(
+            n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every)
+        )
     if total_layers(every) != n:
         raise ValueError(
             f"segments {_nest(list, every)} hold {total_layers(every)} layers, and there are {n}"
@@ -252,20 +306,25 @@ def segments_for(every: Any, n: int) -> Schedule | None:
 
 
 def total_layers(segments: int | Sequence) -> int:
-    """How many layers a schedule, or one of its elements, has. Raises ``ValueError`` for anything that is not a schedule."""
+    """How many layers a schedule, or one of its elements, has.
+
+    Raises ``ValueError`` for anything that is not a schedule.
+    """
     if is_whole(segments):
         return segments
     if isinstance(segments, (list, tuple)) and segments:
         return sum(map(total_layers, segments))
     raise ValueError(
-        f"{segments!r} in a schedule: a schedule is a list of segment lengths of at least 1, and an element may itself "
-        "be such a list"
+        f"{segments!r} in a schedule: a schedule is a list of segment lengths of at least 1, and "
+        "an element may itself be such a list"
     )
 
 
 def _nest(kind: type, segments: Any) -> Any:
     """``segments`` with all lists and tuples, at any depth, converted to ``kind``."""
-    return kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
+    return (
+        kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
+    )
 
 
 def _sizes(
@@ -283,8 +342,12 @@ def _numbers(name: str, value: Sizes, n: int) -> list:
     """``value`` as a list of ``n`` whole numbers of at least 0."""
     numbers = [value] * n if isinstance(value, (Real, str)) else list(value)
     if len(numbers) != n:
-        raise ValueError(f"{name} has {len(numbers)} numbers for {n} layers: give one, or one for each layer")
+        raise ValueError(
+            f"{name} has {len(numbers)} numbers for {n} layers: give one, or one for each layer"
+        )
     real = all(isinstance(v, Real) and not isinstance(v, bool) for v in numbers)
     if not real or not all(0 <= v < math.inf and v == math.floor(v) for v in numbers):
-        raise ValueError(f"{name} must be a whole number of bytes, or a list of them, and was {value!r}")
+        raise ValueError(
+            f"{name} must be a whole number of bytes, or a list of them, and was {value!r}"
+        )
     return [math.floor(v) for v in numbers]

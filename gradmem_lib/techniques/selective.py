@@ -1,4 +1,6 @@
-"""Selective checkpointing: a part of each layer is recomputed in backward, and the results of the rest are kept."""
+"""Selective checkpointing: a part of each layer is recomputed in backward, and the results of the
+rest are kept.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
 from ..names import SELECTIVE, choose
@@ -24,33 +30,42 @@ PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "
 
 
 def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts:
-    """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of a ``with`` block.
+    """Recompute a part of each layer in backward while it trains, until ``.remove()`` or the end of
+    a ``with`` block.
 
     Args:
         layers_or_model: as for ``checkpoint_layers``.
-        part: a key of ``SELECTIVE``. ``"attention"`` and ``"mlp"`` put that module of each layer into a checkpoint.
-            ``"elementwise"`` puts the whole layer into one, which keeps the results of matrix products and fused attention.
+        part: a key of ``SELECTIVE``. ``"attention"`` and ``"mlp"`` put that module of each layer
+            into a checkpoint. ``"elementwise"`` puts the whole layer into one, which keeps the
+            results of matrix products and fused attention.
 
-    In training, an empty key-value cache is left out, with a warning. Copies of the model (``copy.deepcopy``) have their own
-    checkpoints. Raises ``ValueError`` for another part, or if a layer has no module of that kind, and ``RuntimeError`` if layers are
-    checkpointed or compiled already, and in backward if a layer has changed a kept result in place (``x += y``).
+    In training, an empty key-value cache is left out, with a warning. Copies of the model
+    (``copy.deepcopy``) have their own checkpoints. Raises ``ValueError`` for another part, or if a
+    layer has no module of that kind, and ``RuntimeError`` if layers are checkpointed or compiled
+    already, and in backward if a layer has changed a kept result in place (``x += y``).
     """
     choose("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
     whole = part == "elementwise"
-    modules = layers if whole else [module for layer in layers for module in find_parts(layer, part)]
+    modules = (
+        layers if whole else [module for layer in layers for module in find_parts(layer, part)]
+    )
     warned: list[str] = []
-    return CheckpointedParts([replace_call(module, Part(module, whole, warned)) for module in modules])
+    return CheckpointedParts(
+        [replace_call(module, Part(module, whole, warned)) for module in modules]
+    )
 
 
 def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
-    """Run ``module`` on ``tiles`` slices of its tokens while it trains, each in a checkpoint, until ``.remove()`` or the end of a
-    ``with`` block. The activations inside exist for one slice at a time. The module must treat each token by itself, as an MLP.
+    """Run ``module`` on ``tiles`` slices of its tokens while it trains, each in a checkpoint, until
+    ``.remove()`` or the end of a ``with`` block. The activations inside exist for one slice at a
+    time. The module must treat each token by itself, as an MLP.
 
-    It takes and returns a tensor (..., tokens, width). Gradients of weights are added up slice by slice: the same up to rounding.
-    Raises ``ValueError`` for a number of tiles below 1; and, at the first call, if a token's output depends on another token, or
-    if the module takes or returns something other than such a tensor.
+    It takes and returns a tensor (..., tokens, width). Gradients of weights are added up slice by
+    slice: the same up to rounding. Raises ``ValueError`` for a number of tiles below 1; and, at the
+    first call, if a token's output depends on another token, or if the module takes or returns
+    something other than such a tensor.
     """
     whole("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
@@ -101,28 +116,39 @@ class Tiled(Again):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
             # A checkpoint of the whole layer around this call must not see this check.
-            with without_modes(), saved_tensors_hooks(lambda t: t, lambda t: t), torch.random.fork_rng():
-                # In a new context: transformers collects a forward's outputs through a context variable.
+            with (
+                without_modes(),
+                saved_tensors_hooks(lambda t: t, lambda t: t),
+                torch.random.fork_rng(),
+            ):
+                # In a new context: transformers collects a forward's outputs through a context
+                # variable.
                 few = max(2, min(16, x.shape[-2] - 1))  # a view, with the strides that slices have
                 Context().run(self._check, run, x[..., :few, :].detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
     def _check(self, run: Callable, few: Tensor) -> None:
-        """Check that each token has an output, and that the first and last token's outputs have no gradient at other tokens."""
+        """Check that each token has an output, and that the first and last token's outputs have no
+        gradient at other tokens.
+        """
         name, shape = type(self.module).__name__, (*few.shape,)
         try:
             out = run(few)
         except RuntimeError as error:
             raise ValueError(
-                f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that takes (..., tokens, width) in any "
-                "strides, such as an MLP. A mixture's block may take slices of one row, but not of several"
+                f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that "
+                "takes (..., tokens, width) in any strides, such as an MLP. A mixture's block may "
+                "take slices of one row, but not of several"
             ) from error
         if not isinstance(out, Tensor) or out.shape[:-1] != few.shape[:-1]:
-            what = f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            what = (
+                f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            )
             raise ValueError(
-                f"{name} returned {what} for a slice of shape {shape}, and what slices return is joined token by token: tile a "
-                "module that returns one tensor (..., tokens, width), such as an MLP"
+                f"{name} returned {what} for a slice of shape {shape}, and what slices return is "
+                "joined token by token: tile a module that returns one tensor (..., tokens, "
+                "width), such as an MLP"
             )
         for i in (0, -1):
             one = out[..., i, :]
@@ -130,14 +156,16 @@ class Tiled(Again):
             found[..., i, :] = 0
             if found.any():
                 raise ValueError(
-                    f"in {name}, a token's output depends on another token, and slices would change it: tile a module that treats "
-                    "each token by itself, such as an MLP"
+                    f"in {name}, a token's output depends on another token, and slices would "
+                    "change it: tile a module that treats each token by itself, such as an MLP"
                 )
         self.checked = few.shape[-2] > 1  # a single token says nothing about longer rows
 
 
 class Policy:
-    """Keep the results that are costly to compute, and ``matmul``'s view of its product, so that PyTorch notices changes in place."""
+    """Keep the results that are costly to compute, and ``matmul``'s view of its product, so that
+    PyTorch notices changes in place.
+    """
 
     last = ""
 
@@ -149,7 +177,9 @@ class Policy:
 
 
 def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
-    """The modules of ``layer`` that are its attention (two in a decoder with cross-attention), or its MLP."""
+    """The modules of ``layer`` that are its attention (two in a decoder with cross-attention), or
+    its MLP.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -158,6 +188,7 @@ def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:
     if not found:
         raise ValueError(
             f"a {type(layer).__name__} has no {part} of its own: no module in it has a class named "
-            f"{' or '.join(f'...{end}' for end in PARTS[part])}. Checkpoint whole layers, or 'elementwise'"
+            f"{' or '.join(f'...{end}' for end in PARTS[part])}. Checkpoint whole layers, or "
+            "'elementwise'"
         )
     return list(found.values())

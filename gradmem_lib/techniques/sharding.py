@@ -1,7 +1,8 @@
-"""One model on several processes, each called a rank: what every rank has a copy of, and what is sharded over them.
+"""One model on several processes, each called a rank: what every rank has a copy of, and what is
+sharded over them.
 
-PyTorch's own engines do the work. Rajbhandari et al. 2020 ("ZeRO", section 5) shard the optimizer's states first, then also
-the gradients, then also the weights: stages 1, 2 and 3.
+PyTorch's own engines do the work. Rajbhandari et al. 2020 ("ZeRO", section 5) shard the optimizer's
+states first, then also the gradients, then also the weights: stages 1, 2 and 3.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from .data_parallel import device_of
 from .layers import find_layers
 
 ALONE = (
-    "sharding={!r} is for several processes that train together, and this process is in no group: start the script with "
+    "sharding={!r} is for several processes that train together, and this process is in no group: "
+    "start the script with "
     "torchrun --nproc-per-node=2, and call torch.distributed.init_process_group() in it first"
 )
 
@@ -33,18 +35,23 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> nn.Module:
-    """Prepare ``model`` for training in all processes of ``mesh`` by ``how``, a key of ``SHARDING``. Every process calls this.
+    """Prepare ``model`` for training in all processes of ``mesh`` by ``how``, a key of
+    ``SHARDING``. Every process calls this.
 
-    Returns the ``DistributedDataParallel`` around the model. For ``"zero2"`` and ``"fsdp"`` it returns the model itself: its
-    layers, and the rest of it, are sharded in place. Its parameters are new, so put checkpoints on before, and make the
-    optimizer afterwards. ``"zero1"`` wraps like ``"ddp"``, and ``cut_states`` makes its optimizer.
+    Returns the ``DistributedDataParallel`` around the model. For ``"zero2"`` and ``"fsdp"`` it
+    returns the model itself: its layers, and the rest of it, are sharded in place. Its parameters
+    are new, so put checkpoints on before, and make the optimizer afterwards. ``"zero1"`` wraps like
+    ``"ddp"``, and ``cut_states`` makes its optimizer.
 
     Args:
         mesh: the processes, in one dimension. ``None``: all of the process group.
-        compute_dtype: the dtype in which sharded float32 weights are gathered. Their gradients are summed in float32.
-        offload: keep the shards and their gradients in the host's memory, where the optimizer steps them (``"fsdp"``).
+        compute_dtype: the dtype in which sharded float32 weights are gathered. Their gradients are
+            summed in float32.
+        offload: keep the shards and their gradients in the host's memory, where the optimizer steps
+            them (``"fsdp"``).
 
-    Raises ``ValueError`` in a process without a process group, and for a model whose layers are not found.
+    Raises ``ValueError`` in a process without a process group, and for a model whose layers are not
+    found.
     """
     choose("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
@@ -71,31 +78,40 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
         layers = [layer for some, _ in find_layers(model).values() for layer in some]
     except ValueError as error:
         raise ValueError(
-            f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call torch.distributed.fsdp's fully_shard "
-            "on each of its parts and then on the whole yourself, make the optimizer afterwards, and give both to step"
+            f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call "
+            "torch.distributed.fsdp's fully_shard on each of its parts and then on the whole "
+            "yourself, make the optimizer afterwards, and give both to step"
         ) from error
     inside = {p for layer in layers for p in layer.parameters()}
     for part in [*layers, model]:
-        own = [p for p in part.parameters() if p.requires_grad and (part is not model or p not in inside)]
+        own = [
+            p
+            for p in part.parameters()
+            if p.requires_grad and (part is not model or p not in inside)
+        ]
         dtypes = sorted({str(p.dtype) for p in own})
         if len(dtypes) > 1:
             raise ValueError(
-                f"trained weights of one {type(part).__name__} are in {' and '.join(dtypes)}, and fully_shard keeps a layer's in one dtype: "
-                "choose a precision in the recipe, such as 'bf16', or cast the model"
+                f"trained weights of one {type(part).__name__} are in {' and '.join(dtypes)}, and "
+                "fully_shard keeps a layer's in one dtype: choose a precision in the recipe, such "
+                "as 'bf16', or cast the model"
             )
     with shards_of_integers():
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, **options)
-        # The rest, such as embeddings and the output layer. Backward begins where forward ends: if the rest were freed in
-        # between, it would be gathered again at once.
+        # The rest, such as embeddings and the output layer. Backward begins where forward ends: if
+        # the rest were freed in between, it would be gathered again at once.
         fully_shard(model, reshard_after_forward=False, **options)
 
 
 def cut_states(
-    parameters: list[nn.Parameter], make: Callable[[list], Optimizer], group: dist.ProcessGroup | None = None
+    parameters: list[nn.Parameter],
+    make: Callable[[list], Optimizer],
+    group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
-    """An optimizer for which each rank calls ``make(its part of the parameters)``. One rank steps each parameter, and sends its
-    new value to the others."""
+    """An optimizer for which each rank calls ``make(its part of the parameters)``. One rank steps
+    each parameter, and sends its new value to the others.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, optimizer_class=make, process_group=group)

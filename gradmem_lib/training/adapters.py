@@ -13,7 +13,9 @@ from .losses import predicts_next_token
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALinear]:
     """The LoRA layers in ``model`` by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -22,33 +24,47 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Write LoRA's additions in PEFT's format: ``adapter_model.safetensors`` and ``adapter_config.json``.
+    """Write LoRA's additions in PEFT's format: ``adapter_model.safetensors`` and
+    ``adapter_config.json``.
 
-    A layer that the pretrained model does not have (a classifier, which starts random) is written merged with its addition, as
-    one of PEFT's ``modules_to_save``. Raises ``ValueError`` if PEFT would compute something else from these files.
+    A layer that the pretrained model does not have (a classifier, which starts random) is written
+    merged with its addition, as one of PEFT's ``modules_to_save``. Raises ``ValueError`` if PEFT
+    would compute something else from these files.
     """
     adapters, folder = adapters_of(model), Path(folder)
     kept = {id(p) for module in adapters.values() for p in (module.A, module.B)}
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
-    mixers = [n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__]
+    mixers = [
+        n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__
+    ]
     if others or mixers:
-        why = "is trained too, and no addition" if others else "is multiplied without a call: PEFT needs it"
+        why = (
+            "is trained too, and no addition"
+            if others
+            else "is multiplied without a call: PEFT needs it"
+        )
         raise ValueError(
-            f"{(others or mixers)[0]} {why}: merge_adapters(model).save_pretrained(folder) writes the whole model"
+            f"{(others or mixers)[0]} {why}: merge_adapters(model).save_pretrained(folder) "
+            "writes the whole model"
         )
     inside = f"{getattr(model, 'base_model_prefix', '')}."
-    heads = [name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])]
+    heads = [
+        name for name in adapters if not name.startswith(inside) and hasattr(model, inside[:-1])
+    ]
     state: dict[str, torch.Tensor] = {}
     if not (added := {name: module for name, module in adapters.items() if name not in heads}):
         raise ValueError(
-            f"there is no addition to a pretrained layer in this {type(model).__name__}, only {heads or 'its own weights'}: "
-            "merge_adapters(model).save_pretrained(folder) writes the whole model"
+            f"there is no addition to a pretrained layer in this {type(model).__name__}, only "
+            f"{heads or 'its own weights'}: merge_adapters(model).save_pretrained(folder) writes "
+            "the whole model"
         )
     for name, module in added.items():
         state |= {f"{name}.lora_A.weight": module.A, f"{name}.lora_B.weight": module.B}
     for name in heads:
         head = adapters[name]
-        state |= {f"{name}.weight": head.weight} | ({} if head.bias is None else {f"{name}.bias": head.bias})
+        state |= {f"{name}.weight": head.weight} | (
+            {} if head.bias is None else {f"{name}.bias": head.bias}
+        )
     first = next(iter(added.values()))
     ranks = {name: len(module.A) for name, module in added.items()}
     settings = {
@@ -61,25 +77,35 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         "r": len(first.A),
         "lora_alpha": first.scale * len(first.A),
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != len(first.A)},
-        "alpha_pattern": {name: module.scale * ranks[name] for name, module in added.items()
-                          if module.scale * ranks[name] != first.scale * len(first.A)},
+        "alpha_pattern": {
+            name: module.scale * ranks[name]
+            for name, module in added.items()
+            if module.scale * ranks[name] != first.scale * len(first.A)
+        },
         "fan_in_fan_out": type(first.base).__name__ == "Conv1D",
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Write LoRA's additions into the weights, in place. Returns ``model`` as an ordinary model, to save and load anywhere.
+    """Write LoRA's additions into the weights, in place. Returns ``model`` as an ordinary model, to
+    save and load anywhere.
 
-    For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4 bits, whose rounding would lose them.
+    For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4
+    bits, whose rounding would lose them.
     """
     if hasattr(model, "merge_and_unload"):
         return model.merge_and_unload()
-    layers = sorted(adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter))
-    for name, module in layers:  # those in 4 bits come first: they are refused before anything changes
+    layers = sorted(
+        adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter)
+    )
+    # those in 4 bits come first: they are refused before anything changes
+    for name, module in layers:
         replace(model, name, module.merged())
     return model

@@ -1,4 +1,6 @@
-"""The loss of a step: the number of items that it is the mean of, and whether chunks of logits give the same loss."""
+"""The loss of a step: the number of items that it is the mean of, and whether chunks of logits give
+the same loss.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,24 +16,58 @@ from ..techniques.accumulation import count_rows
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
 from .tiny import VOCABULARY, tiny_model
 
-# Transformers' models whose loss is a mean over labels or rows. Other losses compare or match rows, or add up several means.
-_MEANS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MTModel", "EncoderDecoderModel", "ForCTC",
-          "Classification", "ForSemanticSegmentation", "ForMultipleChoice", "NextSentencePrediction", "QuestionAnswering",
-          "AnsweringSimple", "GenerationDecoder", "ElectraForPreTraining", "FunnelForPreTraining")  # fmt: skip
+# Transformers' models whose loss is a mean over labels or rows. Other losses compare or match rows,
+# or add up several means.
+_MEANS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+    "MTModel",
+    "EncoderDecoderModel",
+    "ForCTC",
+    "Classification",
+    "ForSemanticSegmentation",
+    "ForMultipleChoice",
+    "NextSentencePrediction",
+    "QuestionAnswering",
+    "AnsweringSimple",
+    "GenerationDecoder",
+    "ElectraForPreTraining",
+    "FunnelForPreTraining",
+)
 # Those of them that do not count a label if the attention mask hides it.
-_MASKED = ("ElectraForPre", "FunnelForPre", "BioGptForT", "MraForT", "XLMRobertaXLForT", "YosoForT", "GraniteSpeech", "Qwen2Audio")  # fmt: skip
-# Models whose losses are sums of means; and inputs that make a loss the mean of something else, as a second kind of labels does.
-_CODEBOOKS, _INPUTS = ("Csm", "Musicgen"), ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch")  # fmt: skip
-# Models that do not shift labels in spite of their names: the labels are the next tokens already, as in BartForCausalLM.
+_MASKED = (
+    "ElectraForPre",
+    "FunnelForPre",
+    "BioGptForT",
+    "MraForT",
+    "XLMRobertaXLForT",
+    "YosoForT",
+    "GraniteSpeech",
+    "Qwen2Audio",
+)
+# Models whose losses are sums of means; and inputs that make a loss the mean of something else, as
+# a second kind of labels does.
+_CODEBOOKS, _INPUTS = (
+    ("Csm", "Musicgen"),
+    ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch"),
+)
+# Models that do not shift labels in spite of their names: the labels are the next tokens already,
+# as in BartForCausalLM.
 _NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
 
 
 def count_items(model: nn.Module, batch: Any) -> int:
-    """The number of items in the mean loss of ``batch``: the labels that the model does not ignore (as -100), after the shift if
-    it shifts them. It is the number of rows if ``labels`` is missing or holds numbers for a regression, and for CTC."""
+    """The number of items in the mean loss of ``batch``: the labels that the model does not ignore
+    (as -100), after the shift if it shifts them. It is the number of rows if ``labels`` is missing
+    or holds numbers for a regression, and for CTC.
+    """
     model = compat.inside_peft(getattr(model, "module", model))  # inside DistributedDataParallel
     name, config = type(model).__name__, getattr(model, "config", None)
-    labels = batch.get("labels") if isinstance(batch, Mapping) and not name.endswith("ForCTC") else None
+    labels = (
+        batch.get("labels") if isinstance(batch, Mapping) and not name.endswith("ForCTC") else None
+    )
     if not isinstance(labels, Tensor) or (labels.is_floating_point() and labels.dim() < 3):
         with suppress(TypeError, ValueError):
             return count_rows(batch)
@@ -42,7 +78,8 @@ def count_items(model: nn.Module, batch: Any) -> int:
     unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
     counted = (labels[:, 1:] if shifted else labels) != (math.nan if whole else ignored)
-    if getattr(model, "sparse_prediction", False):  # ModernBERT's, which leaves out a label of its own too
+    # ModernBERT's, which leaves out a label of its own too
+    if getattr(model, "sparse_prediction", False):
         counted &= labels != model.sparse_pred_ignore_index
     hidden = batch.get("attention_mask") if name.removeprefix("FSDP").startswith(_MASKED) else None
     counted = counted if hidden is None else counted & (hidden[:, -counted.shape[1] :] == 1)
@@ -50,11 +87,18 @@ def count_items(model: nn.Module, batch: Any) -> int:
 
 
 def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
-    """Raise ``ValueError`` if ``how`` cuts a batch into pieces whose losses do not add up to the model's own loss."""
+    """Raise ``ValueError`` if ``how`` cuts a batch into pieces whose losses do not add up to the
+    model's own loss.
+    """
     model = compat.inside_peft(getattr(model, "module", model))
-    given = {key: v for key, v in batch.items() if v is not None} if isinstance(batch, Mapping) else {}
-    theirs = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
-    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]  # else the user's own head
+    given = (
+        {key: v for key, v in batch.items() if v is not None} if isinstance(batch, Mapping) else {}
+    )
+    theirs = [
+        kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")
+    ]
+    # else the user's own head
+    theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]
     others = [name for name in theirs if not name.endswith(_MEANS) or name.startswith(_CODEBOOKS)]
     others += [key for key in given if theirs and key.endswith(_INPUTS)]
     others += ["return_loss=True"] * bool(given.get("return_loss"))
@@ -62,33 +106,49 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     others += ["ctc_loss_reduction='sum'"] * (getattr(config, "ctc_loss_reduction", None) == "sum")
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
     others += ["output_router_logits=True"] * bool(given.get("output_router_logits", routed))
-    width = next((given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf)
-    beyond = [given[key].max() >= width for key in ("start_positions", "end_positions") if key in given]
-    others += ["answers beyond the row"] * any(type(b) is not compat.FakeTensor and b for b in beyond)
+    width = next(
+        (given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf
+    )
+    beyond = [
+        given[key].max() >= width for key in ("start_positions", "end_positions") if key in given
+    ]
+    others += ["answers beyond the row"] * any(
+        type(b) is not compat.FakeTensor and b for b in beyond
+    )
     if others:
         raise ValueError(
-            f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is no mean over labels or rows, differs "
-            "in pieces. Use accumulation=1 and no sharding, with checkpointing to save memory; or give step a loss= that is such a mean"
+            f"{how} and {' and '.join(others)}: a loss that compares rows with each other, or is "
+            "no mean over labels or rows, differs in pieces. Use accumulation=1 and no sharding, "
+            "with checkpointing to save memory; or give step a loss= that is such a mean"
         )
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether ``model`` is a causal language model, by its name. Vision-language models are; encoder-decoder pairs are not."""
+    """Whether ``model`` is a causal language model, by its name.
+
+    Vision-language models are; encoder-decoder pairs are not.
+    """
     model = compat.inside_peft(getattr(model, "module", model))
     name = type(model).__name__
     if name.endswith("ForConditionalGeneration"):
         return not model.config.is_encoder_decoder
-    return name.endswith(("ForCausalLM", "LMHeadModel", "BertGenerationDecoder", "BlipForQuestionAnswering"))
+    return name.endswith(
+        ("ForCausalLM", "LMHeadModel", "BertGenerationDecoder", "BlipForQuestionAnswering")
+    )
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)), with logits in chunks:
-    the mean over the predicted tokens. Raises ``ValueError`` for a model with a different loss."""
-    tensors = isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values())
+    """The loss of a causal language model on ``batch`` (token ids and labels, each (rows, tokens)),
+    with logits in chunks: the mean over the predicted tokens. Raises ``ValueError`` for a model
+    with a different loss.
+    """
+    tensors = isinstance(batch, Mapping) and all(
+        isinstance(value, Tensor) for value in batch.values()
+    )
     if not tensors or "labels" not in batch or any(key.endswith(_INPUTS) for key in batch):
         raise ValueError(
-            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags or other labels, which could change the model's "
-            "loss: leave chunked_loss out"
+            "chunked_loss takes a dict of tensors with 'labels' in it, and no flags or other "
+            "labels, which could change the model's loss: leave chunked_loss out"
         )
     check_chunked_loss(model)
     return loss_in_chunks(compat.inside_peft(model), batch)
@@ -97,19 +157,26 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def check_chunked_loss(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
     inside = compat.inside_peft(model)
-    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _changed(model, inside)
+    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _changed(
+        model, inside
+    )
     if why is not None:
         raise ValueError(f"{why}: leave chunked_loss out")
 
 
 def _changed(model: nn.Module, inside: nn.Module) -> str | None:
-    """What ``model`` has that class and config of the one ``inside`` it do not say, and chunks would leave out."""
+    """What ``model`` has that class and config of the one ``inside`` it do not say, and chunks
+    would leave out.
+    """
     head = inside.get_output_embeddings()
     hooked = any(compat.hook_counts(head)) or "forward" in vars(head)
     if inside is not model and "forward" in vars(type(model.base_model)):
         return f"{type(model.base_model).__name__} adds something to the model's loss"  # AdaLoRA
     if type(head) is not nn.Linear or head.bias is not None or hooked:
-        return "there is an adapter on the output layer, a bias, a hook or a forward of its own, and chunks take its matrix alone"
+        return (
+            "there is an adapter on the output layer, a bias, a hook or a forward of its own, "
+            "and chunks take its matrix alone"
+        )
     own = not inside.loss_function.__module__.startswith("transformers.")
     return "the model was given a loss_function of its own" if own else None
 
@@ -118,14 +185,18 @@ _refusals: dict[tuple[type, str], str | None] = {}
 
 
 def chunked_loss_refusal(cls: type, config: Any) -> str | None:
-    """The reason why a model of class ``cls`` with ``config`` has a loss other than ``chunked_loss``; ``None`` if they agree.
+    """The reason why a model of class ``cls`` with ``config`` has a loss other than
+    ``chunked_loss``; ``None`` if they agree.
 
-    It runs both, with their gradients, on a tiny copy of the model, once for each config: about a second.
-    An output layer that is more than a matrix (a bias, scaled or capped logits) gives another loss, and so does a model
-    that adds something (a router's loss). A model of which no tiny copy can be made is refused too.
+    It runs both, with their gradients, on a tiny copy of the model, once for each config: about a
+    second. An output layer that is more than a matrix (a bias, scaled or capped logits) gives
+    another loss, and so does a model that adds something (a router's loss). A model of which no
+    tiny copy can be made is refused too.
     """
     if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
-        return f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
+        return (
+            f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"
+        )
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _refusals:
         # Modes that watch, replace or record the caller's operations must not act on these.
@@ -143,12 +214,19 @@ def _compared(cls: type, config: Any) -> str | None:
         except Exception as error:  # the model's own code may raise anything
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
-        return f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its loss ({said})"
-    if all(math.isclose(a, b, rel_tol=limit) for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)):
+        return (
+            f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its "
+            f"loss ({said})"
+        )
+    if all(
+        math.isclose(a, b, rel_tol=limit)
+        for a, b, limit in zip(own, chunks, (1e-5, 1e-3), strict=True)
+    ):
         return None
     return (
-        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden states times its output matrix (on a "
-        f"tiny copy of it {own[0]:.4f}, in chunks {chunks[0]:.4f}: a bias, scaled or capped logits, or a router's loss)"
+        f"the loss of {cls.__name__} with this config is more than a cross-entropy of hidden "
+        f"states times its output matrix (on a tiny copy of it {own[0]:.4f}, in chunks "
+        f"{chunks[0]:.4f}: a bias, scaled or capped logits, or a router's loss)"
     )
 
 
@@ -167,7 +245,9 @@ def _both_losses(cls: type, config: Any, heads: int) -> list[tuple[float, float]
         torch.manual_seed(1)  # dropout
         loss = loss_of(model, {"input_ids": ids, "labels": labels})
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        )
         found.append((loss.item(), norm.item()))
         model.zero_grad(set_to_none=True)
     return found

@@ -1,4 +1,7 @@
-"""Prepares a model and its optimizer for training by a recipe. Works on real tensors and on fake ones."""
+"""Prepares a model and its optimizer for training by a recipe.
+
+Works on real tensors and on fake ones.
+"""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,16 +28,20 @@ from .losses import check_chunked_loss
 from .recipe import Recipe
 
 RATE = 1e-4
-# For torch's Adafactor, relative to a weight's size: T5's fine-tuning rate (Raffel et al. 2020); the default is for pretraining.
+# For torch's Adafactor, relative to a weight's size: T5's fine-tuning rate (Raffel et al. 2020);
+# the default is for pretraining.
 RELATIVE_RATE = 1e-3
-# Adafactor's eps. By default, the first one is the machine epsilon of the weights' dtype: 0.0078 in bf16, which is above nearly
-# every gradient, so that none would be normalized. The square of 1e-16 is still a positive number in bf16.
+# Adafactor's eps. By default, the first one is the machine epsilon of the weights' dtype: 0.0078 in
+# bf16, which is above nearly every gradient, so that none would be normalized. The square of 1e-16
+# is still a positive number in bf16.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
 class Prepared(NamedTuple):
-    """``model`` (the given one, changed in place, or the ``DistributedDataParallel`` around it), ``optimizer`` (an ``Optimizer``,
-    or a list of them for ``in_backward``), and ``undo``, whose ``close()`` removes checkpoints and the hooks that step."""
+    """``model`` (the given one, changed in place, or the ``DistributedDataParallel`` around it),
+    ``optimizer`` (an ``Optimizer``, or a list of them for ``in_backward``), and ``undo``, whose
+    ``close()`` removes checkpoints and the hooks that step.
+    """
 
     model: nn.Module
     optimizer: Optimizer | list[Optimizer]
@@ -44,16 +51,19 @@ class Prepared(NamedTuple):
 def prepare(
     model: nn.Module, recipe: Recipe, *, lr: float | None = None, mesh: DeviceMesh | None = None
 ) -> Prepared:
-    """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError`` if the two do not match.
+    """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError``
+    if the two do not match.
 
-    Works on fake models too. Without ``lr``, the learning rate is ``RATE``, or ``RELATIVE_RATE`` for torch's Adafactor.
-    With ``recipe.sharding``, every process of the group must call it. ``mesh`` is passed to ``shard``.
+    Works on fake models too. Without ``lr``, the learning rate is ``RATE``, or ``RELATIVE_RATE``
+    for torch's Adafactor. With ``recipe.sharding``, every process of the group must call it.
+    ``mesh`` is passed to ``shard``.
     """
     if lr is None:
         lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
     if recipe.sharding is not None and processes_of(model).groups:
         raise ValueError(
-            f"this {type(model).__name__} is trained by several processes together already: load the model again, and prepare it once"
+            f"this {type(model).__name__} is trained by several processes together already: "
+            "load the model again, and prepare it once"
         )
     undo = ExitStack()
     change_model(model, recipe)
@@ -61,7 +71,11 @@ def prepare(
     if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
         dtype = torch.bfloat16 if recipe.precision == "float32-master" else None
         model = shard(
-            model, recipe.sharding, mesh=mesh, compute_dtype=dtype, offload=recipe.offload == "parameters"
+            model,
+            recipe.sharding,
+            mesh=mesh,
+            compute_dtype=dtype,
+            offload=recipe.offload == "parameters",
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not recipe.in_backward:
@@ -75,11 +89,15 @@ def prepare(
 
 
 def change_model(model: nn.Module, recipe: Recipe) -> None:
-    """The permanent part of ``prepare``, in place: key-value cache off, attention, dtype, LoRA, 4-bit base. Raises ``ValueError``
-    if nothing would be trained, or if LoRA is asked for on a model that has it already (this library's or PEFT's)."""
+    """The permanent part of ``prepare``, in place: key-value cache off, attention, dtype, LoRA,
+    4-bit base. Raises ``ValueError`` if nothing would be trained, or if LoRA is asked for on a
+    model that has it already (this library's or PEFT's).
+    """
     compat.inside_peft(model)  # refuses trained prompts
     if recipe.lora_rank is not None and has_adapters(model):
-        raise ValueError("this model has LoRA already: load it again, or merge_adapters(model) first")
+        raise ValueError(
+            "this model has LoRA already: load it again, or merge_adapters(model) first"
+        )
     model.train()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -94,7 +112,9 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     if recipe.quantized_base:
         quantize_base(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("there is nothing to train: every parameter is frozen, set requires_grad on some")
+        raise ValueError(
+            "there is nothing to train: every parameter is frozen, set requires_grad on some"
+        )
 
 
 def _step_and_free(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -103,23 +123,30 @@ def _step_and_free(optimizer: Optimizer, parameter: Tensor) -> None:
 
 
 def set_attention(model: nn.Module, name: str | None) -> None:
-    """Switch a transformers model to the attention ``name``. ``None`` changes nothing, and other modules do not change.
+    """Switch a transformers model to the attention ``name``. ``None`` changes nothing, and other
+    modules do not change.
 
-    Raises ``ValueError`` if transformers has no such attention for the model."""
-    if name is None or not hasattr(model, "set_attn_implementation") or compat.attention_of(model) == name:
+    Raises ``ValueError`` if transformers has no such attention for the model.
+    """
+    if (
+        name is None
+        or not hasattr(model, "set_attn_implementation")
+        or compat.attention_of(model) == name
+    ):
         return
     try:
         model.set_attn_implementation(name)
     except ValueError as error:
         raise ValueError(
-            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which keeps its own "
-            f"({compat.attention_of(model)!r})"
+            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which "
+            f"keeps its own ({compat.attention_of(model)!r})"
         ) from error
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and persistent floating-point buffers to ``dtype``, in place. Tied weights stay tied. Rotary frequencies
-    stay float32, as with ``from_pretrained``."""
+    """Cast parameters and persistent floating-point buffers to ``dtype``, in place. Tied weights
+    stay tied. Rotary frequencies stay float32, as with ``from_pretrained``.
+    """
     for module in model.modules():
         for name, tensor in compat.own_tensors(module):
             if tensor.is_floating_point() and compat.is_persistent(module, name):
@@ -127,7 +154,9 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None:
-    """Switch checkpointing on: per layer by transformers, if the model can; segments and parts of layers by this library."""
+    """Switch checkpointing on: per layer by transformers, if the model can; segments and parts of
+    layers by this library.
+    """
     if recipe.checkpointing in SELECTIVE:
         undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
         return
@@ -140,15 +169,21 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
         undo.callback(disable)
     elif recipe.every_n_layers is not None:
         raise ValueError(
-            f"every_n_layers={every} is an option of transformers models, and {type(model).__name__} is none: choose "
-            "checkpointing='per-layer', or a list of segment lengths"
+            f"every_n_layers={every} is an option of transformers models, and "
+            f"{type(model).__name__} is none: choose checkpointing='per-layer', or a list of "
+            "segment lengths"
         )
     else:
         undo.callback(checkpoint_layers(model, every=every or recipe.checkpointing).remove)  # type: ignore[arg-type]
 
 
-def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None) -> Optimizer:
-    """The optimizer that ``recipe`` names. Its variant is always explicit, since torch would choose it by device."""
+def make_optimizer(
+    parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None
+) -> Optimizer:
+    """The optimizer that ``recipe`` names.
+
+    Its variant is always explicit, since torch would choose it by device.
+    """
     name = recipe.optimizer
     if recipe.sharding == "zero1":
         on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)

@@ -17,10 +17,15 @@ from .recipe import Recipe
 
 
 class _FixedScale(GradScaler):
-    """Keeps small float16 gradients above 0 with a fixed factor, where ``GradScaler`` adapts it. It skips no step."""
+    """Keeps small float16 gradients above 0 with a fixed factor, where ``GradScaler`` adapts it.
+
+    It skips no step.
+    """
 
     def step(self, optimizer: Optimizer) -> None:
-        for grad in [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]:
+        for grad in [
+            p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]:
             grad.div_(self.factor)
         optimizer.step()
 
@@ -37,25 +42,31 @@ def step(
     scaler: GradScaler | torch.amp.GradScaler | None = None,
     offload: offload_activations | None = None,
 ) -> Tensor:
-    """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches. Returns the mean loss, detached.
+    """One optimizer step on ``batch``, its rows cut into ``recipe.accumulation`` micro-batches.
+    Returns the mean loss, detached.
 
     The gradients are those of ``accumulate_gradients`` (lesson 03), also over several processes.
 
     Args:
         batch: the model's arguments: a dict by name, a tuple, or one tensor, each (rows, ...).
-        loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the micro-batch's labels that are not
-            -100, or over its rows if it has no labels. Without ``loss``, the model's output has the scalar (``output.loss``,
-            or the output itself).
+        loss: ``loss(model, micro_batch)`` returns the scalar to minimise: a mean over the
+            micro-batch's labels that are not
+            -100, or over its rows if it has no labels. Without ``loss``, the model's output has the
+            scalar (``output.loss``, or the output itself).
         mark: called with ``"forward"``, ``"backward"`` and ``"step"`` before each of them begins.
-        micro_batches: stop after this many micro-batches. Predictions use it, since the others are alike.
-        scaler: adapts the factor of float16's loss from step to step, and skips a step whose gradients are not finite.
-            Without a scaler the factor is fixed, and no step is skipped.
+        micro_batches: stop after this many micro-batches. Predictions use it, since the others are
+            alike.
+        scaler: adapts the factor of float16's loss from step to step, and skips a step whose
+            gradients are not finite. Without a scaler the factor is fixed, and no step is skipped.
         offload: moves what ``recipe.offload`` names, and counts it. Without it, one is made.
 
-    Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels or rows, as with CLIP.
+    Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels
+    or rows, as with CLIP.
     """
     if loss is None and (recipe.accumulation > 1 or recipe.sharding is not None):
-        check_pieces(model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}")
+        check_pieces(
+            model, batch, f"accumulation={recipe.accumulation}, sharding={recipe.sharding!r}"
+        )
     if recipe.sharding is not None:
         check_trained_together(model, optimizer)
     device = device_of(model).type
@@ -76,9 +87,13 @@ def step(
         scaler = _FixedScale(2.0**12)
     with closing(moves):
         done = accumulate_gradients(
-            zip(parts[:micro_batches], counts, strict=True), loss_and_count,
-            total_items=sum(counts), reduction="mean", model=model, scaler=scaler,
-        )  # fmt: skip
+            zip(parts[:micro_batches], counts, strict=True),
+            loss_and_count,
+            total_items=sum(counts),
+            reduction="mean",
+            model=model,
+            scaler=scaler,
+        )
     mark("step")
     if not isinstance(optimizer, list):  # with a list, every parameter was stepped in backward
         if scaler is None:
@@ -91,17 +106,29 @@ def step(
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
-    return torch.autocast(device, dtype=recipe.autocast_dtype) if recipe.autocast_dtype else nullcontext()
+    return (
+        torch.autocast(device, dtype=recipe.autocast_dtype)
+        if recipe.autocast_dtype
+        else nullcontext()
+    )
 
 
 def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
     """The context for a forward that moves what ``recipe.offload`` names."""
-    return offload_activations(model=model, what=recipe.offload) if recipe.offload in MOVES else ExitStack()
+    return (
+        offload_activations(model=model, what=recipe.offload)
+        if recipe.offload in MOVES
+        else ExitStack()
+    )
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:
     """The micro-batches of ``batch``: views with equally many rows, or the uncut batch itself."""
-    return iter([batch]) if recipe.accumulation == 1 else split(batch, recipe.micro_batch(count_rows(batch)))
+    return (
+        iter([batch])
+        if recipe.accumulation == 1
+        else split(batch, recipe.micro_batch(count_rows(batch)))
+    )
 
 
 def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
@@ -119,8 +146,12 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"a tensor of shape {(*value.shape,)}" if isinstance(value, Tensor) else type(value).__name__
+        what = (
+            f"a tensor of shape {(*value.shape,)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise ValueError(
-            f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels into the batch, or give "
-            "loss=lambda model, batch: ... that returns the scalar"
+            f"{type(model).__name__} returned {what} where a scalar loss was expected: put labels "
+            "into the batch, or give loss=lambda model, batch: ... that returns the scalar"
         )

@@ -1,4 +1,6 @@
-"""Builds a tiny copy of a transformers model from its config: running it shows what the model's code does."""
+"""Builds a tiny copy of a transformers model from its config: running it shows what the model's
+code does.
+"""
 
 import copy
 from typing import Any
@@ -10,13 +12,19 @@ VOCABULARY, LAYERS, POSITIONS, WIDTH = 97, 2, 128, 64  # as many positions as th
 MOST_PARAMETERS = 40_000_000
 # The names that different families use for the same thing.
 _NAMES = {
-    "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks",
-    "size": "hidden_size n_embd d_model model_dim emb_dim mamba_d_ssm lru_width embedding_size word_embed_proj_dim "
+    "layers": (
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks"
+    ),
+    "size": "hidden_size n_embd d_model model_dim emb_dim mamba_d_ssm lru_width embedding_size "
+    "word_embed_proj_dim "
     "attention_hidden_size",
-    "heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+    "heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+    "encoder_attention_heads "
     "num_key_value_heads num_kv_heads mamba_n_heads n_groups mamba_n_groups",
-    "inside": "intermediate_size moe_intermediate_size shared_expert_intermediate_size n_inner ffn_dim decoder_ffn_dim "
-    "encoder_ffn_dim expert_ffn_hidden_size intermediate_size_mlp shared_intermediate_size ffn_hidden_size block_ff_dim",
+    "inside": "intermediate_size moe_intermediate_size shared_expert_intermediate_size n_inner "
+    "ffn_dim decoder_ffn_dim "
+    "encoder_ffn_dim expert_ffn_hidden_size intermediate_size_mlp shared_intermediate_size "
+    "ffn_hidden_size block_ff_dim",
     "experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
     "chosen": "num_experts_per_tok moe_k moe_topk top_k_experts",
     "positions": "max_position_embeddings n_positions n_ctx max_seq_len",
@@ -26,13 +34,17 @@ _KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
-    """A copy of ``config`` for ``cls`` with two layers, about ``heads`` heads and a small vocabulary; the rest stays the same."""
+    """A copy of ``config`` for ``cls`` with two layers, about ``heads`` heads and a small
+    vocabulary; the rest stays the same.
+    """
     small = copy.deepcopy(config)
     if not isinstance(small, getattr(cls, "config_class", None) or object):
         small = small.get_text_config()
     vars(small).pop("quantization_config", None)
     text = small.get_text_config()
-    given = {name: v for name, v in vars(text).items() if not name.startswith("_") and v is not None}
+    given = {
+        name: v for name, v in vars(text).items() if not name.startswith("_") and v is not None
+    }
 
     def first(kind: str) -> int | None:
         found = (given[name] for name in _NAMES[kind].split() if isinstance(given.get(name), int))
@@ -59,8 +71,9 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
 
 
 def _factor(width: int, most: int | None, heads: int) -> int:
-    """The largest number that divides ``width`` and ``most`` heads, so that a head keeps its size, and ``heads`` heads (or a
-    few more) are left."""
+    """The largest number that divides ``width`` and ``most`` heads, so that a head keeps its size,
+    and ``heads`` heads (or a few more) are left.
+    """
     most = most or max(width // WIDTH, 1)
     for factor in range(max(most // heads, 1), 1, -1):
         if most % factor == 0 and width % (16 * factor) == 0:  # kernels want rows of whole 16 bytes
@@ -69,7 +82,10 @@ def _factor(width: int, most: int | None, heads: int) -> int:
 
 
 def tiny_model(cls: type, config: Any, heads: int = 2) -> nn.Module:
-    """A model of class ``cls`` with random float32 weights on the CPU. Raises the errors of the model's code."""
+    """A model of class ``cls`` with random float32 weights on the CPU.
+
+    Raises the errors of the model's code.
+    """
     small = tiny_config(cls, config, heads)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(copy.deepcopy(small)).parameters())

@@ -1,4 +1,6 @@
-"""All of it combined on Hugging Face's ``Trainer``, which trains by a recipe, and can be watched, interrupted and resumed."""
+"""All of it combined on Hugging Face's ``Trainer``, which trains by a recipe, and can be watched,
+interrupted and resumed.
+"""
 
 import inspect
 import os
@@ -10,7 +12,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
@@ -36,7 +44,8 @@ OPTIM = {
 
 
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
-    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of ``micro_batch`` rows.
+    """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of
+    ``micro_batch`` rows.
 
     ``Trainer`` has no argument for segments or torch's Adafactor: ``make_trainer`` adds them.
     """
@@ -60,13 +69,17 @@ class MemoryCallback(TrainerCallback):
             Trainer(model, args, train_dataset=rows, callbacks=[memory]).train()
         print(memory.peak)
 
-    The ``with`` block removes the tracker, whatever ends the run. Training outside such a block raises ``RuntimeError``.
-    ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All figures are bytes.
+    The ``with`` block removes the tracker, whatever ends the run. Training outside such a block
+    raises ``RuntimeError``. ``budget``, ``live`` and ``title`` are those of ``MemoryTracker``. All
+    figures are bytes.
 
-    Attributes: ``tracker`` (of the last run, or ``None``); ``by_step``, from step number to the ``MemorySnapshot`` of its peak.
+    Attributes: ``tracker`` (of the last run, or ``None``); ``by_step``, from step number to the
+    ``MemorySnapshot`` of its peak.
     """
 
-    def __init__(self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""):
+    def __init__(
+        self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""
+    ):
         self._given: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
@@ -85,15 +98,25 @@ class MemoryCallback(TrainerCallback):
         """The highest snapshot of the run. Raises ``RuntimeError`` before the first run."""
         if self.tracker is None:
             raise RuntimeError(
-                "nothing was trained yet: give this callback to a Trainer (callbacks=[memory]) and call its train()"
+                "nothing was trained yet: give this callback to a Trainer "
+                "(callbacks=[memory]) and call its train()"
             )
         return self.tracker.peak
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **more: Any) -> None:  # fmt: skip
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **more: Any,
+    ) -> None:
         if self._open is None:
             raise RuntimeError(
-                "MemoryCallback works inside its with block, which takes the tracker away also after an error: write "
-                "`with MemoryCallback() as memory:` and call trainer.train() in it"
+                "MemoryCallback works inside its with block, which takes the tracker away also "
+                "after an error: write `with MemoryCallback() as memory:` and call "
+                "trainer.train() in it"
             )
         self._open.close()
         self.by_step = {}
@@ -112,9 +135,11 @@ class MemoryCallback(TrainerCallback):
 
 
 class RecipeTrainer(Trainer):
-    """A ``Trainer`` that trains by its ``recipe`` and is watched by ``memory``. ``make_trainer`` returns it.
+    """A ``Trainer`` that trains by its ``recipe`` and is watched by ``memory``. ``make_trainer``
+    returns it.
 
-    It computes the full batch's gradients with ``accumulate_gradients``, also for models that always return a mean.
+    It computes the full batch's gradients with ``accumulate_gradients``, also for models that
+    always return a mean.
     """
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
@@ -124,16 +149,20 @@ class RecipeTrainer(Trainer):
         self.moves = moving(self.model, recipe)
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch over them (DataParallel), whose mean "
-                "of means is another loss: set CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
+                f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch "
+                "over them (DataParallel), whose mean of means is another loss: set "
+                "CUDA_VISIBLE_DEVICES=0 for one, or start with torchrun --nproc-per-node for all"
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-            raise ValueError(f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}")
+            raise ValueError(
+                f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}"
+            )
         if recipe.sharding == "ddp" and not dist.is_initialized():
             raise ValueError(ALONE.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
             raise ValueError(
-                f"chunked_loss goes around the wrapper that averages gradients over {self.args.world_size} processes: leave it out"
+                "chunked_loss goes around the wrapper that averages gradients over "
+                f"{self.args.world_size} processes: leave it out"
             )
         self.add_callback(memory)
         self.add_callback(self._interrupt)
@@ -142,19 +171,25 @@ class RecipeTrainer(Trainer):
         if self.optimizer is None:  # type: ignore[has-type]
             model, args = self.model if model is None else model, self.args
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []  # only matrices
+            # only matrices
+            decayed = self.get_decay_parameter_names(model) if args.weight_decay else []
             own: dict[str, Any] = {}
             if self.recipe.optimizer.startswith("adamw"):
                 own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             groups = []
             for decays in (True, False):
                 if part := [p for name, p in trained if (name in decayed) == decays]:
-                    groups.append({"params": part, "weight_decay": decays * args.weight_decay, **own})
+                    groups.append(
+                        {"params": part, "weight_decay": decays * args.weight_decay, **own}
+                    )
             self.optimizer = make_optimizer(groups, self.recipe, args.learning_rate)
         return self.optimizer
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Called for each micro-batch of a step. The last call accumulates all gradients and returns the mean loss, others 0."""
+        """Called for each micro-batch of a step.
+
+        The last call accumulates all gradients and returns the mean loss, others 0.
+        """
         self._brought.append(inputs)
         if len(self._brought) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
@@ -166,15 +201,20 @@ class RecipeTrainer(Trainer):
             micro, count = numbered
             loss = self.compute_loss(model, self._prepare_inputs(micro))
             self._interrupt.on_substep_end(self.args, self.state, self.control)
-            # A mean over no items is nan. As a 0, it still sends other gradients to other processes.
+            # A mean over no items is nan. As a 0, it still sends other gradients to other
+            # processes.
             return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
 
         model.train()
         counts = [count_items(self.model, micro) for micro in brought]
         done = accumulate_gradients(
-            list(zip(brought, counts, strict=True)), loss_and_count, total_items=sum(counts), reduction="mean",
-            model=model, scaler=self.accelerator.scaler,
-        )  # fmt: skip
+            list(zip(brought, counts, strict=True)),
+            loss_and_count,
+            total_items=sum(counts),
+            reduction="mean",
+            model=model,
+            scaler=self.accelerator.scaler,
+        )
         return torch.tensor(done.loss, device=self.args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -187,10 +227,11 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for ``from_pretrained``. With LoRA, write only the additions, as PEFT's ``save_pretrained`` does.
+        """Write the model for ``from_pretrained``. With LoRA, write only the additions, as PEFT's
+        ``save_pretrained`` does.
 
-        To write the whole model, use ``merge_adapters(model).save_pretrained(folder)``. The checkpoints that ``Trainer`` itself
-        writes have all weights, for ``resume_from_checkpoint``.
+        To write the whole model, use ``merge_adapters(model).save_pretrained(folder)``. The
+        checkpoints that ``Trainer`` itself writes have all weights, for ``resume_from_checkpoint``.
         """
         if _internal_call or not adapters_of(self.model):
             super().save_model(output_dir, _internal_call)
@@ -200,10 +241,12 @@ class RecipeTrainer(Trainer):
                 self.processing_class.save_pretrained(output_dir or self.args.output_dir)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """Train. Checkpointing, tracker and signal handler are removed afterwards, whatever ends the training.
+        """Train. Checkpointing, tracker and signal handler are removed afterwards, whatever ends
+        the training.
 
-        The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in ``args.output_dir`` and
-        raises ``KeyboardInterrupt``. ``train(resume_from_checkpoint=True)`` resumes from there. A second Ctrl-C stops at once.
+        The first Ctrl-C (or the notebook's stop button) lets the step finish, saves a checkpoint in
+        ``args.output_dir`` and raises ``KeyboardInterrupt``. ``train(resume_from_checkpoint=True)``
+        resumes from there. A second Ctrl-C stops at once.
         """
         self._brought = []
         with self.memory, self._interrupt, ExitStack() as undo:
@@ -217,8 +260,8 @@ class RecipeTrainer(Trainer):
                 raise
         if self._interrupt.stopped:
             raise KeyboardInterrupt(
-                f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to go on: "
-                "trainer.train(resume_from_checkpoint=True)"
+                f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to "
+                "go on: trainer.train(resume_from_checkpoint=True)"
             )
         if self._interrupt.asked:
             raise KeyboardInterrupt("asked to stop after the last step: the training is complete")
@@ -226,30 +269,38 @@ class RecipeTrainer(Trainer):
 
 
 class _StopAfterStep(TrainerCallback):
-    """Turns Ctrl-C into a request: the current step is finished and saved, and training stops after it."""
+    """Turns Ctrl-C into a request: the current step is finished and saved, and training stops after
+    it.
+    """
 
     def __enter__(self) -> None:
         self.asked = self.stopped = self._said = False
         self._undo = ExitStack()
-        # Signals reach only the main thread, and only there may a handler be set. A shell tells a background run to ignore
-        # Ctrl-C, which is meant for another program.
+        # Signals reach only the main thread, and only there may a handler be set. A shell tells a
+        # background run to ignore Ctrl-C, which is meant for another program.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._undo.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask))
+            self._undo.callback(
+                signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask)
+            )
 
     def __exit__(self, *raised) -> None:
         self._undo.close()
 
     def _ask(self, number, frame) -> None:
         if self.asked:
-            raise KeyboardInterrupt("stopped at once: what was done since the last checkpoint is not saved")
+            raise KeyboardInterrupt(
+                "stopped at once: what was done since the last checkpoint is not saved"
+            )
         self.asked = True
 
     def on_substep_end(self, args, state, control, **kwargs):
         # Not printed in the handler, since the signal may come in the middle of another print.
         if self.asked and not self._said:
             self._said = True
-            message = f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
+            message = (
+                f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
+            )
             print(message, flush=True)
 
     on_pre_optimizer_step = on_substep_end
@@ -260,21 +311,29 @@ class _StopAfterStep(TrainerCallback):
 
 
 _CUT = (
-    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word, and on cards accelerate's plugin, not the recipe, says what "
-    "is cut, in which dtype and where it lies): use gradmem_lib's prepare(model, recipe) and "
-    "step(...) with this Recipe(sharding=...) under torchrun, or sharding='ddp' here"
+    " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word, and on cards "
+    "accelerate's plugin, not the recipe, says what is cut, in which dtype and where it lies): "
+    "use gradmem_lib's prepare(model, recipe) and step(...) with this Recipe(sharding=...) under "
+    "torchrun, or sharding='ddp' here"
 )
 # Arguments of Trainer that a recipe decides, or that it cannot respect.
 _NOT_TAKEN = {
     "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
-    "optimizers": "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type",
+    "optimizers": (
+        "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type"
+    ),
     "optimizer_cls_and_kwargs": "the recipe makes the optimizer: choose it there",
     **dict.fromkeys(
-        ("deepspeed", "parallelism_config", "torch_empty_cache_steps"), "its own step knows nothing of it"
+        ("deepspeed", "parallelism_config", "torch_empty_cache_steps"),
+        "its own step knows nothing of it",
     ),
     "fsdp": f"FSDP is not set up by make_trainer{_CUT}",
-    "compute_loss_func": "micro-batches are weighed by their labels: give a model that returns this loss as its own mean",
-    "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, and is no loss of chunks: give a "
+    "compute_loss_func": (
+        "micro-batches are weighed by their labels: give a model that returns "
+        "this loss as its own mean"
+    ),
+    "label_smoothing_factor": "Trainer's smoothed loss leaves out what else the model's own has, "
+    "and is no loss of chunks: give a "
     "model that smooths its loss itself",
 }
 
@@ -293,30 +352,43 @@ def make_trainer(
     progress: bool | None = None,
     **given: Any,
 ) -> RecipeTrainer:
-    """A ``Trainer`` for a transformers model that trains by ``recipe``. ``model`` is changed in place, as by ``prepare``.
+    """A ``Trainer`` for a transformers model that trains by ``recipe``. ``model`` is changed in
+    place, as by ``prepare``.
 
     Args:
         model: is trained on its own device, or on the card with ``use_cpu=False``.
-        batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts into micro-batches.
-            With ``auto_find_batch_size=True`` the rows become fewer until a step fits the card, or ``budget``.
+        batch_size: rows of one optimizer step (in each process), which ``recipe.accumulation`` cuts
+            into micro-batches. With ``auto_find_batch_size=True`` the rows become fewer until a
+            step fits the card, or ``budget``.
         train_dataset, eval_dataset: rows with ``labels``, such as those of ``texts.datasets``.
         budget, live, title: for the tracker (``MemoryCallback``).
-        progress: show a progress bar and the losses. ``None``: yes, except in a notebook whose plots do not move.
-        given: all other arguments of ``Trainer`` (``data_collator``, ``compute_metrics``, ``callbacks``, ...) or
-            ``TrainingArguments`` (``max_steps``, ...; ``learning_rate`` of torch's Adafactor is relative to a weight's size).
+        progress: show a progress bar and the losses. ``None``: yes, except in a notebook whose
+            plots do not move.
+        given: all other arguments of ``Trainer`` (``data_collator``, ``compute_metrics``,
+            ``callbacks``, ...) or ``TrainingArguments`` (``max_steps``, ...; ``learning_rate`` of
+            torch's Adafactor is relative to a weight's size).
 
-    By default, an evaluation keeps no logits of language models and takes as many rows as a micro-batch: more of either would
-    exceed the memory that the recipe was chosen for (``compute_metrics`` gets the logits). Raises ``ValueError`` for an argument
-    that contradicts the recipe or that the recipe cannot respect, and for an optimizer in backward.
+    By default, an evaluation keeps no logits of language models and takes as many rows as a
+    micro-batch: more of either would exceed the memory that the recipe was chosen for
+    (``compute_metrics`` gets the logits). Raises ``ValueError`` for an argument that contradicts
+    the recipe or that the recipe cannot respect, and for an optimizer in backward.
     """
     given.setdefault("use_cpu", next(model.parameters()).device.type == "cpu")
     _check_recipe(recipe, given["use_cpu"])
     own = inspect.signature(Trainer.__init__).parameters
-    for_trainer = {name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN}
+    for_trainer = {
+        name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN
+    }
     progress = live_enabled() or not in_kernel() if progress is None else progress
     loss_only = predicts_next_token(model) and "compute_metrics" not in for_trainer
-    ours = {"output_dir": output_dir, "prediction_loss_only": loss_only, "disable_tqdm": not progress}
-    args = TrainingArguments(**_training_arguments(recipe, recipe.micro_batch(batch_size), ours | given))
+    ours = {
+        "output_dir": output_dir,
+        "prediction_loss_only": loss_only,
+        "disable_tqdm": not progress,
+    }
+    args = TrainingArguments(
+        **_training_arguments(recipe, recipe.micro_batch(batch_size), ours | given)
+    )
     change_model(model, recipe)
     memory = MemoryCallback(budget=budget, live=live, title=title)
     data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -328,39 +400,54 @@ def make_trainer(
 
 def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')")
+        raise TypeError(
+            f"recipe is {type(recipe).__name__}: give a Recipe, such as Recipe(precision='bf16')"
+        )
     if recipe.in_backward:
         raise ValueError(
-            "in_backward=True steps during backward, which make_trainer does not set up: use gradmem_lib's prepare(model, recipe) "
-            "and step(...), or a Trainer of your own with a LayerWiseDummyOptimizer"
+            "in_backward=True steps during backward, which make_trainer does not set up: use "
+            "gradmem_lib's prepare(model, recipe) and step(...), or a Trainer of your own with a "
+            "LayerWiseDummyOptimizer"
         )
     if recipe.sharding not in (None, "ddp"):
         raise ValueError(f"sharding={recipe.sharding!r} is not set up by make_trainer{_CUT}")
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
-            "on the CPU, Trainer trains in float32 in spite of fp16=True: choose 'autocast-bf16', or move the model to a card"
+            "on the CPU, Trainer trains in float32 in spite of fp16=True: choose "
+            "'autocast-bf16', or move the model to a card"
         )
 
 
 def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` plus what ``recipe`` decides, for ``TrainingArguments``. Raises ``ValueError`` if the two do not agree."""
+    """``given`` plus what ``recipe`` decides, for ``TrainingArguments``.
+
+    Raises ``ValueError`` if the two do not agree.
+    """
     chosen = arguments(recipe, micro_batch)
     decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
     for name, value in given.items():
         if name in _NOT_TAKEN and value:
             raise ValueError(
-                f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or use Trainer itself"
+                f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or "
+                "use Trainer itself"
             )
         own = name.replace("gradient_checkpointing", CHECKPOINTING_ARGUMENT)
         if value != decided.get(own, value):
             raise ValueError(
-                f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or batch_size, and leave it out"
+                f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or "
+                "batch_size, and leave it out"
             )
-    defaults = {"per_device_eval_batch_size": micro_batch, "report_to": "none", "save_strategy": "no"}
+    defaults = {
+        "per_device_eval_batch_size": micro_batch,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
     defaults["dataloader_pin_memory"] = torch.cuda.is_available()
     if recipe.optimizer == "adafactor-torch":
         defaults["learning_rate"] = RELATIVE_RATE
     if recipe.optimizer == "adamw-8bit":
         # This library's optimizer: without bitsandbytes, Trainer would refuse that name.
         chosen["optim"] = "adamw_torch"
-    return defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
+    return (
+        defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
+    )

@@ -32,10 +32,15 @@ if TYPE_CHECKING:
 
 
 def plot_bars(
-    bars: Mapping[str, Mapping[str, int]], *, cards: Mapping[str, int] | None = None, title: str = "",
+    bars: Mapping[str, Mapping[str, int]],
+    *,
+    cards: Mapping[str, int] | None = None,
+    title: str = "",
     note: str = "",
-) -> Figure:  # fmt: skip
-    """``bar_svg`` for print: ``bars`` maps a label to bytes by category, ``cards`` a name to bytes."""
+) -> Figure:
+    """``bar_svg`` for print: ``bars`` maps a label to bytes by category, ``cards`` a name
+    to bytes.
+    """
     cards = dict(cards or {})
     top = _bars_top(bars, cards)
     factor, unit = scale_of(top)
@@ -66,7 +71,11 @@ def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: 
     for name in CATEGORIES:
         width = parts.get(name, 0) / factor
         if width:
-            look = {"color": COLORS[name], "hatch": HATCHES[name], "edgecolor": hatch_ink(COLORS[name])}
+            look = {
+                "color": COLORS[name],
+                "hatch": HATCHES[name],
+                "edgecolor": hatch_ink(COLORS[name]),
+            }
             ax.barh(y, width, 0.5, left=left, linewidth=0, **look)
             left += width
     over = {"path_effects": halo(5), "zorder": 6}
@@ -78,9 +87,17 @@ def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: 
 def _draw_card(ax: Axes, name: str, x: float) -> None:
     ax.axvline(x, color=ALARM, linewidth=1.4, linestyle=(0, (5, 3)), zorder=5)
     ax.annotate(
-        name, (x, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
-        ha="center", va="bottom", color=ALARM, fontsize=8.5, fontweight="bold",
-    )  # fmt: skip
+        name,
+        (x, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        color=ALARM,
+        fontsize=8.5,
+        fontweight="bold",
+    )
 
 
 def _draw_legend_row(figure: Figure, height: float) -> None:
@@ -91,14 +108,20 @@ def _draw_legend_row(figure: Figure, height: float) -> None:
 
 
 def _bars_top(bars: Mapping[str, Mapping[str, int]], cards: Mapping[str, int]) -> int:
-    return round(1.13 * max([sum(parts.values()) for parts in bars.values()] + list(cards.values()) + [1]))
+    return round(
+        1.13 * max([sum(parts.values()) for parts in bars.values()] + list(cards.values()) + [1])
+    )
 
 
 def bar_svg(
-    bars: Mapping[str, Mapping[str, int]], *, cards: Mapping[str, int] | None = None, title: str = "Memory",
+    bars: Mapping[str, Mapping[str, int]],
+    *,
+    cards: Mapping[str, int] | None = None,
+    title: str = "Memory",
     width: int = 760,
-) -> str:  # fmt: skip
-    """Horizontal stacked bars by category against the lines of one or more cards, as one inline ``<svg>``.
+) -> str:
+    """Horizontal stacked bars by category against the lines of one or more cards, as one inline
+    ``<svg>``.
 
     Args:
         bars: label of a bar -> category -> bytes. Categories are those of the tracker.
@@ -106,12 +129,14 @@ def bar_svg(
         title: what the picture shows, read out by screen readers.
         width: CSS pixels at most; narrower places shrink it.
 
-    Text takes the colour of its surroundings, so the picture follows light and dark themes. Raises ``ValueError`` on
-    categories that the palette does not know.
+    Text takes the colour of its surroundings, so the picture follows light and dark themes. Raises
+    ``ValueError`` on categories that the palette does not know.
     """
     unknown = sorted({name for parts in bars.values() for name in parts} - set(CATEGORIES))
     if unknown:
-        raise ValueError(f"no colour for {', '.join(unknown)}: the categories are {', '.join(CATEGORIES)}")
+        raise ValueError(
+            f"no colour for {', '.join(unknown)}: the categories are {', '.join(CATEGORIES)}"
+        )
     cards = dict(cards or {})
     words = "; ".join(
         f"{label}: {format_bytes(sum(parts.values()))} in all, of which "
@@ -119,7 +144,8 @@ def bar_svg(
         for label, parts in bars.items()
     )
     against = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
-    # The names of patterns must differ between two pictures of one page, and must be the same in every run.
+    # The names of patterns must differ between two pictures of one page, and must be the same in
+    # every run.
     key = "gm" + hashlib.sha1(repr((bars, cards, title, width)).encode()).hexdigest()[:8]
     sheet = _Sheet(key, width, _bars_top(bars, cards), head=22 if cards else 4, rows=len(bars))
     patterns = "".join(svg_pattern(key, name) for name in CATEGORIES)
@@ -143,7 +169,9 @@ def bar_svg(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """The layout of a ``bar_svg`` in CSS pixels; ``top`` is the number of bytes at its right edge."""
+    """The layout of a ``bar_svg`` in CSS pixels; ``top`` is the number of bytes at its
+    right edge.
+    """
 
     key: str
     width: int
@@ -166,7 +194,10 @@ class _Sheet:
 
     def room(self, i: int, nbytes: int) -> str:
         width = self.px(nbytes) - self.pad
-        return f'<rect x="{self.pad}" y="{self.y(i)}" width="{width:.1f}" height="{self.bar}" fill="currentColor" opacity=".07"/>'
+        return (
+            f'<rect x="{self.pad}" y="{self.y(i)}" width="{width:.1f}" height="{self.bar}" '
+            'fill="currentColor" opacity=".07"/>'
+        )
 
     def parts(self, i: int, parts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Each part of a bar and the words in it."""
@@ -177,8 +208,10 @@ class _Sheet:
                 continue
             x, w = self.px(left), self.px(left + nbytes) - self.px(left)
             yield (
-                f'<rect class="gm-part" data-category="{name}" data-bytes="{nbytes}" x="{x}" y="{y}" width="{max(w, 0.5):.1f}" '
-                f'height="{self.bar}" fill="url(#{self.key}{name})"><title>{name}: {format_bytes(nbytes)} ({nbytes:,} bytes)</title></rect>',
+                f'<rect class="gm-part" data-category="{name}" data-bytes="{nbytes}" x="{x}" '
+                f'y="{y}" width="{max(w, 0.5):.1f}" '
+                f'height="{self.bar}" fill="url(#{self.key}{name})"><title>{name}: '
+                f"{format_bytes(nbytes)} ({nbytes:,} bytes)</title></rect>",
                 svg_label(name, nbytes, x, y, w, self.bar),
             )
             left += nbytes
@@ -187,9 +220,11 @@ class _Sheet:
         x = self.px(nbytes)
         anchor = "end" if x > self.width * 0.8 else "start" if x < self.width * 0.2 else "middle"
         return (
-            f'<line class="gm-card" data-bytes="{nbytes}" x1="{x}" x2="{x}" y1="{self.head - 4}" y2="{self.foot + 2}" '
+            f'<line class="gm-card" data-bytes="{nbytes}" x1="{x}" x2="{x}" y1="{self.head - 4}" '
+            f'y2="{self.foot + 2}" '
             f'stroke="{ALARM_BOTH}" stroke-width="2" stroke-dasharray="6 4"/>'
-            f'<text x="{x}" y="{self.head - 8}" text-anchor="{anchor}" fill="{ALARM_BOTH}" font-weight="700">{escape(name)}</text>'
+            f'<text x="{x}" y="{self.head - 8}" text-anchor="{anchor}" fill="{ALARM_BOTH}" '
+            f'font-weight="700">{escape(name)}</text>'
         )
 
     def words(self, i: int, label: str, total: int, cards: Iterable[int]) -> str:
@@ -207,12 +242,15 @@ class _Sheet:
     def axis(self) -> str:
         factor, unit = scale_of(self.top)
         step, tick = nice_step(self.top / factor, 6), 0.0
-        out = f'<line x1="{self.pad}" x2="{self.width - self.pad}" y1="{self.foot}" y2="{self.foot}" stroke="currentColor" opacity=".35"/>'
+        out = (
+            f'<line x1="{self.pad}" x2="{self.width - self.pad}" y1="{self.foot}" '
+            f'y2="{self.foot}" stroke="currentColor" opacity=".35"/>'
+        )
         while tick * factor < self.top * 0.97:
             words, anchor = (f"{tick:g} {unit}", "middle") if tick else ("0", "start")
             out += (
-                f'<text x="{self.px(tick * factor)}" y="{self.foot + 15}" text-anchor="{anchor}" font-size="11" '
-                f'fill="currentColor" opacity=".75">{words}</text>'
+                f'<text x="{self.px(tick * factor)}" y="{self.foot + 15}" text-anchor="{anchor}" '
+                f'font-size="11" fill="currentColor" opacity=".75">{words}</text>'
             )
             tick += step
         return out

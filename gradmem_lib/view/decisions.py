@@ -1,4 +1,6 @@
-"""One picture that leads from the parts of a peak to the next technique, drawn from the rules of ``diagnose``."""
+"""One picture that leads from the parts of a peak to the next technique, drawn from the rules of
+``diagnose``.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ LAST = 9.3  # the distance from the prices to the column of bytes
 
 
 def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
-    """Draw a row for each technique: the parts of a peak that it can shrink, in each phase, and its price.
+    """Draw a row for each technique: the parts of a peak that it can shrink, in each phase, and its
+    price.
 
-    With ``run`` (as for ``diagnose``), each row also has the lowest peak that the technique can reach, and a mark if that fits
-    ``card`` bytes.
+    With ``run`` (as for ``diagnose``), each row also has the lowest peak that the technique can
+    reach, and a mark if that fits ``card`` bytes.
     """
     found = None if run is None else diagnose(run)
     now = found and ("optimizer_step" if found.peak.phase == "optimizer_step" else "backward")
@@ -43,12 +46,20 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
             ink = INK if now in (None, phase) else MUTED
             ax.text(places[phase, parts[0]] - 0.4, -3.35, title, fontweight="bold", color=ink)
             for part in parts:
-                size = f"  {format_bytes(found.peak.by_category[part])}" if found and now == phase else ""
+                size = (
+                    f"  {format_bytes(found.peak.by_category[part])}"
+                    if found and now == phase
+                    else ""
+                )
                 ax.text(places[phase, part], -0.62, part + size, rotation=38, fontsize=8, color=ink)
         for row, technique in enumerate(TECHNIQUES):
             if row % 2 == 0:
-                ax.axhspan(row - 0.5, row + 0.5, xmin=-0.42, color="#eef1f5", zorder=0, clip_on=False)
-            ax.text(-0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center")
+                ax.axhspan(
+                    row - 0.5, row + 0.5, xmin=-0.42, color="#eef1f5", zorder=0, clip_on=False
+                )
+            ax.text(
+                -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
+            )
             for (phase, part), x in places.items():
                 if phase in technique.takes.get(part, ()):
                     look = {
@@ -57,7 +68,13 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
                         "alpha": 1 if now in (None, phase) else 0.25,
                     }
                     ax.barh(
-                        row, 0.8, 0.72, left=x - 0.4, linewidth=0, edgecolor=hatch_ink(COLORS[part]), **look
+                        row,
+                        0.8,
+                        0.72,
+                        left=x - 0.4,
+                        linewidth=0,
+                        edgecolor=hatch_ink(COLORS[part]),
+                        **look,
                     )
             ax.text(right, row, technique.price, va="center", color=MUTED)
             if found:

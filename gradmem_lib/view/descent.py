@@ -1,4 +1,6 @@
-"""Pictures of optimizers at work: paths over a two-dimensional surface, and curves of a training loss."""
+"""Pictures of optimizers at work: paths over a two-dimensional surface, and curves of a training
+loss.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart. Each line also has its own mark. The course's update
-# rules have the same colours in every picture.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Each line also has its own
+# mark. The course's update rules have the same colours in every picture.
 STYLES = {
     "SGD": ("#5b6473", "-", "o"),
     "momentum": ("#0072b2", "-", "s"),
@@ -48,21 +50,32 @@ def plot_paths(
     )
     low, high = every.amin(0), every.amax(0)
     margin = 0.12 * (high - low).clamp_min(0.5)
-    x, y = (torch.linspace(float(a), float(b), 160) for a, b in zip(low - margin, high + margin, strict=True))
+    x, y = (
+        torch.linspace(float(a), float(b), 160)
+        for a, b in zip(low - margin, high + margin, strict=True)
+    )
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
     heights = surface(grid.double()).detach()
     with style():
         figure = new_figure(7.8, 3.2)
         axes = figure.add_axes((0.06, 0.11, 0.68, 0.76))
         levels = heights.min() + (heights.max() - heights.min()) * torch.linspace(0.02, 1, 10) ** 2
-        axes.contour(x, y, heights, levels=levels.tolist(), colors="#c3cad6", linewidths=0.7, zorder=1)
+        axes.contour(
+            x, y, heights, levels=levels.tolist(), colors="#c3cad6", linewidths=0.7, zorder=1
+        )
         for name, path in paths.items():
             color, dash, mark = STYLES[name if name in STYLES else ""]
             points = path.detach().double().cpu()
             axes.plot(*points.T, color=color, linestyle=dash, linewidth=0.9, zorder=2)
             axes.plot(*points.T, color=color, linestyle="", marker=mark, markersize=2.6, zorder=3)
             axes.plot(
-                *points[-1:].T, color=color, linestyle="", marker=mark, markersize=7, zorder=4, label=name
+                *points[-1:].T,
+                color=color,
+                linestyle="",
+                marker=mark,
+                markersize=7,
+                zorder=4,
+                label=name,
             )
         for name, at in marks.items():
             axes.plot(*at, marker="+", markersize=11, color="black", linestyle="", zorder=5)
@@ -79,20 +92,30 @@ def plot_paths(
         axes.set_ylim(float(y[0]), float(y[-1]))
         figure.text(0.06, 0.92, title, fontsize=11, fontweight="bold")
         figure.legend(
-            loc="upper left", bbox_to_anchor=(0.75, 0.89), frameon=False, title="ends at", alignment="left"
+            loc="upper left",
+            bbox_to_anchor=(0.75, 0.89),
+            frameon=False,
+            title="ends at",
+            alignment="left",
         )
     return figure
 
 
-def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> Figure:
-    """Draw training losses, one curve for each name. Each point is the mean of the last ``smooth`` steps."""
+def plot_losses(
+    curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1
+) -> Figure:
+    """Draw training losses, one curve for each name.
+
+    Each point is the mean of the last ``smooth`` steps.
+    """
     with style():
         figure = new_figure(7.8, 2.7)
         axes = figure.add_axes((0.06, 0.17, 0.68, 0.68))
         for name, losses in curves.items():
             color, dash, mark = STYLES[name if name in STYLES else ""]
             mean = [
-                sum(losses[max(0, i + 1 - smooth) : i + 1]) / min(i + 1, smooth) for i in range(len(losses))
+                sum(losses[max(0, i + 1 - smooth) : i + 1]) / min(i + 1, smooth)
+                for i in range(len(losses))
             ]
             every = max(1, len(mean) // 8)
             steps = range(1, len(mean) + 1)
@@ -122,24 +145,37 @@ def show_paths(
 ) -> None:
     """Display ``plot_paths`` with words for those who do not see it."""
     ends = "; ".join(
-        f"{name} ends at ({float(p[-1, 0]):.2f}, {float(p[-1, 1]):.2f})" for name, p in paths.items()
+        f"{name} ends at ({float(p[-1, 0]):.2f}, {float(p[-1, 1]):.2f})"
+        for name, p in paths.items()
     )
-    points = "".join(f" {name} is at ({at[0]:.2f}, {at[1]:.2f})." for name, at in (marks or {}).items())
+    points = "".join(
+        f" {name} is at ({at[0]:.2f}, {at[1]:.2f})." for name, at in (marks or {}).items()
+    )
     start = next(iter(paths.values()))[0]
-    words = f"Paths over a contour map, from ({float(start[0]):.2f}, {float(start[1]):.2f}): {ends}.{points}"
+    words = (
+        f"Paths over a contour map, from ({float(start[0]):.2f}, {float(start[1]):.2f}): "
+        f"{ends}.{points}"
+    )
     _show(plot_paths(surface, paths, title=title, marks=marks), title, words)
 
 
 def show_losses(curves: Mapping[str, Sequence[float]], *, title: str = "", smooth: int = 1) -> None:
     """Display ``plot_losses`` with words for those who do not see it."""
-    ends = "; ".join(f"{name} from {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in curves.items())
-    _show(plot_losses(curves, title=title, smooth=smooth), title, f"Training loss over the steps: {ends}.")
+    ends = "; ".join(
+        f"{name} from {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in curves.items()
+    )
+    _show(
+        plot_losses(curves, title=title, smooth=smooth),
+        title,
+        f"Training loss over the steps: {ends}.",
+    )
 
 
 def _show(figure: Figure, title: str, words: str) -> None:
     from IPython.display import display
 
-    # The text stays the same on every computer, since notebook tests compare it; the picture need not.
+    # The text stays the same on every computer, since notebook tests compare it; the picture need
+    # not.
     text = "Descent plot" + (f": {title}" if title else "")
     data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": text}
     metadata = {**display_size(figure), "alt": f"{title}: {words}" if title else words}

@@ -1,4 +1,6 @@
-"""Says in words which techniques of ``measure.diagnosis`` could lower a peak, how far at best, and which cannot."""
+"""Says in words which techniques of ``measure.diagnosis`` could lower a peak, how far at best, and
+which cannot.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,9 @@ WORTH = 0.02  # of the peak; a smaller saving is no reason to change a recipe
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``peak``, and ``lowest``: for each technique, by name, the lowest peak in bytes that it can reach."""
+    """``peak``, and ``lowest``: for each technique, by name, the lowest peak in bytes that it can
+    reach.
+    """
 
     peak: MemorySnapshot
     lowest: dict[str, int]
@@ -20,7 +24,9 @@ class Diagnosis:
     @property
     def helps(self) -> list[str]:
         """The techniques that can lower the peak by 2% or more, the most promising first."""
-        able = [name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total]
+        able = [
+            name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total
+        ]
         return sorted(able, key=lambda name: self.lowest[name])
 
     @property
@@ -33,7 +39,9 @@ class Diagnosis:
         if self.helps:
             width = max(len(name) for name in self.helps)
             lines.append("What can lower it, and to what at best:")
-            lines += [f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps]
+            lines += [
+                f"  {name:<{width}}  {format_bytes(self.lowest[name])}" for name in self.helps
+            ]
         if self.cannot_help:
             lines.append(f"What cannot: {'; '.join(self.cannot_help)}.")
         return "\n".join(lines)
@@ -44,26 +52,33 @@ class Diagnosis:
 def shares(moment: MemorySnapshot) -> str:
     """The large categories of ``moment`` in per cent, the largest first."""
     parts = sorted(moment.by_category.items(), key=lambda part: -part[1])
-    return ", ".join(f"{n / moment.total:.0%} {name}" for name, n in parts if n >= WORTH * moment.total)
+    return ", ".join(
+        f"{n / moment.total:.0%} {name}" for name, n in parts if n >= WORTH * moment.total
+    )
 
 
 def diagnose(run: Any) -> Diagnosis:
-    """What could lower the peak of ``run``: a ``MemoryTracker``, a ``Prediction``, or the ``BudgetExceeded`` of a failed run.
+    """What could lower the peak of ``run``: a ``MemoryTracker``, a ``Prediction``, or the
+    ``BudgetExceeded`` of a failed run.
 
-    The bytes are lower bounds, and most runs stay above them: the smallest micro-batch still has a row, and a factored state
-    still has its factors. A technique that is already used is named again if it could do more. Side effects are not counted:
-    with frozen weights, autograd also saves fewer activations.
+    The bytes are lower bounds, and most runs stay above them: the smallest micro-batch still has a
+    row, and a factored state still has its factors. A technique that is already used is named again
+    if it could do more. Side effects are not counted: with frozen weights, autograd also saves
+    fewer activations.
 
-    Raises ``TypeError`` for an object without a peak, and ``ValueError`` for a tracker that has measured nothing.
+    Raises ``TypeError`` for an object without a peak, and ``ValueError`` for a tracker that has
+    measured nothing.
     """
     peak = getattr(run, "snapshot", None) or getattr(run, "peak", None)
     if not isinstance(peak, MemorySnapshot):
         raise TypeError(
-            f"diagnose was given {type(run).__name__}: give a MemoryTracker, a Prediction, or the BudgetExceeded that a run "
-            "ended with"
+            f"diagnose was given {type(run).__name__}: give a MemoryTracker, a Prediction, or the "
+            "BudgetExceeded that a run ended with"
         )
     if not peak.total:
-        raise ValueError("nothing was measured yet: give diagnose a tracker whose block has run a step")
+        raise ValueError(
+            "nothing was measured yet: give diagnose a tracker whose block has run a step"
+        )
     timeline = getattr(run, "timeline", None)
     largest = getattr(run, "largest_at_peak", None)
     holders = getattr(run, "everything", None) or (largest(10**9) if largest else None)

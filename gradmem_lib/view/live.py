@@ -1,10 +1,11 @@
 """The live plot: live bytes by category, drawn while a notebook cell is still running.
 
-The whole picture is sent as one ``Bytes`` trait of at most 400 points. Traits, unlike custom messages, reach a front
-end that is still opening. Each frame replaces the last one, so a slow browser skips frames and never falls behind.
-When the block ends, a still picture replaces the widget, so that a saved notebook shows it. A front end without widgets
-shows the HTML part of a widget's output: a sentence, and the still picture if there is one. A kernel without widgets
-shows only still pictures, and says so once.
+The whole picture is sent as one ``Bytes`` trait of at most 400 points. Traits, unlike custom
+messages, reach a front end that is still opening. Each frame replaces the last one, so a slow
+browser skips frames and never falls behind. When the block ends, a still picture replaces the
+widget, so that a saved notebook shows it. A front end without widgets shows the HTML part of a
+widget's output: a sentence, and the still picture if there is one. A kernel without widgets shows
+only still pictures, and says so once.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def encode_frame(
 ) -> bytes:
     """One frame for the browser, little-endian.
 
-    A header of 20 float64: version, number of points n, finished (0 or 1), peak bytes, the operation and phase of the
-    peak, current bytes and phase, then the peak and the current bytes by category. After it 8 rows of n float32:
-    operation, phase, and the bytes of each category.
+    A header of 20 float64: version, number of points n, finished (0 or 1), peak bytes, the
+    operation and phase of the peak, current bytes and phase, then the peak and the current bytes by
+    category. After it 8 rows of n float32: operation, phase, and the bytes of each category.
     """
     header = np.zeros(HEADER_VALUES, "<f8")
     header[0], header[2] = _VERSION, finished
@@ -72,7 +73,9 @@ def frame_peak(frame: bytes) -> float:
 
 
 def live() -> bool:
-    """Whether plots may move here: in a kernel with the widgets installed, unless the environment forbids it."""
+    """Whether plots may move here: in a kernel with the widgets installed, unless the environment
+    forbids it.
+    """
     return live_enabled() and _widgets_load()
 
 
@@ -115,8 +118,13 @@ def plain_text(title: str) -> str:
     return "MemoryTracker plot" + (f": {title}" if title else "")
 
 
-def view_bundle(widget, words: str, sentence: str, still: tuple[dict, dict] = ({}, {})) -> tuple[dict, dict]:
-    """A widget's mimebundle with the ``still`` one. Its plain text is ``words``; its HTML is ``sentence`` and the picture."""
+def view_bundle(
+    widget, words: str, sentence: str, still: tuple[dict, dict] = ({}, {})
+) -> tuple[dict, dict]:
+    """A widget's mimebundle with the ``still`` one.
+
+    Its plain text is ``words``; its HTML is ``sentence`` and the picture.
+    """
     bundle = widget._repr_mimebundle_()
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
     instead = f"<em>{html.escape(sentence)}</em>"
@@ -150,9 +158,11 @@ def still_bundle(
 
 
 class LivePlot:
-    """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second, then ``finish``.
+    """The moving picture of one tracked block: ``start``, then ``push`` at most ten times a second,
+    then ``finish``.
 
-    Outside a notebook it does nothing. With ``GRADMEM_LIVE=0`` it shows the still picture at the end and nothing before.
+    Outside a notebook it does nothing. With ``GRADMEM_LIVE=0`` it shows the still picture at the
+    end and nothing before.
     """
 
     def __init__(self, *, title: str = "", budget: int | None = None):
@@ -172,7 +182,11 @@ class LivePlot:
         self._output = display(data, metadata=metadata, raw=True, display_id=True)
 
     def push(
-        self, timeline: Timeline, peak: MemorySnapshot, current: MemorySnapshot, phase: str | None = None
+        self,
+        timeline: Timeline,
+        peak: MemorySnapshot,
+        current: MemorySnapshot,
+        phase: str | None = None,
     ) -> None:
         """Draw the next frame. All figures are bytes; ``phase`` is that of ``current``."""
         if self._widget is not None:
@@ -197,12 +211,17 @@ class LivePlot:
 
 
 def show_timeline(
-    timeline: Timeline, *, title: str = "", budget: int | None = None, peak: MemorySnapshot | None = None
+    timeline: Timeline,
+    *,
+    title: str = "",
+    budget: int | None = None,
+    peak: MemorySnapshot | None = None,
 ) -> None:
-    """Display a finished ``timeline`` as an interactive view (mouse, arrow keys), with the still picture in the bundle.
+    """Display a finished ``timeline`` as an interactive view (mouse, arrow keys), with the still
+    picture in the bundle.
 
-    Front ends without widgets, saved notebooks and ``GRADMEM_LIVE=0`` show the still picture. Outside a notebook, nothing is
-    displayed.
+    Front ends without widgets, saved notebooks and ``GRADMEM_LIVE=0`` show the still picture.
+    Outside a notebook, nothing is displayed.
     """
     if not in_kernel():
         return
@@ -216,9 +235,11 @@ def show_timeline(
 
 
 def show_explorer(explorer, text: str) -> None:
-    """Display ``explorer`` (it has ``still_bundle()`` and ``widget()``) in a notebook; its text/plain is always ``text``.
+    """Display ``explorer`` (it has ``still_bundle()`` and ``widget()``) in a notebook; its
+    text/plain is always ``text``.
 
-    The output also contains the still picture, for readers without a kernel. ``GRADMEM_LIVE=0``: only the picture.
+    The output also contains the still picture, for readers without a kernel. ``GRADMEM_LIVE=0``:
+    only the picture.
     """
     if in_kernel():
         again = f"{STILL} To explore, change the arguments and run the cell again."

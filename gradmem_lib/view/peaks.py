@@ -20,7 +20,9 @@ def off_by(measured: int, predicted: int) -> str:
 
 
 def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: str) -> Figure:
-    """Draw, under each heading, its pairs (name, measured bytes, predicted bytes), with the error of the prediction."""
+    """Draw, under each heading, its pairs (name, measured bytes, predicted bytes), with the error
+    of the prediction.
+    """
     height = HEAD + FOOT + LINE * sum(1 + len(pairs) for pairs in groups.values())
     words = "; ".join(
         f"{heading}, {name}: {measured / 1e9:.2f} GB measured, {predicted / 1e9:.2f} GB predicted"
@@ -30,7 +32,9 @@ def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: s
     top = 1.12 * max(max(sizes) for pairs in groups.values() for _, *sizes in pairs) / 1e9
     with style():
         figure = new_figure(8.6, height, alt=f"{title}. {words}.")
-        axes = figure.add_axes((0.42, FOOT / height, 0.57, 1 - (HEAD + FOOT) / height), facecolor=PAPER)
+        axes = figure.add_axes(
+            (0.42, FOOT / height, 0.57, 1 - (HEAD + FOOT) / height), facecolor=PAPER
+        )
         top_row = 0
         for heading, pairs in groups.items():
             axes.annotate(
@@ -64,7 +68,11 @@ def plot_pairs(groups: Mapping[str, Sequence[tuple[str, int, int]]], *, title: s
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(colors=MUTED, length=3, labelsize=8)
         axes.set_xlabel("GB (10⁹ bytes)", color=MUTED, fontsize=8.5)
-        figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline")
+        figure.text(
+            0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline"
+        )
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        figure.legend(handles.values(), handles, ncols=2, frameon=False, fontsize=8.5, loc="upper right")
+        figure.legend(
+            handles.values(), handles, ncols=2, frameon=False, fontsize=8.5, loc="upper right"
+        )
     return figure

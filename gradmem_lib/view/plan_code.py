@@ -1,4 +1,7 @@
-"""Writes Python that trains by a plan's recipe. It runs the library's own step, so it needs the bytes that were predicted."""
+"""Writes Python that trains by a plan's recipe.
+
+It runs the library's own step, so it needs the bytes that were predicted.
+"""
 
 import json
 import os
@@ -14,9 +17,11 @@ from ..training.recipe import Recipe
 
 
 def plan_code(option: Option, given, config, target: str) -> str:
-    """Python that trains the model ``given``, with this ``config``, by ``option``: with ``make_trainer`` if a ``Trainer`` can do
-    it, else with ``step``. The user defines ``train_dataset`` (rows with ``labels``), and ``model`` or ``config`` if ``given`` is
-    one of these. For several cards it is a script, and its first line says how to start it."""
+    """Python that trains the model ``given``, with this ``config``, by ``option``: with
+    ``make_trainer`` if a ``Trainer`` can do it, else with ``step``. The user defines
+    ``train_dataset`` (rows with ``labels``), and ``model`` or ``config`` if ``given`` is one of
+    these. For several cards it is a script, and its first line says how to start it.
+    """
     recipe = option.recipe
     loop = recipe.in_backward or recipe.sharding not in (None, "ddp")
     uses, how = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
@@ -27,7 +32,9 @@ def plan_code(option: Option, given, config, target: str) -> str:
     if loop and option.cards > 1:
         imports.append("from torch.distributed import destroy_process_group, init_device_mesh")
         imports.append("from torch.utils.data import DataLoader, DistributedSampler")
-        joined = [f'mesh = init_device_mesh("{target}", ({option.cards},))  # meets the other processes']
+        joined = [
+            f'mesh = init_device_mesh("{target}", ({option.cards},))  # meets the other processes'
+        ]
     elif loop:
         imports.append("from torch.utils.data import DataLoader")
     transformers += ["default_data_collator"] if loop else []
@@ -36,18 +43,32 @@ def plan_code(option: Option, given, config, target: str) -> str:
     if imports:
         imports.append("")
     names = ["Recipe", *sorted([*uses, *ours])]
-    lines = [*imports, f"from gradmem_lib import {', '.join(names)}", "", *joined, *loading, *_recipe(recipe)]
+    lines = [
+        *imports,
+        f"from gradmem_lib import {', '.join(names)}",
+        "",
+        *joined,
+        *loading,
+        *_recipe(recipe),
+    ]
     return "\n".join([*lines, *how(option, target)]) + "\n"
 
 
 def launch(cards: int, script: str = "train.py") -> str:
-    """Two commands, each of which starts ``script`` once for each of this machine's ``cards``. accelerate has to be told the
-    cards: if it finds none, it would start one process instead of two. The recipe does not use its other settings."""
-    return f"torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu --num_processes={cards} {script}"
+    """Two commands, each of which starts ``script`` once for each of this machine's ``cards``.
+    accelerate has to be told the cards: if it finds none, it would start one process instead of
+    two. The recipe does not use its other settings.
+    """
+    return (
+        f"torchrun --nproc-per-node={cards} {script}, or: accelerate launch --multi_gpu "
+        f"--num_processes={cards} {script}"
+    )
 
 
 def _loading(given, name: str) -> tuple[list[str], list[str], list[str]]:
-    """The lines that load the model, and the names that they import from transformers and from this library."""
+    """The lines that load the model, and the names that they import from transformers and from this
+    library.
+    """
     if isinstance(given, nn.Module):
         return [], [], []
     if isinstance(given, PretrainedConfig):
@@ -97,11 +118,15 @@ def _trainer(option: Option, target: str) -> list[str]:
 
 
 def _loop(option: Option, target: str) -> list[str]:
-    """The loop for steps in backward, which ``Trainer`` does not have, and for sharding, which ``Trainer`` does differently."""
+    """The loop for steps in backward, which ``Trainer`` does not have, and for sharding, which
+    ``Trainer`` does differently.
+    """
     place = f'.to("{target}")' if target == "cuda" else ""
     batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"
     rows, several = option.micro_batch * option.recipe.accumulation, option.cards > 1
-    order = "sampler=DistributedSampler(train_dataset), drop_last=True" if several else "shuffle=True"
+    order = (
+        "sampler=DistributedSampler(train_dataset), drop_last=True" if several else "shuffle=True"
+    )
     return [
         f"model, optimizer, undo = prepare(model, recipe{', mesh=mesh' if several else ''})",
         *([f"model{place}"] if place and not several else []),

@@ -1,4 +1,7 @@
-"""A plan as text and as JSON: the recipes that fit, fastest first, and why the others do not. Also a prediction's table."""
+"""A plan as text and as JSON: the recipes that fit, fastest first, and why the others do not.
+
+Also a prediction's table.
+"""
 
 import textwrap
 from dataclasses import asdict
@@ -13,16 +16,24 @@ from .plan_code import launch
 def plan_text(plan: Plan) -> str:
     several, each = (f"{plan.cards} x ", " each") if plan.cards > 1 else ("", "")
     lines = [
-        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global batch {plan.global_batch} x "
-        f"{plan.seq_len:,} tokens, method {plan.method}, target {plan.target}",
+        f"{plan.title} on {several}{plan.card.name} ({plan.card.nbytes:,} bytes{each}), global "
+        f"batch {plan.global_batch} x {plan.seq_len:,} tokens, method {plan.method}, target "
+        f"{plan.target}",
         "",
     ]
     if plan.fits:
         lines += [
-            "Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those within 10 %",
+            (
+                "Fits, fastest first. Times are estimates, from counted operations and bytes "
+                "moved; of those within 10 %"
+            ),
             "of each other, the recipe that changes training least comes first.",
             *_table(plan.fits),
-            *([f"Start the code of the first one with: {launch(plan.cards)}"] if plan.cards > 1 else []),
+            *(
+                [f"Start the code of the first one with: {launch(plan.cards)}"]
+                if plan.cards > 1
+                else []
+            ),
         ]
     else:
         lines += ["Nothing fits. Closest:", *_table([plan.closest])]
@@ -30,7 +41,11 @@ def plan_text(plan: Plan) -> str:
     lines += [_wrapped(line, "  * ") for line in plan.advice]
     faster = plan.next_faster
     if faster is not None:
-        lines += ["", f"The next faster one does not fit: {faster}", _wrapped(f"It {faster.why_not()}.")]
+        lines += [
+            "",
+            f"The next faster one does not fit: {faster}",
+            _wrapped(f"It {faster.why_not()}."),
+        ]
     if plan.ruled_out:
         lines += ["", "Ruled out without a prediction:"]
     for why in dict.fromkeys(out.why for out in plan.ruled_out):
@@ -51,7 +66,9 @@ def plan_dict(plan: Plan) -> dict:
         "target": plan.target,
         "fits": [_option_dict(o) for o in plan.fits],
         "refused": [_option_dict(o) | {"why": o.why_not()} for o in plan.refused],
-        "ruled_out": [{"recipe": str(o), "needs_at_least": o.needs, "why": o.why} for o in plan.ruled_out],
+        "ruled_out": [
+            {"recipe": str(o), "needs_at_least": o.needs, "why": o.why} for o in plan.ruled_out
+        ],
         "closest": _option_dict(plan.closest),
         "advice": plan.advice,
         "code": plan.code,
@@ -87,13 +104,21 @@ def _wrapped(text: str, bullet: str = "  ") -> str:
 
 def prediction_table(prediction: Prediction) -> str:
     """A table of a prediction's peak by category, for a notebook."""
-    total, moved = prediction.peak.by_category, {"moved": prediction.moved} if prediction.moved else {}
+    total, moved = (
+        prediction.peak.by_category,
+        {"moved": prediction.moved} if prediction.moved else {},
+    )
     rows, after = (
-        "".join(f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>" for name, n in part.items())
+        "".join(
+            f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>"
+            for name, n in part.items()
+        )
         for part in (total, moved)
     )
     return (
-        f"<table><thead><tr><th style='text-align:left'>bytes, predicted for {prediction.target}</th>"
+        "<table><thead><tr><th style='text-align:left'>bytes, predicted for "
+        f"{prediction.target}</th>"
         f"<th>at the peak ({prediction.peak.phase})</th></tr></thead>"
-        f"<tbody>{rows}<tr><th style='text-align:left'>total</th><th>{prediction.peak.total:,}</th></tr>{after}</tbody></table>"
+        f"<tbody>{rows}<tr><th "
+        f"style='text-align:left'>total</th><th>{prediction.peak.total:,}</th></tr>{after}</tbody></table>"
     )

@@ -1,4 +1,6 @@
-"""The memory of several ranks side by side, on one scale: while they run, and afterwards as a still picture."""
+"""The memory of several ranks side by side, on one scale: while they run, and afterwards as a still
+picture.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from ..names import CATEGORIES
 from ..units import format_bytes
-from .live import WAIT, encode_frame, frame_peak, live, picture_bundle, plain_text, view_bundle, widget_class
+from .live import (
+    WAIT,
+    encode_frame,
+    frame_peak,
+    live,
+    picture_bundle,
+    plain_text,
+    view_bundle,
+    widget_class,
+)
 from .style import new_figure, style, swatch
 from .timeline import describe, draw_areas
 
@@ -17,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class RankPictures:
-    """The pictures of one ``run_ranks``: the first tracker of every rank is in one picture, the second in the next.
+    """The pictures of one ``run_ranks``: the first tracker of every rank is in one picture, the
+    second in the next.
 
-    Use it as a context: at its end, each picture becomes a still one. With ``GRADMEM_LIVE=0`` pictures appear only then.
+    Use it as a context: at its end, each picture becomes a still one. With ``GRADMEM_LIVE=0``
+    pictures appear only then.
     """
 
     def __init__(self, ranks: int):
@@ -34,7 +47,9 @@ class RankPictures:
             self.pictures[number].finish()
 
     def told(self, rank: int, number: int, action: str, *what) -> None:
-        """``rank`` reports about its tracker ``number``: "start" (title, budget), "push" (a frame), "finish" (a timeline)."""
+        """``rank`` reports about its tracker ``number``: "start" (title, budget), "push" (a frame),
+        "finish" (a timeline).
+        """
         if action == "start" and number not in self.pictures:
             self.pictures[number] = _Picture(self.ranks, *what)
         elif action == "push":
@@ -44,7 +59,9 @@ class RankPictures:
 
 
 class _Picture:
-    """One tracker of each rank (the first ones, or the second ones, ...), with a common title and budget."""
+    """One tracker of each rank (the first ones, or the second ones, ...), with a common title and
+    budget.
+    """
 
     def __init__(self, ranks: int, title: str, budget: int | None):
         self.title, self.budget = title, budget
@@ -56,7 +73,11 @@ class _Picture:
         from IPython.display import display
         from ipywidgets import HBox, Layout
 
-        start = {"budget": float(budget or 0), "small": True, "frame": encode_frame(None, None, None)}
+        start = {
+            "budget": float(budget or 0),
+            "small": True,
+            "frame": encode_frame(None, None, None),
+        }
         views = [
             widget_class()(
                 title=f"rank {rank}" + (f", {title}" if title else ""),
@@ -97,19 +118,27 @@ class _Picture:
             widget.close()
 
 
-def plot_ranks(timelines: list[Timeline | None], *, title: str = "", budget: int | None = None) -> Figure:
-    """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank that was not measured."""
+def plot_ranks(
+    timelines: list[Timeline | None], *, title: str = "", budget: int | None = None
+) -> Figure:
+    """Live bytes by category of several ranks side by side on one scale; ``None`` stands for a rank
+    that was not measured.
+    """
     highest = max(max(t.totals) for t in timelines if t is not None and len(t))
     left, right, gap = 0.07, 0.985, 0.022
     width = (right - left + gap) / len(timelines) - gap
     with style():
         figure = new_figure(8.6, 3.2)
-        figure.text(left, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
+        figure.text(
+            left, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline"
+        )
         for rank, timeline in enumerate(timelines):
             axes = figure.add_axes((left + rank * (width + gap), 0.25, width, 0.51))
             if timeline is None or not len(timeline):
                 axes.set_axis_off()
-                axes.text(0.5, 0.5, "not measured to its end", ha="center", transform=axes.transAxes)
+                axes.text(
+                    0.5, 0.5, "not measured to its end", ha="center", transform=axes.transAxes
+                )
             else:
                 draw_areas(axes, timeline, budget, None, highest)
                 peak = format_bytes(max(timeline.totals))

@@ -12,8 +12,10 @@ from .bars import bar_svg
 
 @dataclass(frozen=True)
 class Room:
-    """``held``: bytes at the peak by category, and the card's other bytes by name, which the bar shows as ``other``. ``nbytes``:
-    the card's bytes. ``words``: sentences below the bar. The text is the same in every run."""
+    """``held``: bytes at the peak by category, and the card's other bytes by name, which the bar
+    shows as ``other``. ``nbytes``: the card's bytes. ``words``: sentences below the bar. The text
+    is the same in every run.
+    """
 
     title: str
     card: str
@@ -31,6 +33,8 @@ class Room:
         return "\n".join([self.title, *self.words])
 
     def _repr_html_(self) -> str:
-        bar = bar_svg({"at the peak": self.parts()}, cards={self.card: self.nbytes}, title=self.title)
+        bar = bar_svg(
+            {"at the peak": self.parts()}, cards={self.card: self.nbytes}, title=self.title
+        )
         lines = "".join(f"<div>{escape(words)}</div>" for words in self.words)
         return f"<div><b>{escape(self.title)}</b>{bar}{lines}</div>"

@@ -1,4 +1,6 @@
-"""An explorer for checkpointing schedules: change depth, segments and sizes of a chain, and see its schedule."""
+"""An explorer for checkpointing schedules: change depth, segments and sizes of a chain, and see its
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DEFAULTS = {"depth": 16, "segment": 4, "ratio": 1, "schedule": "equal segments"}
 
 
 class _Layer(nn.Module):
-    """x + W2 relu(W1 x) with frozen weights: autograd keeps ``ratio`` times the bytes of x, and not x."""
+    """x + W2 relu(W1 x) with frozen weights: autograd keeps ``ratio`` times the bytes of x, and not
+    x.
+    """
 
     def __init__(self, ratio: int):
         super().__init__()
@@ -66,7 +70,9 @@ def _chain(depth: int, ratio: int) -> nn.Sequential:
 
 @lru_cache(256)
 def run_chain(depth: int, segment: int, ratio: int, schedule: str) -> ScheduleRecord:
-    """Run one real step of a small chain with the explorer's settings (see ``ScheduleExplorer``), and record it."""
+    """Run one real step of a small chain with the explorer's settings (see ``ScheduleExplorer``),
+    and record it.
+    """
     from ..techniques.checkpointing import checkpoint_layers
 
     chain = _chain(depth, ratio)
@@ -102,12 +108,18 @@ def details(settings: dict, curve: dict[int, ScheduleRecord]) -> str:
         "none": "No checkpoints: all internals stay.",
         "equal segments": f"{len(segments)} segment{'s' * (len(segments) > 1)} of {segments[0]}"
         + (f", the last of {segments[-1]}." if segments[-1] != segments[0] else "."),
-        "best segments": f"{len(segments)} segments: {', '.join(map(str, segments))}; the last one is kept, not run again.",
+        "best segments": (
+            f"{len(segments)} segments: {', '.join(map(str, segments))}; the last one is kept, not "
+            "run again."
+        ),
     }[schedule]
     words += f" Rule for equal segments: {_rule(depth, ratio)} layers."
     if set(curve) >= set(curve_segments(depth)):
         lowest = min(curve, key=lambda k: (curve[k].peak, -k))
-        words += f" Lowest measured of these: {curve[lowest].peak / BOUNDARY:.0f} boundaries, with segments of {lowest}."
+        words += (
+            f" Lowest measured of these: {curve[lowest].peak / BOUNDARY:.0f} boundaries, with "
+            f"segments of {lowest}."
+        )
     return words
 
 
@@ -129,24 +141,30 @@ def _picture_class():
 class ScheduleExplorer:
     """The explorer's settings, and its widgets once they are shown.
 
-    Settings: ``depth`` (4 to 64 layers), ``segment`` (1 to depth layers), ``ratio`` (a/x, bytes that a layer keeps inside
-    over bytes of its input: one of ``RATIOS``), ``schedule`` (one of ``SCHEDULES``). Each change runs a small chain.
-    Raises ``TypeError`` for an unknown setting, and ``ValueError`` for a value that is not allowed.
+    Settings: ``depth`` (4 to 64 layers), ``segment`` (1 to depth layers), ``ratio`` (a/x, bytes
+    that a layer keeps inside over bytes of its input: one of ``RATIOS``), ``schedule`` (one of
+    ``SCHEDULES``). Each change runs a small chain. Raises ``TypeError`` for an unknown setting, and
+    ``ValueError`` for a value that is not allowed.
     """
 
     def __init__(self, **settings):
         if unknown := sorted(set(settings) - set(DEFAULTS)):
-            raise TypeError(f"no setting named {', '.join(unknown)}: choose from {', '.join(DEFAULTS)}")
+            raise TypeError(
+                f"no setting named {', '.join(unknown)}: choose from {', '.join(DEFAULTS)}"
+            )
         self.settings = DEFAULTS | settings
         depth = self.settings["depth"]
         if depth not in range(4, 65):
             raise ValueError(f"depth is {depth!r}: choose 4 to 64 layers")
         if self.settings["segment"] not in range(1, depth + 1):
-            raise ValueError(f"segment is {self.settings['segment']!r}: choose 1 to {depth}, the depth")
+            raise ValueError(
+                f"segment is {self.settings['segment']!r}: choose 1 to {depth}, the depth"
+            )
         for name, known in (("ratio", RATIOS), ("schedule", SCHEDULES)):
             if self.settings[name] not in known:
                 raise ValueError(
-                    f"{name} is {self.settings[name]!r}: choose one of {', '.join(map(repr, known))}"
+                    f"{name} is {self.settings[name]!r}: choose one of "
+                    f"{', '.join(map(repr, known))}"
                 )
         self.controls: dict = {}
         self.curve: dict[int, ScheduleRecord] = {}
@@ -159,7 +177,10 @@ class ScheduleExplorer:
         title = {
             "none": f"{settings['depth']} layers, no checkpoints",
             "equal segments": f"{settings['depth']} layers in segments of {settings['segment']}",
-            "best segments": f"{settings['depth']} layers in segments of {', '.join(map(str, segments_of(**settings)))}",
+            "best segments": (
+                f"{settings['depth']} layers in segments of "
+                f"{', '.join(map(str, segments_of(**settings)))}"
+            ),
         }[settings["schedule"]] + f", a/x = {settings['ratio']}"
         words = describe_schedule(record, title=title) + f" {summary(record)}."
         return bundle(plot_schedule(record, title=title), words, "", EXPLORER_TEXT)
@@ -193,7 +214,9 @@ class ScheduleExplorer:
         grid = ipywidgets.Layout(
             grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
         )
-        return ipywidgets.VBox([ipywidgets.GridBox(list(self.controls.values()), layout=grid), self._picture])
+        return ipywidgets.VBox(
+            [ipywidgets.GridBox(list(self.controls.values()), layout=grid), self._picture]
+        )
 
     def _changed(self, change=None) -> None:
         controls = self.controls
@@ -204,7 +227,11 @@ class ScheduleExplorer:
             controls["segment"].observe(self._changed, "value")
         controls["segment"].disabled = controls["schedule"].value != "equal segments"
         now = {name: control.value for name, control in controls.items()}
-        if not self.curve or change is None or change["owner"] in (controls["depth"], controls["ratio"]):
+        if (
+            not self.curve
+            or change is None
+            or change["owner"] in (controls["depth"], controls["ratio"])
+        ):
             self._start_curve(now["depth"], now["ratio"])
         self._draw()
 
@@ -219,7 +246,9 @@ class ScheduleExplorer:
             self._picture.details = details(now, self.curve)
 
     def _start_curve(self, depth: int, ratio: int) -> None:
-        """Measure the curve. In a kernel this runs between messages, so that a dragged slider does not wait for it."""
+        """Measure the curve. In a kernel this runs between messages, so that a dragged slider does
+        not wait for it.
+        """
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -232,7 +261,9 @@ class ScheduleExplorer:
             return
         self._task = loop.create_task(self._measure_curve(depth, ratio, self.curve))
 
-    async def _measure_curve(self, depth: int, ratio: int, curve: dict[int, ScheduleRecord]) -> None:
+    async def _measure_curve(
+        self, depth: int, ratio: int, curve: dict[int, ScheduleRecord]
+    ) -> None:
         await asyncio.sleep(0.15)  # do not measure while the slider still moves
         for k in curve_segments(depth):
             curve[k] = run_chain(depth, k, ratio, "equal segments")
@@ -241,6 +272,9 @@ class ScheduleExplorer:
 
 
 def explore_schedule(**settings: Any) -> None:
-    """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``). With ``GRADMEM_LIVE=0``: a still picture."""
+    """Display the explorer, starting from ``settings`` (see ``ScheduleExplorer``).
+
+    With ``GRADMEM_LIVE=0``: a still picture.
+    """
     explorer = ScheduleExplorer(**settings)
     show_explorer(explorer, EXPLORER_TEXT)

@@ -28,9 +28,11 @@ OUTSIDE = -1  # all layers
 
 
 class Event(NamedTuple):
-    """One column of the picture: ``kind`` of ``KINDS``, ``layer`` from 0 (-1: outside all layers), and its operations.
+    """One column of the picture: ``kind`` of ``KINDS``, ``layer`` from 0 (-1: outside all layers),
+    and its operations.
 
-    ``start`` and ``stop`` count dispatched operations of the step, from 0; ``stop`` is the first of the next event.
+    ``start`` and ``stop`` count dispatched operations of the step, from 0; ``stop`` is the first of
+    the next event.
     """
 
     kind: str
@@ -41,16 +43,19 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScheduleRecord:
-    """A record of one training step, layer by layer. It counts the bytes that the step made, and the first layer's input.
+    """A record of one training step, layer by layer. It counts the bytes that the step made, and
+    the first layer's input.
 
     Attributes:
         layers: the number of layers.
         events: the events, in order.
         inputs: int64 (layers, events): bytes of a layer's input that are alive when an event ends.
-        internals: int64 (layers, events): bytes made inside a layer's forward that are alive when an event ends.
-        live: for each of ``PARTS``, int64 (operations,): bytes after each operation. "inputs" are boundaries between
-            layers. "internals" were made inside one layer. "left" stays when the step is over (gradients of parameters).
-            "passing" is the rest (gradients of activations, the loss).
+        internals: int64 (layers, events): bytes made inside a layer's forward that are alive when
+            an event ends.
+        live: for each of ``PARTS``, int64 (operations,): bytes after each operation. "inputs" are
+            boundaries between layers. "internals" were made inside one layer. "left" stays when the
+            step is over (gradients of parameters). "passing" is the rest (gradients of activations,
+            the loss).
     """
 
     layers: int
@@ -66,7 +71,9 @@ class ScheduleRecord:
 
     @property
     def peak(self) -> int:
-        """The most live bytes: those that the step made and the first layer's input, without weights."""
+        """The most live bytes: those that the step made and the first layer's input, without
+        weights.
+        """
         return int(self.totals.max())
 
     @property
@@ -90,22 +97,25 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
     """Run ``step()``, one forward and one backward pass, and record what ``layers`` do.
 
     Args:
-        layers: an ``nn.Sequential``, an ``nn.ModuleList`` or a list, in the order in which they run. They may be
-            checkpointed in any way.
-        step: calls forward and backward, for example ``lambda: model(x).sum().backward()``. Its result is dropped.
+        layers: an ``nn.Sequential``, an ``nn.ModuleList`` or a list, in the order in which they
+            run. They may be checkpointed in any way.
+        step: calls forward and backward, for example ``lambda: model(x).sum().backward()``. Its
+            result is dropped.
 
-    An operation belongs to the layer whose module, or submodule, was entered last. An operation of backward belongs to the
-    layer whose forward made the running node of the graph. Modules do not change, and all hooks are removed afterwards,
-    whether ``step`` returns or raises.
+    An operation belongs to the layer whose module, or submodule, was entered last. An operation of
+    backward belongs to the layer whose forward made the running node of the graph. Modules do not
+    change, and all hooks are removed afterwards, whether ``step`` returns or raises.
 
-    Raises ``TypeError`` for layers that are not modules, and ``ValueError`` when a layer never ran forward or backward.
+    Raises ``TypeError`` for layers that are not modules, and ``ValueError`` when a layer never ran
+    forward or backward.
     """
     layers = list(layers)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
     if wrong or not layers:
         raise TypeError(
-            f"record_schedule(layers, step) takes a list of torch.nn.Module, and was given {', '.join(wrong) or 'none'}. "
-            "Give the layers themselves: for a Llama, model.model.layers"
+            "record_schedule(layers, step) takes a list of torch.nn.Module, and was given "
+            f"{', '.join(wrong) or 'none'}. Give the layers themselves: for a Llama, "
+            "model.model.layers"
         )
     lives = _Lives(layers)
     with ExitStack() as undo:
@@ -118,7 +128,9 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
 
 
 class _Lives(Recording):
-    """Attributes every operation and storage to a layer: an entry's ``module`` is its layer, and ``op`` is the kind of run."""
+    """Attributes every operation and storage to a layer: an entry's ``module`` is its layer, and
+    ``op`` is the kind of run.
+    """
 
     def __init__(self, layers: list[nn.Module]):
         super().__init__(torch.device("cpu"))
@@ -159,7 +171,8 @@ class _Lives(Recording):
             kind = "forward" if task == -1 else "recompute"
             return ("outside" if self.layer == OUTSIDE else kind), self.layer
         number = number_of(current_node())
-        if number < 2**63:  # gradients are accumulated by nodes without a number: they follow their layer
+        # gradients are accumulated by nodes without a number: they follow their layer
+        if number < 2**63:
             self.back = self.number_layers[bisect_right(self.numbers, number) - 1]
         return "backward", self.back
 
@@ -200,17 +213,22 @@ class _Lives(Recording):
         self.drain()
         events = _columns(self.runs, self.count)
         for kind in ("forward", "backward"):
-            missing = sorted(set(range(len(self.layers))) - {e.layer for e in events if e.kind == kind})
+            missing = sorted(
+                set(range(len(self.layers))) - {e.layer for e in events if e.kind == kind}
+            )
             if missing:
                 raise ValueError(
                     f"layer {missing[0]} of {len(self.layers)}, from 0, was not seen to run {kind}"
                     + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
-                    + ". The step must call forward and backward once, with something that requires a gradient before the "
-                    "first layer or in it, and call its layers rather than their forward, which is not heard"
+                    + ". The step must call forward and backward once, with something that "
+                    "requires a gradient before the "
+                    "first layer or in it, and call its layers rather than their forward, which is "
+                    "not heard"
                 )
         live = {name: np.zeros(self.count + 1, np.int64) for name in PARTS}
         stored = {
-            name: np.zeros((len(self.layers), len(events)), np.int64) for name in ("inputs", "internals")
+            name: np.zeros((len(self.layers), len(events)), np.int64)
+            for name in ("inputs", "internals")
         }
         ends = [event.stop for event in events]
         for entry in self.seen:
@@ -221,14 +239,17 @@ class _Lives(Recording):
             live[part][max(entry.sample, 0)] += entry.nbytes
             live[part][min(death, self.count)] -= entry.nbytes
             if part in stored:
-                # An event ends when the next event's first operation begins: by then, its temporary tensors are released.
+                # An event ends when the next event's first operation begins: by then, its temporary
+                # tensors are released.
                 first, last = bisect_right(ends, entry.sample), bisect_right(ends, death - 1)
                 stored[part][layer, first:last] += entry.nbytes
         live = {name: np.cumsum(change)[:-1] for name, change in live.items()}
         return ScheduleRecord(len(self.layers), events, live=live, **stored)
 
     def _part(self, entry: Entry) -> tuple[str, int]:
-        """Which of ``PARTS`` a storage is, and of which layer; "" for weights, and for storages older than the step."""
+        """Which of ``PARTS`` a storage is, and of which layer; "" for weights, and for storages
+        older than the step.
+        """
         layer, users = entry.module, self.users[id(entry)]
         others = users - {layer, OUTSIDE}
         made = entry.sample >= 0
@@ -250,17 +271,22 @@ class _Lives(Recording):
 
 
 def _columns(runs: list[tuple[str, int, int]], ops: int) -> list[Event]:
-    """Runs of operations as events: one for each time that a layer runs. Shorter runs join a neighbour."""
+    """Runs of operations as events: one for each time that a layer runs.
+
+    Shorter runs join a neighbour.
+    """
     inside = [i for i, (_, layer, _) in enumerate(runs) if layer >= 0]
     if not inside:
         return []
     turn = max((i for i in inside if runs[i][0] == "forward"), default=-1)
     joined: list[tuple[str, int, int]] = []
     for i, (kind, layer, start) in enumerate(runs):
-        # Operations outside the layers have a column before the layers, and one between forward and backward.
+        # Operations outside the layers have a column before the layers, and one between forward and
+        # backward.
         if layer < 0 and inside[0] < i and i != turn + 1:
             continue
-        # Backward reaches a layer, finds nothing stored, and recomputes its segment before it continues.
+        # Backward reaches a layer, finds nothing stored, and recomputes its segment before it
+        # continues.
         after = next((run for run in runs[i + 1 :] if run[0] == "backward"), None)
         if kind == "backward" and after and after[1] == layer and runs[i + 1][0] == "recompute":
             kind, layer = runs[i + 1][:2]
@@ -269,4 +295,6 @@ def _columns(runs: list[tuple[str, int, int]], ops: int) -> list[Event]:
             joined.append((kind, layer, start))
     starts = [0, *(start for _, _, start in joined[1:])]
     stops = [*starts[1:], ops]
-    return [Event(*run[:2], start, stop) for run, start, stop in zip(joined, starts, stops, strict=True)]
+    return [
+        Event(*run[:2], start, stop) for run, start, stop in zip(joined, starts, stops, strict=True)
+    ]

@@ -34,7 +34,9 @@ _BLUE_BOTH = "#4a82cf"
 
 
 def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, ScheduleRecord]) -> str:
-    """Grid, live bytes and the curve of peak against segment length as one inline ``<svg>`` for light and dark pages."""
+    """Grid, live bytes and the curve of peak against segment length as one inline ``<svg>`` for
+    light and dark pages.
+    """
     key = "gs" + hashlib.sha1(repr((settings, sorted(curve))).encode()).hexdigest()[:8]
     words = describe_schedule(record)
     if curve:
@@ -49,7 +51,8 @@ def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, Schedu
     return f"{start}{''.join(shapes)}</svg>"
 
 
-# The layout in CSS pixels: the grid begins at LEFT and TOP, the live bytes are below it, curve and legend begin at RIGHT.
+# The layout in CSS pixels: the grid begins at LEFT and TOP, the live bytes are below it, curve and
+# legend begin at RIGHT.
 VIEW_WIDTH, VIEW_HEIGHT = 800, 424
 LEFT, GRID_WIDTH, RIGHT = 34, 496, 574
 TOP, GRID_HEIGHT, LOW_TOP, LOW_HEIGHT = 30, 250, 304, 96
@@ -69,7 +72,10 @@ class _Sheet:
     def boxes(self, boxes) -> str:
         sx, sy = GRID_WIDTH / len(self.record.events), GRID_HEIGHT / self.record.layers
         return "".join(
-            f"M{LEFT + x * sx:.1f} {TOP + GRID_HEIGHT - (y + h) * sy:.1f}h{w * sx:.1f}v{h * sy:.1f}h{-w * sx:.1f}z"
+            (
+                f"M{LEFT + x * sx:.1f} "
+                f"{TOP + GRID_HEIGHT - (y + h) * sy:.1f}h{w * sx:.1f}v{h * sy:.1f}h{-w * sx:.1f}z"
+            )
             for x, y, w, h in boxes
         )
 
@@ -77,9 +83,18 @@ class _Sheet:
         """Layers against time."""
         n, turn = self.record.layers, self.x(turning_point(self.record))
         sy = GRID_HEIGHT / n
-        yield f'<rect x="{LEFT}" y="{TOP}" width="{GRID_WIDTH}" height="{GRID_HEIGHT}" fill="currentColor" opacity=".06"/>'
-        yield f'<path d="M{LEFT} {TOP - 7}H{turn - 2:.1f}" stroke="currentColor" stroke-width="2" opacity=".3"/>'
-        yield f'<path d="M{turn:.1f} {TOP - 7}H{END}" stroke="currentColor" stroke-width="2" opacity=".75"/>'
+        yield (
+            f'<rect x="{LEFT}" y="{TOP}" width="{GRID_WIDTH}" height="{GRID_HEIGHT}" '
+            'fill="currentColor" opacity=".06"/>'
+        )
+        yield (
+            f'<path d="M{LEFT} {TOP - 7}H{turn - 2:.1f}" stroke="currentColor" stroke-width="2" '
+            'opacity=".3"/>'
+        )
+        yield (
+            f'<path d="M{turn:.1f} {TOP - 7}H{END}" stroke="currentColor" stroke-width="2" '
+            'opacity=".75"/>'
+        )
         yield svg_text((LEFT + turn) / 2, TOP - 13, "forward", anchor="middle")
         yield svg_text((turn + END) / 2, TOP - 13, "backward", anchor="middle")
         if n <= 32:
@@ -87,12 +102,17 @@ class _Sheet:
             yield f'<path d="{lines}" stroke="currentColor" opacity=".1" stroke-width=".8"/>'
         for look, boxes in boxes_of(self.record).items():
             if boxes:
-                yield f'<path class="gm-{look}" d="{self.boxes(boxes)}" {_svg_paint(self.key, look)}/>'
+                yield (
+                    f'<path class="gm-{look}" d="{self.boxes(boxes)}" '
+                    f"{_svg_paint(self.key, look)}/>"
+                )
         for layer in sorted({1, n, *([n // 2] if n > 3 else [])}):
-            yield svg_text(LEFT - 5, TOP + GRID_HEIGHT - (layer - 0.5) * sy + 4, str(layer), anchor="end")
+            yield svg_text(
+                LEFT - 5, TOP + GRID_HEIGHT - (layer - 0.5) * sy + 4, str(layer), anchor="end"
+            )
         yield (
-            f'<text transform="translate(9 {TOP + GRID_HEIGHT * 0.27:.0f}) rotate(-90)" text-anchor="middle" '
-            f'fill="currentColor" opacity=".8">layer</text>'
+            f'<text transform="translate(9 {TOP + GRID_HEIGHT * 0.27:.0f}) rotate(-90)" '
+            'text-anchor="middle" fill="currentColor" opacity=".8">layer</text>'
         )
 
     def bytes(self) -> Iterator[str]:
@@ -115,12 +135,21 @@ class _Sheet:
                 yield f'<path class="gm-{name}" d="{shape}" {_svg_paint(self.key, name)}/>'
                 base = base + live[name]
         at = peak_column(record)
-        peak_x, peak_y, side = self.x(at), bytes_y(record.peak), -1 if at > 0.7 * len(record.events) else 1
-        yield f'<path d="M{peak_x:.1f} {TOP}V{peak_y:.1f}" stroke="currentColor" stroke-dasharray="3 3"/>'
+        peak_x, peak_y, side = (
+            self.x(at),
+            bytes_y(record.peak),
+            -1 if at > 0.7 * len(record.events) else 1,
+        )
+        yield (
+            f'<path d="M{peak_x:.1f} {TOP}V{peak_y:.1f}" stroke="currentColor" '
+            'stroke-dasharray="3 3"/>'
+        )
         yield f'<circle cx="{peak_x:.1f}" cy="{peak_y:.1f}" r="4" fill="currentColor"/>'
         yield (
-            f'<text x="{peak_x + 8 * side:.1f}" y="{peak_y - 4:.1f}" font-size="12" font-weight="700" fill="currentColor" '
-            f'text-anchor="{"end" if side < 0 else "start"}" {svg_halo(5)}>peak {record.peak / BOUNDARY:.0f}</text>'
+            f'<text x="{peak_x + 8 * side:.1f}" y="{peak_y - 4:.1f}" font-size="12" '
+            'font-weight="700" fill="currentColor" '
+            f'text-anchor="{"end" if side < 0 else "start"}" {svg_halo(5)}>peak '
+            f"{record.peak / BOUNDARY:.0f}</text>"
         )
         yield svg_text(LEFT, LOW_TOP - 9, "live bytes, in boundaries")
         yield svg_text(
@@ -144,7 +173,10 @@ class _Sheet:
 
     def _row(self, y: float, look: str, label: str, value: str) -> str:
         return (
-            f'<rect x="{RIGHT}" y="{y - 6:.1f}" width="18" height="12" {_svg_paint(self.key, look)}/>'
+            (
+                f'<rect x="{RIGHT}" y="{y - 6:.1f}" width="18" height="12" '
+                f"{_svg_paint(self.key, look)}/>"
+            )
             + svg_text(RIGHT + 26, y + 4, label, size=12, opacity=1)
             + svg_text(VIEW_WIDTH - 10, y + 4, value, size=12, anchor="end", opacity=1)
         )
@@ -153,7 +185,9 @@ class _Sheet:
 def _svg_curve(
     record, settings: dict, curve: dict, left: float, top: float, width: float, height: float
 ) -> list[str]:
-    """The curve of peak against segment length, as far as it is measured, and the point of the current settings."""
+    """The curve of peak against segment length, as far as it is measured, and the point of the
+    current settings.
+    """
     depth = settings["depth"]
     highest = max([r.peak for r in curve.values()] + [record.peak]) * 1.12
 
@@ -165,13 +199,18 @@ def _svg_curve(
 
     out = [
         svg_text(left, top - 13, "peak by length of equal segments"),
-        f'<path d="M{left + 20} {top}V{top + height}H{left + width}" fill="none" stroke="currentColor" opacity=".35"/>',
+        (
+            f'<path d="M{left + 20} {top}V{top + height}H{left + width}" fill="none" '
+            'stroke="currentColor" opacity=".35"/>'
+        ),
     ]
     step = nice_step(highest / BOUNDARY, 4)
     for i in range(int(highest / BOUNDARY / step) + 1):
         y = py(i * step * BOUNDARY)
         out.append(svg_text(left + 16, y + 4, f"{i * step:g}", anchor="end"))
-        out.append(f'<path d="M{left + 20} {y:.1f}H{left + width}" stroke="currentColor" opacity=".12"/>')
+        out.append(
+            f'<path d="M{left + 20} {y:.1f}H{left + width}" stroke="currentColor" opacity=".12"/>'
+        )
     last = -100.0
     for k in (1, 2, 4, 8, 16, 32, 64):
         if k <= depth and px(k) - last > 20:
@@ -186,19 +225,22 @@ def _svg_curve(
     y = py(record.peak)
     if settings["schedule"] == "equal segments":
         out.append(
-            f'<circle class="gm-here" cx="{px(settings["segment"]):.1f}" cy="{y:.1f}" r="5.5" fill="{COLORS["inputs"]}" '
-            'stroke="currentColor" stroke-width="1.5"/>'
+            f'<circle class="gm-here" cx="{px(settings["segment"]):.1f}" cy="{y:.1f}" r="5.5" '
+            f'fill="{COLORS["inputs"]}" stroke="currentColor" stroke-width="1.5"/>'
         )
     else:
         out.append(
-            f'<path class="gm-here" d="M{left + 20} {y:.1f}H{left + width}" stroke="{COLORS["inputs"]}" stroke-width="2.5" '
-            'stroke-dasharray="7 3"/>'
+            f'<path class="gm-here" d="M{left + 20} {y:.1f}H{left + width}" '
+            f'stroke="{COLORS["inputs"]}" stroke-width="2.5" stroke-dasharray="7 3"/>'
         )
-        # On the side without the curve: no point is below the best, and none is above "no checkpoint".
+        # On the side without the curve: no point is below the best, and none is above "no
+        # checkpoint".
         best = settings["schedule"] == "best segments"
         out.append(
-            f'<text x="{left + (width if best else 26)}" y="{y + 13 if best and y + 16 < top + height else y - 5:.1f}" '
-            f'text-anchor="{"end" if best else "start"}" font-weight="700" fill="currentColor" {svg_halo(5)}>'
+            f'<text x="{left + (width if best else 26)}" '
+            f'y="{y + 13 if best and y + 16 < top + height else y - 5:.1f}" '
+            f'text-anchor="{"end" if best else "start"}" font-weight="700" fill="currentColor" '
+            f"{svg_halo(5)}>"
             f"{settings['schedule']}</text>"
         )
     return out
@@ -234,8 +276,8 @@ def _svg_hatch(key: str, look: str) -> str:
         else 'stroke="#10141c" stroke-opacity=".35"'
     )
     return (
-        f'<pattern id="{key}{look}" width="6" height="6" patternUnits="userSpaceOnUse">'
-        f'<rect width="6" height="6" fill="{COLORS[look]}"/><g {ink} fill="none">{marks}</g></pattern>'
+        f'<pattern id="{key}{look}" width="6" height="6" patternUnits="userSpaceOnUse"><rect '
+        f'width="6" height="6" fill="{COLORS[look]}"/><g {ink} fill="none">{marks}</g></pattern>'
     )
 
 

@@ -1,8 +1,10 @@
-"""Draws the checkpointing schedule of a real step: layers against time, with what was stored, recomputed and freed.
+"""Draws the checkpointing schedule of a real step: layers against time, with what was stored,
+recomputed and freed.
 
-``record_schedule`` watches one real training step. From PyTorch's own dispatch it learns which layer each operation
-belongs to, when each storage is allocated, and when its last reference goes away. No part of the picture comes from a
-formula, so it can show any way of checkpointing, also your own, and also mistakes.
+``record_schedule`` watches one real training step. From PyTorch's own dispatch it learns which
+layer each operation belongs to, when each storage is allocated, and when its last reference goes
+away. No part of the picture comes from a formula, so it can show any way of checkpointing, also
+your own, and also mistakes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Full cells differ in lightness by at least nine steps of CIE L*; inputs, thinner than a cell, and memory have shapes too.
+# Full cells differ in lightness by at least nine steps of CIE L*; inputs, thinner than a cell, and
+# memory have shapes too.
 COLORS = {
     "forward": "#2f62ab",
     "dropped": "#d3e0f3",
@@ -71,7 +74,9 @@ MAX_SAMPLES = 1200
 
 
 def looks_of(record: ScheduleRecord) -> list[str]:
-    """For each event, its entry of ``LABELS``: its kind, and whether internals are alive when it ends ("": outside)."""
+    """For each event, its entry of ``LABELS``: its kind, and whether internals are alive when it
+    ends ("": outside).
+    """
     names = {"forward": ("dropped", "forward"), "recompute": ("redropped", "recompute")}
     return [
         names.get(event.kind, (event.kind,) * 2)[bool(record.internals[event.layer, t])]
@@ -82,13 +87,17 @@ def looks_of(record: ScheduleRecord) -> list[str]:
 
 
 def spans(there: np.ndarray) -> list[tuple[int, int]]:
-    """The spans in which bytes of a layer's input, or of its internals, are alive: (first event, event that frees them)."""
+    """The spans in which bytes of a layer's input, or of its internals, are alive: (first event,
+    event that frees them).
+    """
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (there > 0).astype(int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float, float]]]:
-    """Rectangles (x, y, width, height) by look, in columns and layers, in the order in which they are painted."""
+    """Rectangles (x, y, width, height) by look, in columns and layers, in the order in which they
+    are painted.
+    """
     n = record.layers
     gap = 0.06 if n <= 24 else 0.0
     thin = 0.34
@@ -113,7 +122,10 @@ def boxes_of(record: ScheduleRecord) -> dict[str, list[tuple[float, float, float
 
 
 def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Live bytes over columns: the start of each sample, and its parts. Thinned without losing a peak."""
+    """Live bytes over columns: the start of each sample, and its parts.
+
+    Thinned without losing a peak.
+    """
     starts = np.array([event.start for event in record.events])
     widths = np.array([max(event.stop - event.start, 1) for event in record.events])
     ops = np.arange(len(record.totals))
@@ -122,13 +134,18 @@ def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     window = -(-len(ops) // MAX_SAMPLES)
     if window > 1:
         firsts = np.arange(0, len(ops), window)
-        keep = np.array([first + record.totals[first : first + window].argmax() for first in firsts])
+        keep = np.array(
+            [first + record.totals[first : first + window].argmax() for first in firsts]
+        )
         return x[keep], {name: values[keep] for name, values in record.live.items()}
     return x, record.live
 
 
 def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
-    """Draw layers against time and, below on the same axis, the live bytes with their peak. See ``show_schedule``."""
+    """Draw layers against time and, below on the same axis, the live bytes with their peak.
+
+    See ``show_schedule``.
+    """
     grid_height = min(max(0.135 * record.layers, 1.62), 3.9)
     top, gap, low, foot = 0.72, 0.13, 1.1, 0.46
     height = top + grid_height + gap + low + foot
@@ -140,11 +157,20 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
         _draw_grid(grid, record)
         unit = _draw_bytes(below, record)
         figure.text(
-            0.02, 1 - 0.26 / height, title or "Layers over one training step", fontsize=11, fontweight="bold"
+            0.02,
+            1 - 0.26 / height,
+            title or "Layers over one training step",
+            fontsize=11,
+            fontweight="bold",
         )
         figure.text(legend, 1 - 0.26 / height, "peak", color=MUTED)
         figure.text(
-            0.985, 1 - 0.26 / height, format_bytes(record.peak), fontsize=11, fontweight="bold", ha="right"
+            0.985,
+            1 - 0.26 / height,
+            format_bytes(record.peak),
+            fontsize=11,
+            fontweight="bold",
+            ha="right",
         )
         figure.text(
             0.985,
@@ -163,7 +189,10 @@ def plot_schedule(record: ScheduleRecord, *, title: str = "") -> Figure:
 def _draw_legend(
     figure: Figure, record: ScheduleRecord, at: tuple[float, float], top: float, low: float
 ) -> None:
-    """``at``: the left edge as a fraction of the width, and the figure's height. ``top`` and ``low``: inches."""
+    """``at``: the left edge as a fraction of the width, and the figure's height.
+
+    ``top`` and ``low``: inches.
+    """
     from matplotlib.patches import Rectangle
 
     left, height = at
@@ -172,7 +201,9 @@ def _draw_legend(
         """``y``: inches from the top."""
         tall = 0.05 if look == "inputs" and label == LABELS["inputs"] else 0.13
         corner, size = (left, 1 - (y + tall / 2) / height), (0.024, tall / height)
-        figure.add_artist(Rectangle(corner, *size, transform=figure.transFigure, **_paint(look, small=True)))
+        figure.add_artist(
+            Rectangle(corner, *size, transform=figure.transFigure, **_paint(look, small=True))
+        )
         figure.text(left + 0.034, 1 - y / height, label, va="center_baseline", fontsize=8)
         figure.text(0.985, 1 - y / height, value, va="center_baseline", ha="right", fontsize=8)
 
@@ -187,15 +218,26 @@ def _draw_legend(
     for name in reversed(PARTS):
         if record.live[name].any():
             y += 0.2
-            row(y, name, PART_LABELS[name], format_bytes(int(record.live[name][record.peak_operation])))
+            row(
+                y,
+                name,
+                PART_LABELS[name],
+                format_bytes(int(record.live[name][record.peak_operation])),
+            )
 
 
 def _paint(look: str, small: bool = False) -> dict:
     """How matplotlib fills a box."""
     color = COLORS[look]
-    edge = {"dropped": COLORS["forward"], "redropped": COLORS["recompute"], "free": "#c9ced6"}.get(look)
+    edge = {"dropped": COLORS["forward"], "redropped": COLORS["recompute"], "free": "#c9ced6"}.get(
+        look
+    )
     if edge:
-        return {"facecolor": color, "edgecolor": edge, "linewidth": 0.7 if small or look == "free" else 0.5}
+        return {
+            "facecolor": color,
+            "edgecolor": edge,
+            "linewidth": 0.7 if small or look == "free" else 0.5,
+        }
     return {
         "facecolor": color,
         "edgecolor": (1, 1, 1, 0.75) if look == "recompute" else hatch_ink(color),
@@ -225,7 +267,10 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
     ax.tick_params(axis="y", length=0, colors=MUTED, labelsize=8, pad=2)
     ax.tick_params(axis="x", length=0, labelbottom=False)
     ax.set_ylabel("layer", color=MUTED, fontsize=8.5)
-    turn, inch = turning_point(record), 1 / (ax.get_position().height * ax.figure.get_size_inches()[1])
+    turn, inch = (
+        turning_point(record),
+        1 / (ax.get_position().height * ax.figure.get_size_inches()[1]),
+    )
     for phase, start, stop in (("forward", 0, turn), ("backward", turn, columns)):
         strip = Rectangle(
             (start, 1 + 0.04 * inch),
@@ -292,8 +337,23 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("time: one column each time a layer runs", color=MUTED, fontsize=8.5)
     at = peak_column(record)
-    ax.plot([at, at], [record.peak / factor, top], color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=3)
-    ax.plot([at], [record.peak / factor], "o", markersize=5.5, color=INK, markeredgecolor=PAPER, zorder=6)
+    ax.plot(
+        [at, at],
+        [record.peak / factor, top],
+        color=INK,
+        linewidth=0.9,
+        linestyle=(0, (2, 2)),
+        zorder=3,
+    )
+    ax.plot(
+        [at],
+        [record.peak / factor],
+        "o",
+        markersize=5.5,
+        color=INK,
+        markeredgecolor=PAPER,
+        zorder=6,
+    )
     right = at > 0.7 * len(record.events)
     ax.annotate(
         f"peak {format_bytes(record.peak)}",
@@ -314,7 +374,9 @@ def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
     """The picture in words, for those who do not see it."""
     n, again = record.layers, len(record.ran("recompute"))
     first = [
-        look for look, event in zip(looks_of(record), record.events, strict=True) if event.kind == "forward"
+        look
+        for look, event in zip(looks_of(record), record.events, strict=True)
+        if event.kind == "forward"
     ]
     event = record.events[record.peak_event]
     at, where = (
@@ -330,9 +392,10 @@ def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
     )
     again_words = f"layers run forward again: {again}" if again else "no layer runs forward again"
     words = (
-        f"Grid of {n} layers against {len(record.events)} columns of time. Forward calls that keep internals: "
-        f"{first.count('forward')}, that drop them: {first.count('dropped')}; in backward, {again_words}. Peak: "
-        f"{format_bytes(record.peak)} ({record.peak:,} bytes) in {where.replace('outside', 'the loss')}: {parts}."
+        f"Grid of {n} layers against {len(record.events)} columns of time. Forward calls that keep "
+        f"internals: {first.count('forward')}, that drop them: {first.count('dropped')}; in "
+        f"backward, {again_words}. Peak: {format_bytes(record.peak)} ({record.peak:,} bytes) in "
+        f"{where.replace('outside', 'the loss')}: {parts}."
     )
     return f"{title}: {words}" if title else words
 
@@ -341,7 +404,8 @@ PLAIN_TEXT = "Schedule plot"
 
 
 def bundle(figure: Figure, words: str, title: str, text: str = PLAIN_TEXT) -> tuple[dict, dict]:
-    # The text stays the same on every computer, since notebook tests compare it; the picture need not.
+    # The text stays the same on every computer, since notebook tests compare it; the picture need
+    # not.
     data = {
         "image/png": base64.b64encode(png(figure)).decode(),
         "text/plain": text + (f": {title}" if title else ""),
@@ -358,5 +422,7 @@ def show_schedule(record: ScheduleRecord, *, title: str = "") -> None:
     """Display ``plot_schedule`` with words for those who do not see it."""
     from IPython.display import display
 
-    data, metadata = bundle(plot_schedule(record, title=title), describe_schedule(record, title=title), title)
+    data, metadata = bundle(
+        plot_schedule(record, title=title), describe_schedule(record, title=title), title
+    )
     display(data, metadata=metadata, raw=True)

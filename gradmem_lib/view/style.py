@@ -69,12 +69,17 @@ def nice_step(span: float, parts: int = 4) -> float:
 
 
 def axis_top(highest: int, budget: int | None) -> int:
-    """Bytes at the upper end of the axis. A budget far above the run is left out, since it would flatten the picture."""
+    """Bytes at the upper end of the axis.
+
+    A budget far above the run is left out, since it would flatten the picture.
+    """
     return round(max(highest, budget if budget and budget <= 2.5 * highest else 0, 1) * 1.08)
 
 
 def png(figure: Figure) -> bytes:
-    """``figure`` as a PNG file: the same bytes for the same picture, and small, since notebooks are kept in git."""
+    """``figure`` as a PNG file: the same bytes for the same picture, and small, since notebooks are
+    kept in git.
+    """
     from PIL import Image
 
     raw, packed = io.BytesIO(), io.BytesIO()
@@ -82,7 +87,9 @@ def png(figure: Figure) -> bytes:
         figure.savefig(raw, format="png", dpi=_DPI, metadata={"Software": None}, facecolor=PAPER)
     # A flat drawing needs few colours; without dithering, equal pixels stay equal.
     image = (
-        Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        Image.open(raw)
+        .convert("RGB")
+        .quantize(96, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     )
     image.save(packed, format="PNG", optimize=True)
     return packed.getvalue()
@@ -100,12 +107,22 @@ def style():
     import matplotlib
 
     with matplotlib.rc_context():
-        matplotlib.rcParams.update({k: v for k, v in matplotlib.rcParamsDefault.items() if k not in _KEEP_RC})
+        matplotlib.rcParams.update(
+            {k: v for k, v in matplotlib.rcParamsDefault.items() if k not in _KEEP_RC}
+        )
         matplotlib.rcParams.update(_RC)
         yield
 
 
-_KEEP_RC = {"backend", "backend_fallback", "interactive", "toolbar", "timezone", "datapath", "webagg.address"}
+_KEEP_RC = {
+    "backend",
+    "backend_fallback",
+    "interactive",
+    "toolbar",
+    "timezone",
+    "datapath",
+    "webagg.address",
+}
 
 
 def new_figure(width: float, height: float, alt: str = "") -> Figure:
@@ -118,7 +135,10 @@ def new_figure(width: float, height: float, alt: str = "") -> Figure:
         def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
             import base64
 
-            data = {"image/png": base64.b64encode(png(self)).decode(), "text/plain": "Memory figure"}
+            data = {
+                "image/png": base64.b64encode(png(self)).decode(),
+                "text/plain": "Memory figure",
+            }
             return data, {"image/png": {**display_size(self), **({"alt": alt} if alt else {})}}
 
     return Picture(figsize=(width, height), dpi=100, facecolor=PAPER)
@@ -135,7 +155,9 @@ def halo(width: float = 2.5):
 
 
 def swatch(figure: Figure, name: str, at: tuple[float, float], size: tuple[float, float]) -> None:
-    """Draw a category's colour and hatch to the right of ``at``, centred on its height, in fractions of the figure's size."""
+    """Draw a category's colour and hatch to the right of ``at``, centred on its height, in
+    fractions of the figure's size.
+    """
     from matplotlib.patches import Rectangle
 
     patch = Rectangle(

@@ -1,4 +1,6 @@
-"""Shared parts of the inline SVGs: a frame with words for those who do not see it, text with a halo, hatches."""
+"""Shared parts of the inline SVGs: a frame with words for those who do not see it, text with a
+halo, hatches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) ->
     if len(lines) < 2:
         lines = [size] if len(size) * 6.4 + 8 < w else []
     return "".join(
-        f'<text x="{x + w / 2:.1f}" y="{y + bar / 2 + (4.5 if len(lines) == 1 else -3 + 15 * i)}" text-anchor="middle" '
+        f'<text x="{x + w / 2:.1f}" y="{y + bar / 2 + (4.5 if len(lines) == 1 else -3 + 15 * i)}" '
+        'text-anchor="middle" '
         f'font-size="11.5" fill="{ink}" pointer-events="none" '
         f'style="paint-order:stroke;stroke:{halo};stroke-width:3.5px;stroke-linejoin:round">{text}</text>'
         for i, text in enumerate(lines)
@@ -29,7 +32,11 @@ def svg_label(name: str, nbytes: int, x: float, y: float, w: float, bar: int) ->
 
 def svg_pattern(key: str, name: str) -> str:
     color, hatch = COLORS[name], HATCHES[name][:1]
-    ink = 'stroke="#fff" stroke-opacity=".45"' if is_dark(color) else 'stroke="#10141c" stroke-opacity=".3"'
+    ink = (
+        'stroke="#fff" stroke-opacity=".45"'
+        if is_dark(color)
+        else 'stroke="#10141c" stroke-opacity=".3"'
+    )
     marks = {
         "": "",
         "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
@@ -45,23 +52,30 @@ def svg_pattern(key: str, name: str) -> str:
 
 
 def frame(key: str, width: int, height: int, font: int, title: str, words: str, defs: str) -> str:
-    """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and ``words`` are read out."""
+    """The start of an ``<svg>`` that follows the page's colours and shrinks with it; ``title`` and
+    ``words`` are read out.
+    """
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="{key}t {key}d" '
+        f'viewBox="0 0 {width} {height}" '
         f'style="width:100%;max-width:{width}px;height:auto;display:block;color:inherit;'
         f'font:{font}px var(--jp-ui-font-family,system-ui,sans-serif)">'
-        f'<title id="{key}t">{escape(title)}</title><desc id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'
+        f'<title id="{key}t">{escape(title)}</title><desc '
+        f'id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'
     )
 
 
 def svg_halo(width: int) -> str:
     """Attributes of a text that stays readable on any background."""
-    return f'style="paint-order:stroke;stroke:var(--jp-layout-color0,transparent);stroke-width:{width}px"'
+    stroke = "var(--jp-layout-color0,transparent)"
+    return f'style="paint-order:stroke;stroke:{stroke};stroke-width:{width}px"'
 
 
-def svg_text(x: float, y: float, words: str, *, anchor="start", size=11, weight=400, opacity=0.8) -> str:
+def svg_text(
+    x: float, y: float, words: str, *, anchor="start", size=11, weight=400, opacity=0.8
+) -> str:
     """A text in the page's own colour."""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
-        f'fill="currentColor" opacity="{opacity}">{escape(words)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
+        f'font-weight="{weight}" fill="currentColor" opacity="{opacity}">{escape(words)}</text>'
     )

@@ -1,7 +1,8 @@
 """Still pictures of memory: stacked areas over a run, stacked bars against a card.
 
-One palette serves every picture of the course. Its six colours differ in lightness by at least nine steps of CIE L*,
-so they stay apart in greyscale and for colour-blind readers, and each category also carries a hatch of its own.
+One palette serves every picture of the course. Its six colours differ in lightness by at least nine
+steps of CIE L*, so they stay apart in greyscale and for colour-blind readers, and each category
+also carries a hatch of its own.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ _SHORT_PHASE_LABELS = {"forward": "fwd", "backward": "bwd", "optimizer_step": "s
 PHASE_COLORS = {"forward": "#dfe3ea", "backward": "#7b8495", "optimizer_step": "#262c38"}
 
 
-def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[str, int], str, int]:
-    """(total bytes, bytes by category, phase, sample index) of ``peak``, or of the timeline's largest sample."""
+def peak_of(
+    timeline: Timeline, peak: MemorySnapshot | None
+) -> tuple[int, dict[str, int], str, int]:
+    """(total bytes, bytes by category, phase, sample index) of ``peak``, or of the timeline's
+    largest sample.
+    """
     at = timeline.peak_index
     if peak is None:
         row = timeline.rows[at].tolist()
@@ -53,26 +58,38 @@ def peak_of(timeline: Timeline, peak: MemorySnapshot | None) -> tuple[int, dict[
     return peak.total, peak.by_category, peak.phase, int(same[0]) if len(same) else at
 
 
-def describe(timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None) -> str:
+def describe(
+    timeline: Timeline | None, *, title: str = "", budget: int | None = None, peak=None
+) -> str:
     """The picture in words, for those who do not see it."""
     name = f"Memory of {title}" if title else "Memory"
     if timeline is None or not len(timeline):
         return f"{name}: nothing was recorded."
     total, parts, phase, at = peak_of(timeline, peak)
-    listed = ", ".join(f"{k} {format_bytes(n)}" for k, n in sorted(parts.items(), key=lambda kv: -kv[1]) if n)
+    listed = ", ".join(
+        f"{k} {format_bytes(n)}" for k, n in sorted(parts.items(), key=lambda kv: -kv[1]) if n
+    )
     limit = "" if budget is None else f" Budget: {format_bytes(budget)} ({budget:,} bytes)."
     return (
-        f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: {format_bytes(total)} ({total:,} bytes) "
-        f"at operation {timeline.events[at]:,}, in {PHASE_LABELS.get(phase, phase)}: {listed}.{limit}"
+        f"{name} over {timeline.events[-1]:,} operations, stacked by category. Peak: "
+        f"{format_bytes(total)} ({total:,} bytes) at operation {timeline.events[at]:,}, in "
+        f"{PHASE_LABELS.get(phase, phase)}: {listed}.{limit}"
     )
 
 
 def plot_timeline(
-    timeline: Timeline, *, title: str = "", budget: int | None = None, ax: Axes | None = None, peak=None
+    timeline: Timeline,
+    *,
+    title: str = "",
+    budget: int | None = None,
+    ax: Axes | None = None,
+    peak=None,
 ) -> Figure:
-    """Draw live bytes by category over the operations of ``timeline``, with its phases and its peak.
+    """Draw live bytes by category over the operations of ``timeline``, with its phases and its
+    peak.
 
-    Values hold until the next sample, so the areas are steps: memory does not change between operations.
+    Values hold until the next sample, so the areas are steps: memory does not change between
+    operations.
 
     Args:
         timeline: what a tracker recorded, in bytes.
@@ -84,7 +101,9 @@ def plot_timeline(
     Returns the matplotlib ``Figure``. Raises ``ValueError`` if the timeline has no samples.
     """
     if not len(timeline):
-        raise ValueError("this timeline has no samples: run something inside `with MemoryTracker(...)` first")
+        raise ValueError(
+            "this timeline has no samples: run something inside `with MemoryTracker(...)` first"
+        )
     total, parts, phase, _ = peak_of(timeline, peak)
     with style():
         if ax is not None:
@@ -95,20 +114,39 @@ def plot_timeline(
         figure = new_figure(8.6, 3.5)
         axes = figure.add_axes((0.078, 0.145, 0.672, 0.66))
         used = draw_areas(axes, timeline, budget, peak)
-        figure.text(0.078, 0.93, title or "Memory by category", fontsize=11, fontweight="bold", va="baseline")
+        figure.text(
+            0.078,
+            0.93,
+            title or "Memory by category",
+            fontsize=11,
+            fontweight="bold",
+            va="baseline",
+        )
         figure.text(0.772, 0.93, "peak", color=MUTED, va="baseline")
         figure.text(
-            0.985, 0.93, format_bytes(total), fontsize=11, fontweight="bold", ha="right", va="baseline"
+            0.985,
+            0.93,
+            format_bytes(total),
+            fontsize=11,
+            fontweight="bold",
+            ha="right",
+            va="baseline",
         )
         where = PHASE_LABELS.get(phase, phase)
-        figure.text(0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=6.8)
+        figure.text(
+            0.772, 0.865, f"in {where}" if phase != "idle" else "", color=MUTED, fontsize=6.8
+        )
         figure.text(0.985, 0.865, f"{total:,} bytes", color=MUTED, fontsize=6.8, ha="right")
         _draw_legend(figure, 0.772, 0.79, parts, used)
     return figure
 
 
-def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: int = 0) -> list[str]:
-    """Draw into ``ax``. Returns the phases that occur. One of several has an axis up to ``highest``, and a peak without name."""
+def draw_areas(
+    ax: Axes, timeline: Timeline, budget: int | None, peak, highest: int = 0
+) -> list[str]:
+    """Draw into ``ax``. Returns the phases that occur. One of several has an axis up to
+    ``highest``, and a peak without name.
+    """
     import numpy as np
 
     total, _, _, at = peak_of(timeline, peak)
@@ -156,7 +194,10 @@ def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: 
     ax.xaxis.get_major_locator().set_params(integer=True)
 
     _mark_peak(
-        ax, timeline.events[at], total / factor, "" if one_of_several else f"peak {format_bytes(total)}"
+        ax,
+        timeline.events[at],
+        total / factor,
+        "" if one_of_several else f"peak {format_bytes(total)}",
     )
     if budget is not None:
         # On the side without the peak, so that the two labels do not overlap.
@@ -167,7 +208,16 @@ def draw_areas(ax: Axes, timeline: Timeline, budget: int | None, peak, highest: 
 def _mark_peak(ax: Axes, x: float, y: float, label: str) -> None:
     left, right = ax.get_xlim()
     near_right = x > left + 0.75 * (right - left)
-    ax.plot([x], [y], marker="o", markersize=6, color=INK, markeredgecolor=PAPER, zorder=6, clip_on=False)
+    ax.plot(
+        [x],
+        [y],
+        marker="o",
+        markersize=6,
+        color=INK,
+        markeredgecolor=PAPER,
+        zorder=6,
+        clip_on=False,
+    )
     ax.annotate(
         label,
         (x, y),
@@ -206,7 +256,9 @@ def _mark_budget(ax: Axes, budget: int, factor: int, top: int, right: bool) -> N
 
 
 def phase_runs(events, phases) -> list[tuple[str, float, float]]:
-    """Neighbouring samples of one phase as (phase, first operation, first operation of the next phase)."""
+    """Neighbouring samples of one phase as (phase, first operation, first operation of the next
+    phase).
+    """
     runs: list[list] = []
     for event, phase in zip(events, phases, strict=False):
         if runs and runs[-1][0] == phase:
@@ -261,8 +313,12 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
     return [phase for phase in PHASE_LABELS if any(run[0] == phase for run in runs)]
 
 
-def _draw_legend(figure: Figure, x: float, y: float, parts: Mapping[str, int], phases: list[str]) -> None:
-    """Categories from the top of the stack to its foot, with their bytes at the peak; then the phases."""
+def _draw_legend(
+    figure: Figure, x: float, y: float, parts: Mapping[str, int], phases: list[str]
+) -> None:
+    """Categories from the top of the stack to its foot, with their bytes at the peak; then the
+    phases.
+    """
     from matplotlib.patches import Rectangle
 
     def row(y, label, color, hatch, value):

@@ -1,4 +1,6 @@
-"""A ladder of runs, each with one technique more: the bytes at each peak, what the technique changed, and its time."""
+"""A ladder of runs, each with one technique more: the bytes at each peak, what the technique
+changed, and its time.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ ROW, HEAD, FOOT = 0.42, 0.96, 0.3  # inches
 
 @dataclass(frozen=True)
 class Bar:
-    """One run. ``total``, ``by_category`` and ``change`` are bytes. ``change`` is the difference from the bar that this one
-    builds on (``None`` for the first). ``seconds_per_token`` is ``None`` if no time was given."""
+    """One run. ``total``, ``by_category`` and ``change`` are bytes. ``change`` is the difference
+    from the bar that this one builds on (``None`` for the first). ``seconds_per_token`` is ``None``
+    if no time was given.
+    """
 
     name: str
     total: int
@@ -52,16 +56,20 @@ class Bar:
 
 
 class Waterfall:
-    """A chart with one more bar for every technique: ``Waterfall(budget="2 GiB").add("naive", tracker.peak)``
+    """A chart with one more bar for every technique: ``Waterfall(budget="2 GiB").add("naive",
+    tracker.peak)``
 
     Args:
         budget: bytes (an int or text such as ``"2 GiB"``), drawn as a line; ``None`` for no line.
         title: a heading.
 
-    A notebook shows the chart if it is the last expression of a cell. Its ``text/plain`` never changes, since tests compare it.
+    A notebook shows the chart if it is the last expression of a cell. Its ``text/plain`` never
+    changes, since tests compare it.
     """
 
-    def __init__(self, *, budget: int | str | None = None, title: str = "Peak, one technique at a time"):
+    def __init__(
+        self, *, budget: int | str | None = None, title: str = "Peak, one technique at a time"
+    ):
         self.budget = None if budget is None else parse_bytes(budget)
         self.title = title
         self.bars: list[Bar] = []
@@ -77,13 +85,15 @@ class Waterfall:
     ) -> Waterfall:
         """Add a run's peak. Returns the chart, so that a cell can end with it.
 
-        ``seconds`` and ``tokens`` of one step give its time per token. ``aside``: an experiment that the next bar does not
-        build on. It is compared with the bar before it like any other, and drawn thinner. A bar with the same name is
-        replaced, so that a cell can be run again. Raises ``ValueError`` for a time without its tokens, or the reverse.
+        ``seconds`` and ``tokens`` of one step give its time per token. ``aside``: an experiment
+        that the next bar does not build on. It is compared with the bar before it like any other,
+        and drawn thinner. A bar with the same name is replaced, so that a cell can be run again.
+        Raises ``ValueError`` for a time without its tokens, or the reverse.
         """
         if (seconds is None) != (tokens is None) or (tokens is not None and tokens < 1):
             raise ValueError(
-                f"seconds={seconds} and tokens={tokens}: give both, of the same step, for a time per token, or neither"
+                f"seconds={seconds} and tokens={tokens}: give both, of the same step, for a "
+                "time per token, or neither"
             )
         bar = Bar(
             name=name,
@@ -138,13 +148,18 @@ def short(nbytes: int) -> str:
     """Bytes in three digits: "3.35 GiB", "46.4 MiB", "595 MiB"."""
     factor, unit = scale_of(nbytes)
     value = nbytes / factor
-    return (
-        f"{value:.{2 if value < 9.995 and factor > 1 else 1 if value < 99.95 and factor > 1 else 0}f} {unit}"
-    )
+    digits = 0
+    if factor > 1 and value < 9.995:
+        digits = 2
+    elif factor > 1 and value < 99.95:
+        digits = 1
+    return f"{value:.{digits}f} {unit}"
 
 
 def signed(change: int) -> str:
-    """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since the number of a trainer's own scalars varies."""
+    """ "-1.03 GiB", "+32.0 KiB"; below 1 KiB "0", since the number of a trainer's own scalars
+    varies.
+    """
     if abs(change) < 1024:
         return "0"
     return ("+" if change > 0 else "\N{MINUS SIGN}") + short(abs(change))
@@ -162,7 +177,9 @@ def _draw(chart: Waterfall) -> Figure:
     figure = new_figure(8.6, height)
     axes = figure.add_axes((LEFT, FOOT / height, RIGHT - LEFT, ROW * len(bars) / height))
     highest = max(bar.total for bar in bars)
-    top = 1.03 * max(highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1)
+    top = 1.03 * max(
+        highest, chart.budget if chart.budget and chart.budget <= 2.5 * highest else 0, 1
+    )
     factor, unit = scale_of(round(top))
     axes.set_xlim(0, top / factor)
     axes.set_ylim(len(bars) - 0.5, -0.5)
@@ -202,14 +219,22 @@ def _stack(axes, row: int, bar: Bar, factor: int) -> None:
 
 
 def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
-    """A line from the end of the bar before, down to this row, and along it to the end of this bar."""
+    """A line from the end of the bar before, down to this row, and along it to the end of
+    this bar.
+    """
     axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
     if abs(end - start) > 0.015 * axes.get_xlim()[1]:
         axes.annotate(
             "",
             (end, row),
             (start, row),
-            arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0.5},
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": MUTED,
+                "linewidth": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0.5,
+            },
             zorder=1.5,
         )
 
@@ -223,7 +248,12 @@ def _words(figure: Figure, y: float, height: float, bar: Bar, budget: int | None
     figure.text(x, y + line, bar.name, va="center_baseline", fontsize=size, fontweight=weight)
     if bar.phase in PHASE_LABELS:
         figure.text(
-            x, y - line, f"peak in {PHASE_LABELS[bar.phase]}", va="center_baseline", fontsize=7, color=MUTED
+            x,
+            y - line,
+            f"peak in {PHASE_LABELS[bar.phase]}",
+            va="center_baseline",
+            fontsize=7,
+            color=MUTED,
         )
     fits = budget is not None and bar.total <= budget
     figure.text(
@@ -285,7 +315,9 @@ def _budget_line(axes, budget: int, top: float, factor: int) -> None:
 
 def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
     """Title, the categories' colours, and a heading for each column of figures."""
-    figure.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline")
+    figure.text(
+        0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center_baseline"
+    )
     x, y = 0.012, 1 - 0.47 / height
     for name in CATEGORIES:
         swatch(figure, name, (x, y), (0.018, 0.12 / height))
@@ -294,5 +326,11 @@ def _head(figure: Figure, height: float, title: str, timed: bool) -> None:
     for column, right in COLUMNS.items():
         if timed or column != "ms/token":
             figure.text(
-                right, 1 - 0.84 / height, column, fontsize=8, color=MUTED, ha="right", va="center_baseline"
+                right,
+                1 - 0.84 / height,
+                column,
+                fontsize=8,
+                color=MUTED,
+                ha="right",
+                va="center_baseline",
             )

@@ -1,6 +1,8 @@
-"""On ``PYTHONPATH``, this cuts a Python process and its children off from every network but the computer's own.
+"""On ``PYTHONPATH``, this cuts a Python process and its children off from every network but the
+computer's own.
 
-Kernels talk to their notebook over the loopback address, which stays open; everything else raises ``OSError``.
+Kernels talk to their notebook over the loopback address, which stays open; everything else raises
+``OSError``.
 """
 
 import ipaddress

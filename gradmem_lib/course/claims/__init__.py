@@ -1,9 +1,9 @@
-"""The claims ledger: every figure and rule of five documents, with an answer that is computed again each time
-it is shown.
+"""The claims ledger: every figure and rule of five documents, with an answer that is computed again
+each time it is shown.
 
-A lesson's answers live in ``claims/lesson_NN.py``: one function per claim, marked ``@answers("C05")``, that
-works on real objects and returns a ``Finding``. ``python -m gradmem_lib.course.claims --write`` turns them into
-LEDGER.md.
+A lesson's answers live in ``claims/lesson_NN.py``: one function per claim, marked
+``@answers("C05")``, that works on real objects and returns a ``Finding``. ``python -m
+gradmem_lib.course.claims --write`` turns them into LEDGER.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _ANSWERS: dict[str, Callable[[], Finding]] = {}
 
 def _known(claim_id: str) -> Claim:
     if claim_id not in CLAIMS:
-        raise KeyError(f"there is no claim {claim_id!r}: claims are named {min(CLAIMS)} to {max(CLAIMS)}")
+        raise KeyError(
+            f"there is no claim {claim_id!r}: claims are named {min(CLAIMS)} to {max(CLAIMS)}"
+        )
     return CLAIMS[claim_id]
 
 
@@ -47,7 +49,8 @@ def answers(claim_id: str) -> Callable[[Callable[[], Finding]], Callable[[], Fin
         other = _ANSWERS.setdefault(claim_id, function)
         if (other.__module__, other.__qualname__) != (function.__module__, function.__qualname__):
             raise ValueError(
-                f"{claim_id} has two answers, {other.__qualname__} and {function.__qualname__}: keep one"
+                f"{claim_id} has two answers, {other.__qualname__} and "
+                f"{function.__qualname__}: keep one"
             )
         _ANSWERS[claim_id] = function
         return function
@@ -77,7 +80,8 @@ def find(claim_id: str) -> Finding | None:
 
 
 def show(*claim_ids: str, figures: bool = False) -> None:
-    """Show each claim with its verdict: in a notebook a line that unfolds, elsewhere a few lines of text.
+    """Show each claim with its verdict: in a notebook a line that unfolds, elsewhere a few lines of
+    text.
 
     ``figures=True`` adds everything that was computed. ``KeyError`` for an unknown id.
     """

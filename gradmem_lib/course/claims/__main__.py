@@ -1,5 +1,6 @@
-"""``python -m gradmem_lib.course.claims``: print the ledger, ``--write`` it to LEDGER.md or ``--check`` that
-LEDGER.md is current."""
+"""``python -m gradmem_lib.course.claims``: print the ledger, ``--write`` it to LEDGER.md or
+``--check`` that LEDGER.md is current.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from . import page
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when all is well, 1 when ``--check`` finds a page that differs from what the claims compute now."""
+    """0 when all is well, 1 when ``--check`` finds a page that differs from what the claims compute
+    now.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m gradmem_lib.course.claims", description="The claims ledger."
     )
@@ -30,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(text, end="")
     elif not options.path.is_file() or options.path.read_text(encoding="utf-8") != text:
         print(
-            f"{options.path} is not what the claims compute now: run python -m gradmem_lib.course.claims --write"
+            f"{options.path} is not what the claims compute now: run python -m "
+            "gradmem_lib.course.claims --write"
         )
         return 1
     return 0

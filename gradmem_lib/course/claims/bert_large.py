@@ -1,13 +1,16 @@
-"""The BERT-large table of 2022, and how to reproduce its figures without the card that it was measured on.
+"""The BERT-large table of 2022, and how to reproduce its figures without the card that it was
+measured on.
 
-Transformers' documentation (v4.18, "Performance and Scalability") trained bert-large-uncased as a sequence classifier on 512
-rows of 512 tokens on a V100 with 16 GB, nine ways, and printed what NVML said after each run: everything that the process
-held on the card. That is the driver's context, and every segment that PyTorch's allocator had ever taken from the driver.
-NVML's "MB" are MiB, and so are this module's.
+Transformers' documentation (v4.18, "Performance and Scalability") trained bert-large-uncased as a
+sequence classifier on 512 rows of 512 tokens on a V100 with 16 GB, nine ways, and printed what NVML
+said after each run: everything that the process held on the card. That is the driver's context, and
+every segment that PyTorch's allocator had ever taken from the driver. NVML's "MB" are MiB, and so
+are this module's.
 
-``predicted`` is today's step. ``replay`` runs the first steps of a cold start on fake tensors and hands each request for
-memory to the allocator's rules. It has switches for four things that the software of January 2022 did differently. All runs
-take some minutes, so results are kept in ``bert_large.json`` (``python -m gradmem_lib.course.claims.bert_large`` writes it).
+``predicted`` is today's step. ``replay`` runs the first steps of a cold start on fake tensors and
+hands each request for memory to the allocator's rules. It has switches for four things that the
+software of January 2022 did differently. All runs take some minutes, so results are kept in
+``bert_large.json`` (``python -m gradmem_lib.course.claims.bert_large`` writes it).
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ from ...training.step import step
 from ...units import MiB
 from ..compat_course import softmax_backward
 
-SOURCE = "Transformers documentation v4.18, Performance and Scalability; Tesla V100-SXM2 16 GB, January 2022"
+SOURCE = (
+    "Transformers documentation v4.18, Performance and Scalability; Tesla V100-SXM2 16 GB, "
+    "January 2022"
+)
 SAMPLES = SEQ_LEN = 512
 BATCH_SIZE = 4  # rows of one optimizer step, in every run
 CONTEXT_MIB, LOADED_MIB = 1343, 2631  # after a tensor of one number, and after the model was loaded
@@ -47,8 +53,9 @@ RECORD = Path(__file__).with_name("bert_large.json")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the table: its ``recipe``, and the published figures: ``seconds`` for 512 rows, ``per_second`` (rows a second),
-    and ``mib`` (all MiB on the card)."""
+    """One run of the table: its ``recipe``, and the published figures: ``seconds`` for 512 rows,
+    ``per_second`` (rows a second), and ``mib`` (all MiB on the card).
+    """
 
     name: str
     recipe: Recipe
@@ -73,7 +80,9 @@ RUNS = (
     _run("batch 4, Adafactor", 64.31, 7.96, 12295, optimizer="adafactor"),
     _run("1 x 4, checkpointing, fp16, Adafactor", 56.54, 9.06, 4847, **_ALL, optimizer="adafactor"),
     _run("batch 4, 8-bit Adam", 55.95, 9.15, 13085, optimizer="adamw-8bit"),
-    _run("1 x 4, checkpointing, fp16, 8-bit Adam", 49.46, 10.35, 5363, **_ALL, optimizer="adamw-8bit"),
+    _run(
+        "1 x 4, checkpointing, fp16, 8-bit Adam", 49.46, 10.35, 5363, **_ALL, optimizer="adamw-8bit"
+    ),
 )
 
 
@@ -101,14 +110,18 @@ def model(device: str = "meta"):
 
 
 def batch(rows: int = BATCH_SIZE, device: str = "meta") -> dict[str, Tensor]:
-    """Token ids (rows, 512) and a class for each row, as the documentation's data set has them; without values on "meta"."""
+    """Token ids (rows, 512) and a class for each row, as the documentation's data set has them;
+    without values on "meta".
+    """
     ids = torch.randint(100, 30000, (rows, SEQ_LEN), device=device)
     return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.long, device=device)}
 
 
 def loaded() -> int:
     """Bytes that the allocator takes from the driver for the weights alone."""
-    return allocator.replayed(tensor.nbytes for tensor in [*model().parameters(), *model().buffers()])
+    return allocator.replayed(
+        tensor.nbytes for tensor in [*model().parameters(), *model().buffers()]
+    )
 
 
 @cache
@@ -125,7 +138,9 @@ class Replayed(NamedTuple):
 
 
 class _SoftmaxOf2022(torch.autograd.Function):
-    """Until PyTorch 1.11 (pull request 65242) softmax kept its input for backward as well, of which only the dtype was used."""
+    """Until PyTorch 1.11 (pull request 65242) softmax kept its input for backward as well, of which
+    only the dtype was used.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -140,7 +155,9 @@ class _SoftmaxOf2022(torch.autograd.Function):
 
 
 class _AdamWOf2022(Optimizer):
-    """The memory of transformers' own AdamW, then the Trainer's default: one temporary of a parameter's size (torch's: two)."""
+    """The memory of transformers' own AdamW, then the Trainer's default: one temporary of a
+    parameter's size (torch's: two).
+    """
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -159,11 +176,13 @@ class _AdamWOf2022(Optimizer):
 def replay(
     run: Run, *, zeroed: bool = True, softmax: bool = True, gelu: bool = True, adamw: bool = True
 ) -> Replayed:
-    """A cold start: the weights, then two steps, with every request answered by the allocator's rules.
+    """A cold start: the weights, then two steps, with every request answered by the allocator's
+    rules.
 
-    ``zeroed``: gradients are set to zero after a step and stay, as ``zero_grad`` did until PyTorch 2.0; ``gelu``: autocast runs
-    GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it off the list); ``softmax`` and ``adamw``: those of 2022.
-    With all of them off, it is today's software. Two micro-batches stand for four: the second is like the third and fourth.
+    ``zeroed``: gradients are set to zero after a step and stay, as ``zero_grad`` did until PyTorch
+    2.0; ``gelu``: autocast runs GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it
+    off the list); ``softmax`` and ``adamw``: those of 2022. With all of them off, it is today's
+    software. Two micro-batches stand for four: the second is like the third and fourth.
     """
 
     recipe, rows = run.recipe, BATCH_SIZE
@@ -171,7 +190,9 @@ def replay(
         recipe, rows = replace(recipe, accumulation=2), 2 * BATCH_SIZE // recipe.accumulation
     with ExitStack() as stack:
         if softmax:
-            stack.enter_context(patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x)))
+            stack.enter_context(
+                patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x))
+            )
         if gelu:  # before the model is made, whose layers remember the function
             stack.enter_context(patch.object(F, "gelu", cuda_kernels.in_float32(F.gelu)))
         mode = stack.enter_context(fakes.QuickFakeMode())
@@ -207,7 +228,9 @@ STAGES = {
 
 
 def replayed(run: Run) -> dict[str, Replayed]:
-    """The record of ``run``: live and reserved bytes at each stage from today's software to that of 2022."""
+    """The record of ``run``: live and reserved bytes at each stage from today's software to that of
+    2022.
+    """
     found = json.loads(RECORD.read_text(encoding="utf-8"))["replayed"][run.name]
     return {stage: Replayed(**values) for stage, values in found.items()}
 
@@ -224,24 +247,37 @@ def write_record(path: Path = RECORD, say: Callable[[str], None] = print) -> Non
 
 
 CAUSES = {
-    "today": "most bytes alive in a later step with today's software and the same (eager) attention",
-    "zeroed": "gradients were set to zero after a step, not freed: they are there while activations pile up",
-    "softmax": "until PyTorch 1.11 softmax kept its input for backward, one more copy of the scores in each layer",
+    "today": (
+        "most bytes alive in a later step with today's software and the same (eager) attention"
+    ),
+    "zeroed": (
+        "gradients were set to zero after a step, not freed: they are there while "
+        "activations pile up"
+    ),
+    "softmax": (
+        "until PyTorch 1.11 softmax kept its input for backward, one more copy of the "
+        "scores in each layer"
+    ),
     "GELU": "up to PyTorch 1.9 autocast ran GELU in float32, and its input was kept so",
     "AdamW": "transformers' own AdamW had one temporary of a parameter's size, torch's has two",
     "cached": "blocks that the allocator holds and nothing uses; NVML counts them",
-    "context": "the driver's own: as published, less the segment of 2 MiB that the first tensor was put in",
+    "context": (
+        "the driver's own: as published, less the segment of 2 MiB that the first tensor was put in"
+    ),
 }
 
-LEFT = "published less the sum: cuBLAS and other libraries had memory of their own then, beside PyTorch's allocator"
+LEFT = (
+    "published less the sum: cuBLAS and other libraries had memory of their own then, beside "
+    "PyTorch's allocator"
+)
 
 
 @dataclass(frozen=True)
 class Row:
     """One run beside what explains its published figure. All in MiB.
 
-    ``parts``: by name in ``CAUSES``, in order; they add up to ``total``. ``measured``: on a card today, the most bytes alive,
-    ``None`` where that has not been done.
+    ``parts``: by name in ``CAUSES``, in order; they add up to ``total``. ``measured``: on a card
+    today, the most bytes alive, ``None`` where that has not been done.
     """
 
     run: Run
@@ -259,7 +295,9 @@ class Row:
 
 
 def rows(measured: dict[str, int] | None = None) -> list[Row]:
-    """The table's rows. ``measured``: bytes by a run's name, ``torch.cuda.max_memory_allocated()`` of a later step."""
+    """The table's rows. ``measured``: bytes by a run's name, ``torch.cuda.max_memory_allocated()``
+    of a later step.
+    """
     found = []
     for run in RUNS:
         at = replayed(run)
@@ -298,11 +336,14 @@ def table(found: list[Row] | None = None) -> str:
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     printed = [
-        line[0].ljust(widths[0]) + "".join(f" {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+        line[0].ljust(widths[0])
+        + "".join(f" {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
         for line in lines
     ]
     says = CAUSES | {"left": LEFT}
-    return "\n".join([*printed, "", *(textwrap.fill(f"{n}: {what}.", 100) for n, what in says.items())])
+    return "\n".join(
+        [*printed, "", *(textwrap.fill(f"{n}: {what}.", 100) for n, what in says.items())]
+    )
 
 
 def _whole(value: float) -> str:

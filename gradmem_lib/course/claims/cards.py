@@ -1,4 +1,6 @@
-"""Shows a claim: one line with the verdict, which unfolds to the sentence, the figures and the reason."""
+"""Shows a claim: one line with the verdict, which unfolds to the sentence, the figures and the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ OPEN = "open"
 
 def value(number: int | float | str) -> str:
     return (
-        f"{number:,}" if isinstance(number, int) else f"{number:.3g}" if isinstance(number, float) else number
+        f"{number:,}"
+        if isinstance(number, int)
+        else f"{number:.3g}"
+        if isinstance(number, float)
+        else number
     )
 
 
@@ -28,7 +34,10 @@ def heading(claim: Claim, finding: Finding | None) -> str:
 
 
 def display(found: list[tuple[Claim, Finding | None]], figures: bool) -> None:
-    """Draw the claims in a notebook, print them elsewhere. The plain text of a notebook is the headings alone."""
+    """Draw the claims in a notebook, print them elsewhere.
+
+    The plain text of a notebook is the headings alone.
+    """
     if not in_kernel():
         print("\n\n".join(as_text(claim, finding, figures) for claim, finding in found))
         return
@@ -43,7 +52,11 @@ def as_text(claim: Claim, finding: Finding | None, figures: bool = False) -> str
     """Heading, sentence, figures and reason in lines of at most 100 characters."""
     parts = [heading(claim, finding)]
     if finding is not None:
-        parts += [finding.sentence, *(f"- {beside(figure)}" for figure in finding.shown), finding.why]
+        parts += [
+            finding.sentence,
+            *(f"- {beside(figure)}" for figure in finding.shown),
+            finding.why,
+        ]
     lines = [
         textwrap.fill(part, 100, initial_indent="   " if i else "", subsequent_indent="   ")
         for i, part in enumerate(parts)
@@ -51,7 +64,9 @@ def as_text(claim: Claim, finding: Finding | None, figures: bool = False) -> str
     ]
     rows = finding.figures if finding and figures else {}
     width = max(map(len, rows), default=0)
-    return "\n".join([*lines, *(f"   {name:{width}}  {value(number)}" for name, number in rows.items())])
+    return "\n".join(
+        [*lines, *(f"   {name:{width}}  {value(number)}" for name, number in rows.items())]
+    )
 
 
 def as_html(claim: Claim, finding: Finding | None, figures: bool = False) -> str:

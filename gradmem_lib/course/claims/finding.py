@@ -1,7 +1,8 @@
 """A finding: the figures that a claim's verdict is computed from, and the sentence that says it.
 
-No verdict is written down anywhere. A claim is first judged in the setting of its own document (``own``), then under the
-condition that it needs (``where``). Other figures that a reader should see, but that decide nothing, are ``beyond``.
+No verdict is written down anywhere. A claim is first judged in the setting of its own document
+(``own``), then under the condition that it needs (``where``). Other figures that a reader should
+see, but that decide nothing, are ``beyond``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from ...units import MiB
 VERDICTS = ("holds", "holds only if", "does not hold")
 MOST_SHOWN = 3  # figures beside a sentence that is read in ten seconds
 GB = 10**9  # the documents' own unit
-OTHER_SENTENCE = "The figures found here differ from those that this entry was written for; read the figures, not the explanation."
+OTHER_SENTENCE = (
+    "The figures found here differ from those that this entry was written for; read "
+    "the figures, not the explanation."
+)
 
 
 def in_unit(value: float, unit: str) -> str:
-    """``value`` as text. ``unit``: "GB" for bytes in powers of 1000, "MB" for bytes in MiB (as NVML writes them), "%" for a
-    share, "times" for a ratio, "yes" for a truth value, or any other word behind a plain number."""
+    """``value`` as text. ``unit``: "GB" for bytes in powers of 1000, "MB" for bytes in MiB (as NVML
+    writes them), "%" for a share, "times" for a ratio, "yes" for a truth value, or any other word
+    behind a plain number.
+    """
     if unit == "yes":
         return "yes" if value else "no"
     if unit == "GB":
@@ -43,7 +49,8 @@ def _claimed(value: float, unit: str) -> str:
 class Figure:
     """One number beside the claimed one; they agree where ``low`` <= ``found`` <= ``high``.
 
-    ``what``: what was counted; ``claimed``: as the document has it; ``found``: computed, and written in ``unit``.
+    ``what``: what was counted; ``claimed``: as the document has it; ``found``: computed, and
+    written in ``unit``.
     """
 
     what: str
@@ -55,7 +62,9 @@ class Figure:
 
     def __post_init__(self) -> None:
         if isnan(self.found):
-            raise ValueError(f"{self.what!r}: found is not a number, so that nothing can be judged by it")
+            raise ValueError(
+                f"{self.what!r}: found is not a number, so that nothing can be judged by it"
+            )
 
     @property
     def agrees(self) -> bool:
@@ -72,8 +81,12 @@ def about(what: str, claimed: float, found: float, unit: str = "", within: float
     return Figure(what, _claimed(claimed, unit), found, claimed - room, claimed + room, unit)
 
 
-def between(what: str, low: float, high: float, found: float, unit: str = "", within: float = 0.0) -> Figure:
-    """A claimed range; ``within``: how far beyond its ends is still "about" it, as a share of each."""
+def between(
+    what: str, low: float, high: float, found: float, unit: str = "", within: float = 0.0
+) -> Figure:
+    """A claimed range; ``within``: how far beyond its ends is still "about" it, as a share
+    of each.
+    """
     words = f"{_claimed(low, unit).partition(' ')[0].rstrip('%×')} to {_claimed(high, unit)}"
     return Figure(what, words, found, low * (1 - within), high * (1 + within), unit)
 
@@ -83,7 +96,9 @@ def at_least(what: str, claimed: float, found: float, unit: str = "") -> Figure:
 
 
 def fits(what: str, claimed: str, room: int, found: float) -> Figure:
-    """Bytes of which the document says ``claimed``, "to fit 80 GB", of a card that has ``room`` bytes."""
+    """Bytes of which the document says ``claimed``, "to fit 80 GB", of a card that has ``room``
+    bytes.
+    """
     return Figure(what, claimed, found, high=room, unit="GB")
 
 
@@ -106,10 +121,11 @@ def yes(what: str, found: bool) -> Figure:
 class Finding:
     """The answer to a claim.
 
-    ``own``, ``where``, ``beyond``: figures, three in all; the first two decide. ``holds``, ``only_if``, ``fails``: the
-    sentence for each verdict that can be met; ``only_if`` goes on after "Holds only if". ``why``: what explains it;
-    ``figures``: all else that was computed, bytes unless the name says otherwise; ``needs``: what the answer needs beyond
-    a CPU, empty for nothing.
+    ``own``, ``where``, ``beyond``: figures, three in all; the first two decide. ``holds``,
+    ``only_if``, ``fails``: the sentence for each verdict that can be met; ``only_if`` goes on after
+    "Holds only if". ``why``: what explains it; ``figures``: all else that was computed, bytes
+    unless the name says otherwise; ``needs``: what the answer needs beyond a CPU, empty for
+    nothing.
     """
 
     own: tuple[Figure, ...]
@@ -125,11 +141,13 @@ class Finding:
     def __post_init__(self) -> None:
         if not self.own:
             raise ValueError(
-                "own=() leaves nothing to judge by: give at least one Figure of the claim's own setting"
+                "own=() leaves nothing to judge by: give at least one Figure of the claim's "
+                "own setting"
             )
         if len(self.shown) > MOST_SHOWN:
             raise ValueError(
-                f"{len(self.shown)} figures are too many to read at a glance: keep {MOST_SHOWN}, and put the others in figures"
+                f"{len(self.shown)} figures are too many to read at a glance: keep "
+                f"{MOST_SHOWN}, and put the others in figures"
             )
 
     @property
@@ -138,7 +156,9 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """One of ``VERDICTS``: true in its own setting; true under a condition that is not met there; or neither."""
+        """One of ``VERDICTS``: true in its own setting; true under a condition that is not met
+        there; or neither.
+        """
         if all(figure.agrees for figure in self.own):
             return "holds"
         if self.where and all(figure.agrees for figure in self.where):
@@ -148,12 +168,19 @@ class Finding:
     @property
     def summary(self) -> str:
         """The sentence that goes with the verdict, or one that says that there is none."""
-        sentences = {"holds": self.holds, "holds only if": self.only_if, "does not hold": self.fails}
+        sentences = {
+            "holds": self.holds,
+            "holds only if": self.only_if,
+            "does not hold": self.fails,
+        }
         return sentences[self.verdict] or OTHER_SENTENCE
 
     @property
     def sentence(self) -> str:
-        """Verdict and summary in one. "Holds only if" goes on with its condition, and so does a summary in lower case."""
+        """Verdict and summary in one.
+
+        "Holds only if" goes on with its condition, and so does a summary in lower case.
+        """
         condition = self.verdict.endswith("if") and self.only_if
         joined = " " if condition or self.summary[0].islower() else ". "
         return f"{self.verdict.capitalize()}{joined}{self.summary}"

@@ -1,4 +1,6 @@
-"""LEDGER.md: one table of all claims, then an entry of ten seconds for each, with everything else folded."""
+"""LEDGER.md: one table of all claims, then an entry of ten seconds for each, with everything else
+folded.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ LESSONS = Path(__file__).resolve().parents[3] / "solutions"
 
 
 def shown_in(folder: Path = LESSONS) -> dict[str, list[str]]:
-    """For each claim, the numbers of the lessons that show it, found in the calls of their cells."""
+    """For each claim, the numbers of the lessons that show it, found in the calls of
+    their cells.
+    """
     found: dict[str, list[str]] = {}
     for lesson in sorted(folder.glob("[0-9][0-9]_*.py")):
-        calls = re.findall(r"^claims\.show\((.*?)\)", lesson.read_text(encoding="utf-8"), re.M | re.S)
+        calls = re.findall(
+            r"^claims\.show\((.*?)\)", lesson.read_text(encoding="utf-8"), re.M | re.S
+        )
         for claim_id in re.findall(r"C\d\d", " ".join(calls)):
             numbers = found.setdefault(claim_id, [])
             numbers += [lesson.name[:2]] if lesson.name[:2] not in numbers else []
@@ -32,10 +38,19 @@ def markdown(findings: dict[str, Finding | None]) -> str:
     lines = [
         "# Claims ledger",
         "",
-        f"Here is what five documents about training memory say ({len(findings)} claims, in our words), and what the course finds.",
-        f"{len(done)} are answered: {totals}. Each is judged in its document's own setting; *holds only if* names a",
+        (
+            f"Here is what five documents about training memory say ({len(findings)} claims, in "
+            "our words), and what the course finds."
+        ),
+        (
+            f"{len(done)} are answered: {totals}. Each is judged in its document's own setting; "
+            "*holds only if* names a"
+        ),
         "condition not met there. GB is 1,000,000,000 bytes, GiB is 1,073,741,824.",
-        "`python -m gradmem_lib.course.claims --write` writes this page, and a test computes every entry again.",
+        (
+            "`python -m gradmem_lib.course.claims --write` writes this page, and a test computes "
+            "every entry again."
+        ),
         "",
         "| Claim | Claimed | Found | Verdict |",
         "|---|---|---|---|",
@@ -54,7 +69,9 @@ def markdown(findings: dict[str, Finding | None]) -> str:
 
 
 def _row(claim: Claim, finding: Finding | None) -> str:
-    """The claimed and the found number of the deciding figure in the claim's own setting: the first that disagrees, if any."""
+    """The claimed and the found number of the deciding figure in the claim's own setting: the first
+    that disagrees, if any.
+    """
     if finding is None:
         return f"| {claim.id} | {claim.says} | | {OPEN} |"
     figure = next((f for f in finding.own if not f.agrees), finding.own[0])
@@ -68,7 +85,9 @@ def _figures(finding: Finding) -> list[str]:
     lines = []
     for figure in finding.shown:
         lines.append(
-            f"- {figure.what}: {figure.text}" if figure.claimed == claimed else f"- {beside(figure)}"
+            f"- {figure.what}: {figure.text}"
+            if figure.claimed == claimed
+            else f"- {beside(figure)}"
         )
         claimed = figure.claimed
     return lines

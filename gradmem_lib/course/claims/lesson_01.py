@@ -1,4 +1,5 @@
-"""Lesson 01's answers: what a step's residents weigh, what autograd really saves, and when activations rule.
+"""Lesson 01's answers: what a step's residents weigh, what autograd really saves, and when
+activations rule.
 
 Real objects answer wherever they fit on a CPU, and closed forms of ``accounting`` for whole models.
 """
@@ -22,11 +23,22 @@ from .saved import saved_tensors
 # What autocast-bf16 keeps, autocast-fp16 keeps too.
 PRECISIONS = ("float32", "bf16", "autocast-bf16", "float32-master")
 SEVEN = SHAPES["Llama-2-7B"]
-# The sizes of a GPT of 1.3 billion parameters, with the width (2048) and context (2048) of the document that claims.
+# The sizes of a GPT of 1.3 billion parameters, with the width (2048) and context (2048) of the
+# document that claims.
 GPT_1_3B = Shape(
-    "GPT 1.3B", 50257, 2048, 24, 16, 16, 8192,
-    tied=True, gated=False, norm="layer", biases=True, positions=2048,
-)  # fmt: skip
+    "GPT 1.3B",
+    50257,
+    2048,
+    24,
+    16,
+    16,
+    8192,
+    tied=True,
+    gated=False,
+    norm="layer",
+    biases=True,
+    positions=2048,
+)
 
 
 def gb(nbytes: float) -> str:
@@ -50,7 +62,9 @@ def _moments_of(optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
 
 
 def states_after_a_step(optimizer: str) -> tuple[int, int]:
-    """Bytes of a float32 matrix, and of the states that a recipe's ``optimizer`` has for it after a real step."""
+    """Bytes of a float32 matrix, and of the states that a recipe's ``optimizer`` has for it after a
+    real step.
+    """
     layer = nn.Linear(512, 512, bias=False)
     layer.weight.grad = torch.full_like(layer.weight, 1e-4)
     made = prepare(layer, Recipe(optimizer=optimizer)).optimizer
@@ -73,11 +87,15 @@ def seven_billion() -> Finding:
         kept[name] = sum(resident.values())
         saved[name] = sum(accounting.model_activations(SEVEN, 1, 2048, precision=name).values())
         peak = accounting.estimate(SEVEN, batch_size=1, seq_len=2048, precision=name)
-        figures[f"{name}: parameters + gradients + Adam"] = " + ".join(f"{n:,}" for n in resident.values())
+        figures[f"{name}: parameters + gradients + Adam"] = " + ".join(
+            f"{n:,}" for n in resident.values()
+        )
         figures[f"{name}: activations of 1 x 2048 tokens"] = saved[name]
         figures[f"{name}: peak without accumulation ({peak.moment})"] = peak.total
     mixed = min(kept["autocast-bf16"], kept["float32-master"])
-    without = kept["float32-master"] - accounting.PRECISIONS["float32-master"].master * SEVEN.parameters
+    without = (
+        kept["float32-master"] - accounting.PRECISIONS["float32-master"].master * SEVEN.parameters
+    )
     together = kept["float32-master"] + saved["float32-master"]
     return Finding(
         own=(
@@ -85,17 +103,25 @@ def seven_billion() -> Finding:
             between("all four, accumulating 1 x 2048", 104 * GB, 124 * GB, together, "GB"),
         ),
         where=(about("without float32 weights", 84 * GB, without, "GB"),),
-        only_if="Adam's states are in FP32 and the weights are not; PyTorch's mixed precision keeps the weights in FP32, too.",
-        why="Autocast keeps the weights in float32, and other recipes keep a float32 master copy beside 16-bit weights. Both need "
-        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. Without accumulation, the peak "
-        "is less than the sum of all four, since backward frees activations while it adds gradients. With accumulation, the peak is "
+        only_if=(
+            "Adam's states are in FP32 and the weights are not; PyTorch's mixed precision "
+            "keeps the weights in FP32, too."
+        ),
+        why="Autocast keeps the weights in float32, and other recipes keep a float32 master copy "
+        "beside 16-bit weights. Both need "
+        f"16 bytes a parameter. Pure bf16 keeps {gb(kept['bf16'])}, with Adam's states in bf16. "
+        "Without accumulation, the peak "
+        "is less than the sum of all four, since backward frees activations while it adds "
+        "gradients. With accumulation, the peak is "
         "the sum: from the second micro-batch on, forward keeps all gradients.",
         figures=figures,
     )
 
 
 def _destroyed(states: torch.dtype) -> float:
-    """The share of a float16 layer's weights that is not finite after one AdamW step on gradients of 1e-4, states in ``states``."""
+    """The share of a float16 layer's weights that is not finite after one AdamW step on gradients
+    of 1e-4, states in ``states``.
+    """
     layer, _ = adam_states(states, foreach=False)
     return (~torch.isfinite(layer.weight.detach().half())).float().mean().item()
 
@@ -108,8 +134,13 @@ def adam_state_dtype() -> Finding:
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
             _, optimizer = adam_states(dtype, **options)
             found = {moment.dtype for moment in _moments_of(optimizer)}
-            of = f"{str(dtype).removeprefix('torch.')} weights, {next(iter(options))}={next(iter(options.values()))}"
-            figures[f"{of}: states in"] = ", ".join(str(kind).removeprefix("torch.") for kind in found)
+            of = (
+                f"{str(dtype).removeprefix('torch.')} weights, "
+                f"{next(iter(options))}={next(iter(options.values()))}"
+            )
+            figures[f"{of}: states in"] = ", ".join(
+                str(kind).removeprefix("torch.") for kind in found
+            )
             widths |= {kind.itemsize for kind in found} if dtype is torch.float16 else set()
     layer, optimizer = adam_states(torch.float16, foreach=False)
     second = optimizer.state[layer.weight]["exp_avg_sq"]
@@ -127,11 +158,17 @@ def adam_state_dtype() -> Finding:
             Figure("the same, FP32 states", "none", _destroyed(torch.float32), high=0, unit="%"),
         ),
         beyond=(Figure("bytes a state in PyTorch, FP16 model", "4", max(widths), low=4),),
-        holds="for a model in FP16, but PyTorch does not ensure it: its AdamW keeps the states in the dtype of the weights.",
+        holds=(
+            "for a model in FP16, but PyTorch does not ensure it: its AdamW keeps the states in "
+            "the dtype of the weights."
+        ),
         fails="A step with states in FP16 gives the right weights.",
-        why=f"In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step divides by almost 0. In bf16, the "
-        "same step stays finite; lesson 02 shows what is lost there. Plain, foreach and fused AdamW choose the same dtype. The states "
-        "are in float32 where the weights are (as under autocast), or where a recipe adds a float32 master copy.",
+        why=f"In float16, the v of a gradient of 1e-4 rounds to {second.max():.0f}, and the step "
+        "divides by almost 0. In bf16, the "
+        "same step stays finite; lesson 02 shows what is lost there. Plain, foreach and fused "
+        "AdamW choose the same dtype. The states "
+        "are in float32 where the weights are (as under autocast), or where a recipe adds a "
+        "float32 master copy.",
         figures=figures,
     )
 
@@ -144,9 +181,9 @@ def adam_over_gradients() -> Finding:
         layer, optimizer = adam_states(dtype)
         states[dtype] = sum(moment.nbytes for moment in _moments_of(optimizer))
         gradients[dtype] = layer.weight.grad.nbytes
-        figures[f"{str(dtype).removeprefix('torch.')} layer after a real step: states / gradients"] = (
-            f"{states[dtype]:,} / {gradients[dtype]:,}"
-        )
+        figures[
+            f"{str(dtype).removeprefix('torch.')} layer after a real step: states / gradients"
+        ] = f"{states[dtype]:,} / {gradients[dtype]:,}"
     times = {}
     for name in PRECISIONS:
         per = accounting.bytes_per_parameter(name, "adamw")
@@ -162,7 +199,10 @@ def adam_over_gradients() -> Finding:
             about("one dtype for both", 4, alike, "times"),
             about("with an FP32 master copy", 4, times["float32-master"], "times"),
         ),
-        holds="for its own example, FP32 states and 2-byte gradients; in the same dtype, states take twice as much.",
+        holds=(
+            "for its own example, FP32 states and 2-byte gradients; in the same dtype, states "
+            "take twice as much."
+        ),
         fails="FP32 states are not 4 times as large as 2-byte gradients.",
         figures=figures,
     )
@@ -173,7 +213,8 @@ def moving_averages() -> Finding:
     layer, optimizer = adam_states(torch.float64)
     state = optimizer.state[layer.weight]
     first = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    taken = {"exp_avg": 1e-4, "exp_avg_sq": 1e-8}  # the first gradient, and its square, met states of 0
+    # the first gradient, and its square, met states of 0
+    taken = {"exp_avg": 1e-4, "exp_avg_sq": 1e-8}
     takes = {name: (first[name] / whole).mean().item() for name, whole in taken.items()}
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
@@ -189,7 +230,8 @@ def moving_averages() -> Finding:
         ),
         holds="for PyTorch's Adam with its default betas.",
         fails="A step of PyTorch's Adam with its default betas does something else.",
-        why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v forgets half of its square in "
+        why=f"In other words, m forgets half of a gradient in {half['exp_avg']:.1f} steps, and v "
+        "forgets half of its square in "
         f"{half['exp_avg_sq']:.0f}.",
         figures={
             "default betas": str(optimizer.defaults["betas"]),
@@ -220,8 +262,10 @@ def five_modules() -> Finding:
         own=(about("intermediate tensors kept", 5, len(intermediate), within=0),),
         fails=f"Only {len(intermediate)} are kept, the outputs of the two ReLUs.",
         holds="Each module's output is kept.",
-        why=f"Autograd saves {len(saved)} tensors in {len(storages)} storages: the input, {len(storages & parameters)} weight "
-        f"matrices, and {len(intermediate)} intermediate results. Each of these results is used twice, by its ReLU and by the next "
+        why=f"Autograd saves {len(saved)} tensors in {len(storages)} storages: the input, "
+        f"{len(storages & parameters)} weight "
+        f"matrices, and {len(intermediate)} intermediate results. Each of these results is used "
+        "twice, by its ReLU and by the next "
         "Linear. The outputs of the Linears, and so the network's output, are not kept.",
         figures={
             "tensors handed to autograd, count": len(saved),
@@ -247,7 +291,9 @@ def no_fit() -> Finding:
         own=(yes("a PyTorch module has fit", message == "nothing"),),
         fails="A PyTorch module has no fit(); the call net(x) runs the forward pass.",
         holds="This version of PyTorch has nn.Module.fit.",
-        why="In libraries that have a fit(), it runs the whole training loop, not one forward pass.",
+        why=(
+            "In libraries that have a fit(), it runs the whole training loop, not one forward pass."
+        ),
         figures={"what net.fit() raises": message, "shape of net(x)": str(tuple(net(x).shape))},
     )
 
@@ -259,12 +305,16 @@ def gradients_and_batch() -> Finding:
     figures: dict[str, int | float | str] = {}
     gradients, activations = {}, {}
     for attention, name in (("sdpa", "fused"), ("eager", "eager")):
-        model = tiny_llama(layers=1, hidden=64, heads=4, intermediate=176, vocab=256, attention=attention)
+        model = tiny_llama(
+            layers=1, hidden=64, heads=4, intermediate=176, vocab=256, attention=attention
+        )
         for batch_size, seq_len in ((1, 64), (4, 64), (1, 256)):
             ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
             loss: list[torch.Tensor] = []
             _, saved = saved_tensors(
-                lambda model=model, ids=ids, loss=loss: loss.append(model(input_ids=ids, labels=ids).loss),
+                lambda model=model, ids=ids, loss=loss: loss.append(
+                    model(input_ids=ids, labels=ids).loss
+                ),
                 but_not=model.parameters(),
             )
             loss[0].backward()
@@ -275,17 +325,23 @@ def gradients_and_batch() -> Finding:
             figures[f"{name}, {batch_size} x {seq_len}: gradients / activations"] = (
                 f"{gradients[key]:,} / {saved:,}"
             )
-    fused, eager = (activations[name, 1, 256] / activations[name, 1, 64] for name in ("fused", "eager"))
+    fused, eager = (
+        activations[name, 1, 256] / activations[name, 1, 64] for name in ("fused", "eager")
+    )
     same = gradients["fused", 4, 64] / gradients["fused", 1, 64]
     return Finding(
         own=(
             about("gradients, 4 times the batch", 1, same, "times", within=0),
-            more("activations, 4 times the batch", activations["fused", 4, 64] / activations["fused", 1, 64]),
+            more(
+                "activations, 4 times the batch",
+                activations["fused", 4, 64] / activations["fused", 1, 64],
+            ),
             more("activations, 4 times the sequence", fused),
         ),
         holds="Gradients have the shapes of the parameters for any batch.",
         fails="Gradients or activations behave differently here.",
-        why=f"With four times the sequence, activations grow {fused:.1f} times under fused attention but {eager:.1f} times under "
+        why=f"With four times the sequence, activations grow {fused:.1f} times under fused "
+        f"attention but {eager:.1f} times under "
         "eager attention, whose scores grow with the square of the sequence.",
         figures=figures,
     )
@@ -300,7 +356,9 @@ def states_over_parameters() -> Finding:
         for name in PRECISIONS:
             per = accounting.bytes_per_parameter(name, optimizer, momentum)
             times[key, name] = per["optimizer"] / per["parameters"]
-        figures[f"{key}: optimizer / parameters"] = ", ".join(f"{times[key, n]:g} ({n})" for n in PRECISIONS)
+        figures[f"{key}: optimizer / parameters"] = ", ".join(
+            f"{times[key, n]:g} ({n})" for n in PRECISIONS
+        )
     for name in ("adamw", "adamw-8bit", "adafactor-torch", "sgd"):
         weights, states = states_after_a_step(name)
         figures[f"{name}, a matrix of 512 x 512 after a real step: states / parameters, bytes"] = (
@@ -315,7 +373,10 @@ def states_over_parameters() -> Finding:
         beyond=(between("SGD with momentum", 2, 8, times["sgd, momentum 0.9", "bf16"], "times"),),
         holds="for Adam, its own example; SGD, Adafactor and 8-bit AdamW keep less.",
         fails="Adam's states are outside that range.",
-        why="No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the gradients does.",
+        why=(
+            "No recipe here reaches 8 times. A recipe that also keeps a float32 copy of the "
+            "gradients does."
+        ),
         figures=figures,
     )
 
@@ -324,16 +385,21 @@ def states_over_parameters() -> Finding:
 def one_point_three_billion() -> Finding:
     nominal = 13 * GB // 10
     totals = {
-        name: sum(accounting.bytes_per_parameter(name, "adamw").values()) * nominal for name in PRECISIONS
+        name: sum(accounting.bytes_per_parameter(name, "adamw").values()) * nominal
+        for name in PRECISIONS
     }
     real = {name: sum(accounting.resident_bytes(GPT_1_3B, name).values()) for name in PRECISIONS}
     claimed = 104 * GB // 10
     return Finding(
         own=(about("1.3B in its own loop (autocast)", claimed, totals["autocast-bf16"], "GB"),),
         where=(about("all in 2 bytes", claimed, totals["bf16"], "GB"),),
-        only_if="all numbers take 2 bytes, even Adam's states; the document's own loop uses autocast, which keeps twice as much.",
+        only_if=(
+            "all numbers take 2 bytes, even Adam's states; the document's own loop uses "
+            "autocast, which keeps twice as much."
+        ),
         fails="No recipe keeps that much.",
-        why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A recipe with a float32 master copy "
+        why="Autocast multiplies in bf16 and keeps weights, gradients and states in float32. A "
+        "recipe with a float32 master copy "
         "needs the same total.",
         figures={f"1.3e9 parameters, {name}": total for name, total in totals.items()}
         | {"parameters of a GPT of 24 x 2048, count": GPT_1_3B.parameters}
@@ -342,8 +408,9 @@ def one_point_three_billion() -> Finding:
 
 
 def batch_to_exceed(shape: Shape, **options) -> int:
-    """The fewest sequences of 2048 tokens whose saved activations exceed parameters and optimizer states
-    in pure bf16."""
+    """The fewest sequences of 2048 tokens whose saved activations exceed parameters and optimizer
+    states in pure bf16.
+    """
     kept = accounting.resident_bytes(shape, "bf16")
     limit = kept["parameters"] + kept["optimizer"]
     batch_size = 1
@@ -364,15 +431,19 @@ def activations_rule() -> Finding:
             options = {"attention": attention, "checkpointing": checkpointing}
             own = accounting.model_activations(GPT_1_3B, 4, 2048, precision=precision, **options)
             times[precision, attention, checkpointing] = sum(own.values()) / limit
-            figures[f"{precision}, {attention}, checkpointing {checkpointing or 'off'}: activations"] = sum(
-                own.values()
-            )
+            figures[
+                f"{precision}, {attention}, checkpointing {checkpointing or 'off'}: activations"
+            ] = sum(own.values())
             if precision == "bf16":
                 figures[
-                    f"{attention}, checkpointing {checkpointing or 'off'}: first batch that exceeds, sequences"
+                    (
+                        f"{attention}, checkpointing {checkpointing or 'off'}: first batch that "
+                        "exceeds, sequences"
+                    )
                 ] = batch_to_exceed(GPT_1_3B, **options)
     fused, eager, less_ = (
-        times["autocast-bf16", *key] for key in (("fused", None), ("eager", None), ("fused", "per-layer"))
+        times["autocast-bf16", *key]
+        for key in (("fused", None), ("eager", None), ("fused", "per-layer"))
     )
     return Finding(
         own=(
@@ -380,9 +451,13 @@ def activations_rule() -> Finding:
             more("the same, eager", eager),
         ),
         beyond=(more("the same, every layer checkpointed", less_),),
-        holds="for its own 1.3B model at 4 x 2048 tokens under autocast, as long as nothing is checkpointed.",
+        holds=(
+            "for its own 1.3B model at 4 x 2048 tokens under autocast, as long as nothing is "
+            "checkpointed."
+        ),
         fails="At 4 x 2048 tokens activations stay below parameters and optimizer states.",
-        why=f"In pure bf16, parameters and states take half, and the ratio is {times['bf16', 'fused', None]:.1f} with fused attention and "
+        why="In pure bf16, parameters and states take half, and the ratio is "
+        f"{times['bf16', 'fused', None]:.1f} with fused attention and "
         f"{times['bf16', 'eager', None]:.1f} with eager attention.",
         figures=figures,
     )

@@ -1,7 +1,8 @@
-"""Lesson 01's answers about one block of a Transformer: its scores, its feed-forward part, and what it really keeps.
+"""Lesson 01's answers about one block of a Transformer: its scores, its feed-forward part, and what
+it really keeps.
 
-Blocks of full size are run under fake tensors, which carry shapes and storages but no numbers: their saved bytes stand
-beside the closed forms of ``accounting``.
+Blocks of full size are run under fake tensors, which carry shapes and storages but no numbers:
+their saved bytes stand beside the closed forms of ``accounting``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def _halves(batch_size: int, seq_len: int, attention: str) -> tuple[int, int]:
 @answers("C37")
 def one_layer() -> Finding:
     batch, seq, width, heads, layers = 8, 2048, 4096, 32, 32
-    qkv, scores, ffn = 3 * batch * seq * width * 2, batch * heads * seq**2 * 2, batch * seq * 4 * width * 2
+    qkv, scores, ffn = (
+        3 * batch * seq * width * 2,
+        batch * heads * seq**2 * 2,
+        batch * seq * 4 * width * 2,
+    )
     real = {attention: sum(_halves(batch, seq, attention)) for attention in ("fused", "eager")}
     traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in real}
     eager = accounting.block_activations(SEVEN, batch, seq, attention="eager")
@@ -33,13 +38,24 @@ def one_layer() -> Finding:
     return Finding(
         own=(
             about("a layer's feed-forward product", 8 * GB // 10, ffn, "GB", within=0.2),
-            about("32 layers that store scores", 100 * GB, layers * traced["eager"], "GB", within=0.2),
+            about(
+                "32 layers that store scores", 100 * GB, layers * traced["eager"], "GB", within=0.2
+            ),
         ),
-        beyond=(about("32 layers, fused attention", 100 * GB, layers * traced["fused"], "GB", within=0.2),),
-        fails="Layers that store scores keep three times that much. Fused attention comes near the sum, but stores no scores.",
+        beyond=(
+            about(
+                "32 layers, fused attention", 100 * GB, layers * traced["fused"], "GB", within=0.2
+            ),
+        ),
+        fails=(
+            "Layers that store scores keep three times that much. Fused attention comes near the "
+            "sum, but stores no scores."
+        ),
         holds="A layer of that size stores what is claimed.",
-        why=f"The document's products are {gb(qkv)}, {gb(scores)} and {gb(ffn)}: {gb(layers * (qkv + scores + ffn))} over 32 layers. Eager "
-        f"attention keeps the softmax twice, in float32 and in bf16: {gb(softmax)} a layer. A layer also keeps more of its feed-forward "
+        why=f"The document's products are {gb(qkv)}, {gb(scores)} and {gb(ffn)}: "
+        f"{gb(layers * (qkv + scores + ffn))} over 32 layers. Eager "
+        f"attention keeps the softmax twice, in float32 and in bf16: {gb(softmax)} a layer. A "
+        "layer also keeps more of its feed-forward "
         "part than that product counts.",
         figures={
             "queries, keys and values by the document's product": qkv,
@@ -60,13 +76,19 @@ def long_sequence() -> Finding:
     one_copy = {batch: batch * heads * seq**2 * 2 for batch in (1, 2, 8)}
     eager = accounting.attention_activations(SEVEN, 8, seq, attention="eager", precision="bf16")
     softmax = sum(n for name, n in eager.items() if "softmax" in name)
-    lse = accounting.attention_activations(SEVEN, 8, seq, precision="bf16")["attention: log-sum-exp"]
+    lse = accounting.attention_activations(SEVEN, 8, seq, precision="bf16")[
+        "attention: log-sum-exp"
+    ]
     return Finding(
         own=(about("scores of a layer at its batch of 8", 8 * GB, one_copy[8], "GB"),),
         beyond=(about("at a batch of 2", 8 * GB, one_copy[2], "GB"),),
-        fails="Its own batch of 8 needs four times as much: 4 times the sequence makes the scores 16 times as large, not 4.",
+        fails=(
+            "Its own batch of 8 needs four times as much: 4 times the sequence makes the scores "
+            "16 times as large, not 4."
+        ),
         holds="One copy of the scores at its own batch is that large.",
-        why=f"For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused attention keeps no scores, only one number for "
+        why=f"For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused "
+        "attention keeps no scores, only one number for "
         f"each row: {lse:,} bytes.",
         figures={f"one bf16 copy of the scores, batch {batch}": n for batch, n in one_copy.items()}
         | {
@@ -91,11 +113,22 @@ def attention_over_mlp() -> Finding:
             about("halves of a real layer, eager", 8, ratio["eager"], "times", within=0.15),
         ),
         beyond=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
-        holds="for eager attention, which its example counts; with fused attention the feed-forward half is larger.",
+        holds=(
+            "for eager attention, which its example counts; with fused attention the "
+            "feed-forward half is larger."
+        ),
         fails="The scores are not 8 times the feed-forward part.",
-        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and the feed-forward part takes {ffn / GiB:.0f} GiB. "
+        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and the "
+        f"feed-forward part takes {ffn / GiB:.0f} GiB. "
         "This counts one copy of each; a real layer keeps several copies of both.",
-        figures={"one head": head, "all heads": scores, "feed-forward by the document's product": ffn}
-        | {f"{name}: attention half / MLP half": f"{a:,} / {m:,}" for name, (a, m) in halves.items()}
+        figures={
+            "one head": head,
+            "all heads": scores,
+            "feed-forward by the document's product": ffn,
+        }
+        | {
+            f"{name}: attention half / MLP half": f"{a:,} / {m:,}"
+            for name, (a, m) in halves.items()
+        }
         | {"equal to the real block traced at this size": in_unit(same, "yes")},
     )

@@ -1,4 +1,6 @@
-"""Lesson 03's answers: what accumulation saves and what it does not, what to divide by, and what "equal" needs."""
+"""Lesson 03's answers: what accumulation saves and what it does not, what to divide by, and what
+"equal" needs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def tokens(batch_size: int, seq_len: int = 32, vocab: int = 512) -> dict[str, to
 
 @cache
 def _update(batch_size: int, k: int, seq_len: int = 32) -> MemoryTracker:
-    """The second AdamW update of a tiny Llama on ``batch_size`` sequences in ``k`` micro-batches, tracked."""
+    """The second AdamW update of a tiny Llama on ``batch_size`` sequences in ``k`` micro-batches,
+    tracked.
+    """
     model = models.tiny_llama(**SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch = tokens(batch_size, seq_len)
@@ -34,7 +38,9 @@ def _update(batch_size: int, k: int, seq_len: int = 32) -> MemoryTracker:
     def update():
         micro_batches = split(batch, batch_size // k)
         accumulate_gradients(
-            micro_batches, lambda m: next_token_loss(model, m), total_items=batch_size * (seq_len - 1)
+            micro_batches,
+            lambda m: next_token_loss(model, m),
+            total_items=batch_size * (seq_len - 1),
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -72,14 +78,18 @@ def _exact(what: str, error: float) -> Figure:
 def gradients_stay_as_they_are() -> Finding:
     most = {k: _most(_update(32, k), "gradients") for k in (1, 4, 32)}
     figures: dict[str, int | float | str] = {
-        f"32 sequences in {k} micro-batches: most bytes of gradients": nbytes for k, nbytes in most.items()
+        f"32 sequences in {k} micro-batches: most bytes of gradients": nbytes
+        for k, nbytes in most.items()
     }
     figures["parameters"] = _most(_update(32, 1), "parameters")
     return Finding(
         own=(less("bytes of gradients, 32 micro-batches / one", most[32] / most[1]),),
         fails="Gradients have the shapes of the parameters, with or without accumulation.",
         holds="Gradients take fewer bytes with accumulation.",
-        why="Each new gradient is added in place, into the same bytes. Accumulation makes only the activations smaller.",
+        why=(
+            "Each new gradient is added in place, into the same bytes. Accumulation makes only "
+            "the activations smaller."
+        ),
         figures=figures,
     )
 
@@ -90,12 +100,19 @@ def gradients_live_longer() -> Finding:
     before, after = _forward_with_gradients(one), _forward_with_gradients(cut)
     return Finding(
         own=(
-            less("bytes of gradients, 4 x 8 / 32", _most(cut, "gradients") / _most(one, "gradients")),
-            Figure("forward that finds gradients, 4 x 8", "less", after, high=before - 0.01, unit="%"),
+            less(
+                "bytes of gradients, 4 x 8 / 32", _most(cut, "gradients") / _most(one, "gradients")
+            ),
+            Figure(
+                "forward that finds gradients, 4 x 8", "less", after, high=before - 0.01, unit="%"
+            ),
         ),
         fails="Accumulation needs the same bytes for gradients and keeps them longer.",
         holds="Gradients take fewer bytes with accumulation and are kept no longer.",
-        why="With one batch, the gradients are freed before the next forward begins. With accumulation, they are kept through every forward of the window except the first.",
+        why=(
+            "With one batch, the gradients are freed before the next forward begins. With "
+            "accumulation, they are kept through every forward of the window except the first."
+        ),
         figures={
             "one batch of 32: most bytes of gradients": _most(one, "gradients"),
             "4 x 8: most bytes of gradients": _most(cut, "gradients"),
@@ -106,9 +123,15 @@ def gradients_live_longer() -> Finding:
 
 
 def _gradient_error(lengths: tuple[int, ...], by_items: bool) -> float:
-    """How far K micro-batches of one sequence are from the full batch: relative error of the gradient, in float64."""
-    model = models.tiny_gpt2(layers=1, hidden=16, heads=2, vocab=64, positions=128, dtype=torch.float64)
-    ids = torch.randint(0, 64, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    """How far K micro-batches of one sequence are from the full batch: relative error of the
+    gradient, in float64.
+    """
+    model = models.tiny_gpt2(
+        layers=1, hidden=16, heads=2, vocab=64, positions=128, dtype=torch.float64
+    )
+    ids = torch.randint(
+        0, 64, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0)
+    )
     labels = ids.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], -100)
     batch = {"input_ids": ids, "labels": labels}
 
@@ -139,11 +162,19 @@ def dividing_by_k() -> Finding:
     )
     return Finding(
         own=(_exact("gradient's error, equal micro-batches", equal),),
-        beyond=(_exact("8, 16, 64 and 128 tokens", unequal), _exact("the same, divided by tokens", by_items)),
-        holds="where all micro-batches have the same number of tokens, as in the documents' own loops; otherwise the gradient is far off.",
+        beyond=(
+            _exact("8, 16, 64 and 128 tokens", unequal),
+            _exact("the same, divided by tokens", by_items),
+        ),
+        holds=(
+            "where all micro-batches have the same number of tokens, as in the documents' own "
+            "loops; otherwise the gradient is far off."
+        ),
         fails="Even with equal micro-batches the gradient differs.",
-        why="The error is the length of the difference, divided by the gradient's length. The right way for any micro-batches is to "
-        "divide each summed loss by the predicted tokens of the whole window. No example's result may depend on the others (see C30).",
+        why="The error is the length of the difference, divided by the gradient's length. The "
+        "right way for any micro-batches is to "
+        "divide each summed loss by the predicted tokens of the whole window. No example's result "
+        "may depend on the others (see C30).",
     )
 
 
@@ -165,9 +196,15 @@ def global_batch() -> Finding:
             ),
         ),
         beyond=(Figure("of the peak, not activations", "none", others, high=0, unit="%"),),
-        holds="for the activations, which are those of 8 samples; weights, gradients and states are in memory for any batch.",
+        holds=(
+            "for the activations, which are those of 8 samples; weights, gradients and states "
+            "are in memory for any batch."
+        ),
         fails="The activations of the whole window take more than those of one mini-batch.",
-        why="Every GPU and every window must be full. Where they are not, divide by the counted items; then the last window is right, too.",
+        why=(
+            "Every GPU and every window must be full. Where they are not, divide by the counted "
+            "items; then the last window is right, too."
+        ),
         figures={
             "activations of 8 sequences alone": _most(alone, "activations"),
             "activations of 4 x 8 sequences": _most(window, "activations"),
@@ -198,15 +235,23 @@ def three_quarters() -> Finding:
             about("of the peak, 32 tokens a row", 0.75, cuts["peak", 32], "%"),
             about("of the peak, 8 tokens a row", 0.75, cuts["peak", 8], "%"),
         ),
-        holds="for its own formula, batch x sequence x hidden, which counts activations; the whole peak falls by less.",
+        holds=(
+            "for its own formula, batch x sequence x hidden, which counts activations; the whole "
+            "peak falls by less."
+        ),
         fails="The activations of 8 sequences are not a quarter of those of 32.",
-        why="Parameters, gradients and optimizer states do not shrink. With fewer tokens, there is less to save.",
+        why=(
+            "Parameters, gradients and optimizer states do not shrink. With fewer tokens, there "
+            "is less to save."
+        ),
         figures=figures,
     )
 
 
 def _normalised(norm: nn.Module) -> tuple[float, int | None]:
-    """Relative gradient error of 4 micro-batches against one batch, and how often running statistics were updated."""
+    """Relative gradient error of 4 micro-batches against one batch, and how often running
+    statistics were updated.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 1)).double()
@@ -237,11 +282,16 @@ def any_architecture() -> Finding:
             _exact("the same, layer norm", layer),
             yes("same gradient to the bit with checkpoints", same),
         ),
-        only_if="no example's result depends on the others: batch normalization and losses that compare examples see only the micro-batch.",
+        only_if=(
+            "no example's result depends on the others: batch normalization and losses that "
+            "compare examples see only the micro-batch."
+        ),
         holds="Both give the same result with batch normalization, too.",
         fails="The gradient differs even where no example's result depends on the others.",
-        why=f"Accumulation updates the running statistics of batch normalization {updates} times instead of once; checkpoints update them "
-        f"{again} times. With accumulation, dropout draws other masks: the gradient is equal in the mean over masks, but not in one run. "
+        why=f"Accumulation updates the running statistics of batch normalization {updates} times "
+        "instead of once; checkpoints update them "
+        f"{again} times. With accumulation, dropout draws other masks: the gradient is equal in "
+        "the mean over masks, but not in one run. "
         "With checkpoints, dropout draws the same masks again.",
         figures={
             "batch norm in eval mode: relative error below 1e-12": in_unit(frozen < 1e-12, "yes"),
@@ -259,7 +309,8 @@ def tokens_per_update() -> Finding:
         own=(about("accumulation steps", 64, steps, within=0), about("tokens left over", 0, rest)),
         holds="64 micro-batches of 8,192 tokens have exactly that many tokens.",
         fails="64 micro-batches of 8,192 tokens have another number of tokens.",
-        why="On several GPUs, also divide by their number. If tokens are left over, round the steps up, and count the tokens that the "
+        why="On several GPUs, also divide by their number. If tokens are left over, round the "
+        "steps up, and count the tokens that the "
         "update really got. The model predicts 2,047 of every sequence's 2,048 tokens.",
         figures={
             "steps on 8 GPUs": steps // 8,
@@ -278,7 +329,9 @@ def _zeroing(set_to_none: bool, k: int) -> tuple[int, int]:
     batch = tokens(32)
 
     def update():
-        accumulate_gradients(split(batch, 32 // k), lambda m: next_token_loss(model, m), total_items=32 * 31)
+        accumulate_gradients(
+            split(batch, 32 // k), lambda m: next_token_loss(model, m), total_items=32 * 31
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -301,11 +354,15 @@ def _momentum_moves_on(set_to_none: bool) -> bool:
 
 
 def _logged(k: int = 4) -> tuple[float, float]:
-    """What a loop logs of k equal micro-batches over the loss of the update: before dividing by k, and after."""
+    """What a loop logs of k equal micro-batches over the loss of the update: before dividing by k,
+    and after.
+    """
     model = models.tiny_llama(**SIZES)
     with torch.no_grad():
         total, count = next_token_loss(model, tokens(32))
-        losses = [loss / n for loss, n in (next_token_loss(model, m) for m in split(tokens(32), 32 // k))]
+        losses = [
+            loss / n for loss, n in (next_token_loss(model, m) for m in split(tokens(32), 32 // k))
+        ]
     update = total / count
     before, after = (
         torch.stack(losses).mean() / update,
@@ -325,14 +382,28 @@ def log_and_clear() -> Finding:
             less("between updates, None / zeros", peaks[True, 4][1] / peaks[False, 4][1]),
         ),
         beyond=(about("logged after dividing by 4", 1, after, "times"),),
-        holds="for its own equal micro-batches; for unequal ones, log the window's summed loss divided by its tokens.",
-        fails="The mean of the logged losses is not the update's loss, or cleared gradients take as many bytes as zeros.",
-        why="set_to_none=True is PyTorch's default. It frees the gradients between updates. This lowers the peak of one batch, but not "
-        "the peak of a window, where gradients are kept during forward anyway. Adam then does not change a parameter without a gradient.",
+        holds=(
+            "for its own equal micro-batches; for unequal ones, log the window's summed loss "
+            "divided by its tokens."
+        ),
+        fails=(
+            "The mean of the logged losses is not the update's loss, or cleared gradients take "
+            "as many bytes as zeros."
+        ),
+        why="set_to_none=True is PyTorch's default. It frees the gradients between updates. This "
+        "lowers the peak of one batch, but not "
+        "the peak of a window, where gradients are kept during forward anyway. Adam then does not "
+        "change a parameter without a gradient.",
         figures={
-            "one batch: peak with None / with zeros": f"{peaks[True, 1][0]:,} / {peaks[False, 1][0]:,}",
-            "4 micro-batches: peak with None / with zeros": f"{peaks[True, 4][0]:,} / {peaks[False, 4][0]:,}",
-            "between updates: with None / with zeros": f"{peaks[True, 4][1]:,} / {peaks[False, 4][1]:,}",
+            (
+                "one batch: peak with None / with zeros"
+            ): f"{peaks[True, 1][0]:,} / {peaks[False, 1][0]:,}",
+            (
+                "4 micro-batches: peak with None / with zeros"
+            ): f"{peaks[True, 4][0]:,} / {peaks[False, 4][0]:,}",
+            (
+                "between updates: with None / with zeros"
+            ): f"{peaks[True, 4][1]:,} / {peaks[False, 4][1]:,}",
             "Adam moves a parameter without a gradient: None / zeros": " / ".join(
                 in_unit(moves[none], "yes") for none in (True, False)
             ),

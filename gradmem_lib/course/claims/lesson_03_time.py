@@ -1,7 +1,7 @@
 """Lesson 03's answers about time and about the learning rate.
 
-Times are not asserted: what costs time is counted (operations, floating-point operations), and the ratios that
-``benchmarks/accumulation.py`` recorded are quoted with their device.
+Times are not asserted: what costs time is counted (operations, floating-point operations), and the
+ratios that ``benchmarks/accumulation.py`` recorded are quoted with their device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class _Count(TorchDispatchMode):
 
 @cache
 def _work(k: int, step_each: bool = False) -> tuple[int, int, int]:
-    """Operations, floating-point operations in matrix products, and additions to gradients, of one window of 32."""
+    """Operations, floating-point operations in matrix products, and additions to gradients, of one
+    window of 32.
+    """
     model = models.tiny_llama(**SIZES, attention="eager")  # the counter sees its products
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
@@ -64,7 +66,9 @@ def _work(k: int, step_each: bool = False) -> tuple[int, int, int]:
 
 
 def recorded() -> dict | None:
-    """What ``benchmarks/accumulation.py`` wrote, or None where the course's folder has no record."""
+    """What ``benchmarks/accumulation.py`` wrote, or None where the course's folder has no
+    record.
+    """
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
 
 
@@ -82,7 +86,9 @@ def _recorded_figures(*ways: str) -> dict[str, str]:
 
 
 def _recorded(k: int, kind: Callable[[str, float], Figure]) -> tuple[Figure, ...]:
-    """The recorded time of k accumulated micro-batches over one batch, as a figure; nothing where there is no record."""
+    """The recorded time of k accumulated micro-batches over one batch, as a figure; nothing where
+    there is no record.
+    """
     found = recorded()
     ratios = found["accumulated"] if found else {}
     return (kind(f"our CPU record, {k} micro-batches", ratios[str(k)]),) if str(k) in ratios else ()
@@ -100,10 +106,15 @@ def the_same_samples_take_longer() -> Finding:
     return Finding(
         own=(more("time in its table, 1 x 4 / 4", _published()),),
         beyond=_recorded(4, more) + _recorded(16, more),
-        holds="for its own table, with micro-batches of one row; micro-batches that keep the device busy cost little or no time.",
+        holds=(
+            "for its own table, with micro-batches of one row; micro-batches that keep the "
+            "device busy cost little or no time."
+        ),
         fails="Its own table says otherwise.",
-        why=f"The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times as many for 8 micro-batches. "
-        "Accumulation is less work than an update after every micro-batch, since the optimizer steps once.",
+        why=f"The same samples need more and smaller operations: {cut[0] / one[0]:.1f} times as "
+        "many for 8 micro-batches. "
+        "Accumulation is less work than an update after every micro-batch, since the optimizer "
+        "steps once.",
         figures={
             "operations, one batch of 32": one[0],
             "operations, 8 x 4 accumulated": cut[0],
@@ -117,12 +128,22 @@ def the_same_samples_take_longer() -> Finding:
 def no_overhead() -> Finding:
     one, cut = _work(1), _work(4)
     return Finding(
-        own=(about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),),
-        beyond=(about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"), *_recorded(4, _as_long)),
-        holds="for the computation, which is the same for 32 and for 4 x 8; micro-batches that are too small lose time.",
+        own=(
+            about("operations in products, 4 x 8 / 32", 1, cut[1] / one[1], "times", within=0.001),
+        ),
+        beyond=(
+            about("time in C13's table, 1 x 4 / 4", 1, _published(), "times"),
+            *_recorded(4, _as_long),
+        ),
+        holds=(
+            "for the computation, which is the same for 32 and for 4 x 8; micro-batches that are "
+            "too small lose time."
+        ),
         fails="The matrix products of the micro-batches need another number of operations.",
-        why=f"Besides the products, there are K - 1 additions to each gradient, {cut[2] / cut[1]:.1%} of the operations here. For K = 4, "
-        f"{cut[0] / one[0]:.1f} times as many operations have to be started, and small operations leave a device partly idle.",
+        why="Besides the products, there are K - 1 additions to each gradient, "
+        f"{cut[2] / cut[1]:.1%} of the operations here. For K = 4, "
+        f"{cut[0] / one[0]:.1f} times as many operations have to be started, and small operations "
+        "leave a device partly idle.",
         figures={
             "FLOP in matrix products, one batch of 32": one[1],
             "FLOP in matrix products, 4 x 8": cut[1],
@@ -140,9 +161,11 @@ def _as_long(what: str, found: float) -> Figure:
 def excess_loss(
     optimizer: type[torch.optim.Optimizer], lr: float, batch: int, *, samples: int = 2048
 ) -> float:
-    """Squared distance from the true weights after one pass over ``samples`` noisy examples, mean over 64 runs.
+    """Squared distance from the true weights after one pass over ``samples`` noisy examples, mean
+    over 64 runs.
 
-    A linear regression in 20 dimensions, float64. The 64 runs have data of their own and train side by side.
+    A linear regression in 20 dimensions, float64. The 64 runs have data of their own and train side
+    by side.
     """
     generator = torch.Generator().manual_seed(0)
     true = torch.randn(20, 1, generator=generator, dtype=torch.float64)
@@ -163,7 +186,9 @@ LEARNING_RATES = {"SGD": (torch.optim.SGD, 0.008), "Adam": (torch.optim.Adam, 0.
 
 @cache
 def learning_rates(name: str) -> dict[tuple[int, int], float]:
-    """``excess_loss`` by (batch, factor on the learning rate): batch 4 at factor 1, and batch 16 at 1, 2, 4 and 8."""
+    """``excess_loss`` by (batch, factor on the learning rate): batch 4 at factor 1, and batch 16 at
+    1, 2, 4 and 8.
+    """
     optimizer, lr = LEARNING_RATES[name]
     runs = [(4, 1), *((16, factor) for factor in (1, 2, 4, 8))]
     return {(batch, factor): excess_loss(optimizer, lr * factor, batch) for batch, factor in runs}
@@ -178,15 +203,25 @@ def linear_scaling() -> Finding:
         base = found[4, 1]
         figures[f"{name}: error after one pass at batch 4"] = f"{base:.2g}"
         for factor in (1, 2, 4, 8):
-            figures[f"{name}: the same at batch 16, learning rate x {factor}"] = f"{found[16, factor]:.2g}"
-        nearest[name] = min((1, 2, 4, 8), key=lambda factor: abs(math.log(found[16, factor] / base)))
+            figures[f"{name}: the same at batch 16, learning rate x {factor}"] = (
+                f"{found[16, factor]:.2g}"
+            )
+        nearest[name] = min(
+            (1, 2, 4, 8), key=lambda factor: abs(math.log(found[16, factor] / base))
+        )
     return Finding(
-        own=(about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),),
+        own=(
+            about("learning rate, Adam, 4 times the batch", 4, nearest["Adam"], "times", within=0),
+        ),
         where=(about("the same, SGD", 4, nearest["SGD"], "times", within=0),),
-        only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's own loop uses Adam, whose "
+        only_if="the optimizer is SGD and the batch is small enough to be noisy; the document's "
+        "own loop uses Adam, whose "
         "rate grows with the square root.",
         holds="for Adam, which the document's own loop uses.",
         fails="Neither SGD nor Adam follows this rule.",
-        why="Adam already divides by the gradient's size. You do not have to follow any rule: an unchanged learning rate is safe, only slower.",
+        why=(
+            "Adam already divides by the gradient's size. You do not have to follow any rule: an "
+            "unchanged learning rate is safe, only slower."
+        ),
         figures=figures,
     )

@@ -1,7 +1,8 @@
-"""Lesson 04's answers: what checkpointing saves at the peak, and for which chains the root of n is right.
+"""Lesson 04's answers: what checkpointing saves at the peak, and for which chains the root of n is
+right.
 
-Bytes and forward calls are counted on chains and on a tiny Llama; larger models by lesson 01's closed forms. Work is
-counted in floating-point operations.
+Bytes and forward calls are counted on chains and on a tiny Llama; larger models by lesson 01's
+closed forms. Work is counted in floating-point operations.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def inputs() -> torch.Tensor:
 
 @cache
 def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
-    """Peak of a step beyond the weights in bytes, and forward calls of a layer, for a chain with a = ``keeps`` x."""
+    """Peak of a step beyond the weights in bytes, and forward calls of a layer, for a chain with a
+    = ``keeps`` x.
+    """
     layers, x, calls = models.chain(n, width=WIDTH, keeps=keeps), inputs(), []
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, args: calls.append(1))
@@ -49,7 +52,9 @@ def chain(n: int, keeps: int, every: int | tuple | None) -> tuple[int, int]:
 
 
 def _best_equal(n: int, keeps: int) -> tuple[int, int]:
-    """The length of equal segments (n is a multiple of it) with the lowest measured peak, and that peak in bytes."""
+    """The length of equal segments (n is a multiple of it) with the lowest measured peak, and that
+    peak in bytes.
+    """
     lengths = [k for k in range(1, n + 1) if n % k == 0]
     k = min(lengths, key=lambda k: chain(n, keeps, k)[0])
     return k, chain(n, keeps, k)[0]
@@ -74,7 +79,9 @@ def llama_bytes(layers: int, every: int | None) -> int:
 
 @cache
 def _llama_flops(layers: int, every: int | None) -> int:
-    """Floating-point operations in the matrix products of the same step, eager: the counter sees none in fused attention."""
+    """Floating-point operations in the matrix products of the same step, eager: the counter sees
+    none in fused attention.
+    """
     model, ids = _llama(layers, "eager")
     with on(model, every), FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -86,18 +93,24 @@ def llama_work(layers: int, every: int) -> float:
     return _llama_flops(layers, every) / _llama_flops(layers, None) - 1
 
 
-def block_bytes(shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)) -> int:
+def block_bytes(
+    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
+) -> int:
     """Bytes that a block keeps, its input included."""
     return sum(accounting.block_activations(shape, *tokens, precision=precision).values())
 
 
-def input_bytes(shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)) -> int:
+def input_bytes(
+    shape: accounting.Shape, precision: str = "bf16", tokens: tuple[int, int] = (1, 1024)
+) -> int:
     """Bytes of a block's input, which a checkpoint keeps."""
     return accounting.PRECISIONS[precision].residual * math.prod(tokens) * shape.hidden
 
 
 def left(shape: accounting.Shape, every: int, **setting) -> int:
-    """Bytes of the blocks at the peak with equal segments of ``every``: earlier inputs, and one segment in full."""
+    """Bytes of the blocks at the peak with equal segments of ``every``: earlier inputs, and one
+    segment in full.
+    """
     a, x = block_bytes(shape, **setting), input_bytes(shape, **setting)
     return max(i * x + m * a for i, m in enumerate(uniform_segments(shape.layers, every)))
 
@@ -126,13 +139,19 @@ def root_of_depth() -> Finding:
         figures[f"256 layers, a = x, {way}: bytes at the peak"] = many
     return Finding(
         own=(
-            about("activations grow as n to the power", 0.5, power["segments of the root"], within=0.2),
+            about(
+                "activations grow as n to the power", 0.5, power["segments of the root"], within=0.2
+            ),
             about("the same, no checkpoint", 1, power["no checkpoint"]),
         ),
         beyond=(about("the same, a checkpoint a layer", 0.5, power["a checkpoint a layer"]),),
-        holds="for its own schedule, a checkpoint every sqrt(n) layers; with the libraries' default, one per layer, memory still grows with n.",
+        holds=(
+            "for its own schedule, a checkpoint every sqrt(n) layers; with the libraries' "
+            "default, one per layer, memory still grows with n."
+        ),
         fails="Activations grow differently.",
-        why="One checkpoint per layer keeps the n inputs of the layers, and each input is small. Only the layers' activations shrink: "
+        why="One checkpoint per layer keeps the n inputs of the layers, and each input is small. "
+        "Only the layers' activations shrink: "
         "parameters, gradients and logits stay the same.",
         figures=figures,
     )
@@ -153,18 +172,27 @@ def whole_model_in_one() -> Finding:
     return Finding(
         own=(
             about(
-                "peak, one checkpoint / one a layer", 1, peak["the whole model"] / peak["each layer"], "times"
+                "peak, one checkpoint / one a layer",
+                1,
+                peak["the whole model"] / peak["each layer"],
+                "times",
             ),
         ),
         beyond=(less("peak, one checkpoint / none", peak["the whole model"] / peak["nothing"]),),
         fails="One checkpoint around the whole model saves nothing at the peak.",
         holds="Both save the same at the peak.",
-        why="Backward recomputes the whole model at once. One checkpoint looks best only if you measure right after forward.",
+        why=(
+            "Backward recomputes the whole model at once. One checkpoint looks best only if you "
+            "measure right after forward."
+        ),
         figures={
             f"16 layers, a = 5 x, checkpoint around {name}: bytes after forward": n
             for name, n in alive.items()
         }
-        | {f"16 layers, a = 5 x, checkpoint around {name}: bytes at the peak": n for name, n in peak.items()},
+        | {
+            f"16 layers, a = 5 x, checkpoint around {name}: bytes at the peak": n
+            for name, n in peak.items()
+        },
     )
 
 
@@ -179,18 +207,30 @@ def more_checkpoints() -> Finding:
             less("work added to it, 16 / 4", work[1] / work[4]),
         ),
         where=(more("memory of small layers, 64 / 8", found[1][0] / found[8][0]),),
-        only_if="layers keep little besides their input and segments are shorter than sqrt(n); in Transformers, more checkpoints need less memory.",
+        only_if=(
+            "layers keep little besides their input and segments are shorter than sqrt(n); in "
+            "Transformers, more checkpoints need less memory."
+        ),
         holds="in Transformers, too.",
         fails="The opposite is true even for layers that keep little.",
-        why="A recomputed segment is in memory as a whole: with few checkpoints, memory grows for any kind of layer. Every layer "
-        "runs once more for any number of checkpoints; many checkpoints need fewer operations, since PyTorch stops each recomputation early.",
+        why="A recomputed segment is in memory as a whole: with few checkpoints, memory grows for "
+        "any kind of layer. Every layer "
+        "runs once more for any number of checkpoints; many checkpoints need fewer operations, "
+        "since PyTorch stops each recomputation early.",
         figures={
-            f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / forward calls": f"{peak:,} / {count}"
+            (
+                f"64 layers, a = x, {64 // k} checkpoint{'s' * (k < 64)}: bytes at the peak / "
+                "forward calls"
+            ): f"{peak:,} / {count}"
             for k, (peak, count) in found.items()
         }
         | {
-            "tiny Llama, 16 layers, 16 / 4 checkpoints: bytes of activations": f"{each:,} / {few:,}",
-            "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations": f"{work[1]:.1%} / {work[4]:.1%}",
+            (
+                "tiny Llama, 16 layers, 16 / 4 checkpoints: bytes of activations"
+            ): f"{each:,} / {few:,}",
+            (
+                "tiny Llama, 16 layers, 16 / 4 checkpoints: more operations"
+            ): f"{work[1]:.1%} / {work[4]:.1%}",
         },
     )
 
@@ -201,17 +241,27 @@ def every_root_of_n() -> Finding:
     unequal = chain(64, 5, tuple(best_segments(64, 4, 1)))
     root = round(math.sqrt(GPT2_XL.layers))
     best = best_length(GPT2_XL)
-    calls = {k: chain(64, 5, (k,) * (64 // k))[1] for k in (8, large[0])}  # a list keeps its last segment
+    # a list keeps its last segment
+    calls = {k: chain(64, 5, (k,) * (64 // k))[1] for k in (8, large[0])}
     return Finding(
         own=(about("best segments of GPT-2 1.5B, layers", root, best),),
         where=(about("best where layers keep only their input", 8, small[0]),),
         beyond=(
-            about("GPT-2 1.5B, root of n / best", 1, left(GPT2_XL, root) / left(GPT2_XL, best), "times"),
+            about(
+                "GPT-2 1.5B, root of n / best",
+                1,
+                left(GPT2_XL, root) / left(GPT2_XL, best),
+                "times",
+            ),
         ),
-        only_if="a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times its input, so one per layer is best.",
+        only_if=(
+            "a layer keeps little besides its input; a Transformer layer keeps 20 to 30 times "
+            "its input, so one per layer is best."
+        ),
         holds="for a Transformer, too.",
         fails="Other segments are best, even for layers that keep little.",
-        why="The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and its input has x bytes. Segments of "
+        why="The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes and its "
+        "input has x bytes. Segments of "
         "unequal length, long ones first, need even less memory, but a few more calls of a layer.",
         figures={
             "64 layers, a = x: best equal segments": small[0],
@@ -242,14 +292,19 @@ def shallow_networks() -> Finding:
     return Finding(
         own=(
             Figure(
-                "activations saved of 4 layers", "less than of 8", saved[4], high=saved[8] - 0.01, unit="%"
+                "activations saved of 4 layers",
+                "less than of 8",
+                saved[4],
+                high=saved[8] - 0.01,
+                unit="%",
             ),
             Figure("of 8 layers", "less than of 64", saved[8], high=saved[64] - 0.01, unit="%"),
         ),
         beyond=(Figure("of 64 layers", "most", saved[64], low=max(saved.values()), unit="%"),),
         holds="Fewer layers save less, but there is no threshold at 10.",
         fails="Shallow networks save as much.",
-        why="One segment is always in memory as a whole, and if there are few segments, this is a large share. Transformer blocks "
+        why="One segment is always in memory as a whole, and if there are few segments, this is a "
+        "large share. Transformer blocks "
         "keep more besides their input, so they save more at the same depth.",
         figures=figures,
     )

@@ -1,4 +1,6 @@
-"""Lesson 04's answers about kinds: of layers that a checkpoint runs again, and of torch's two checkpoints."""
+"""Lesson 04's answers about kinds: of layers that a checkpoint runs again, and of torch's two
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from .lesson_04 import WIDTH, inputs, on
 
 
 def architectures() -> tuple[bool, int, dict[str, int | float | str]]:
-    """For C30, under checkpoints: whether layers that depend on more than their input have the same gradient to the bit, how often
-    batch normalization's running statistics are updated in a step, and figures."""
+    """For C30, under checkpoints: whether layers that depend on more than their input have the same
+    gradient to the bit, how often batch normalization's running statistics are updated in a step,
+    and figures.
+    """
     figures: dict[str, int | float | str] = {}
     equal = {}
     with torch.random.fork_rng(devices=[]):
@@ -38,7 +42,9 @@ def architectures() -> tuple[bool, int, dict[str, int | float | str]]:
                     net(x).square().sum().backward()
                 gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
             equal[name] = torch.equal(*gradients)
-            figures[f"checkpointing, {name}: gradient the same to the bit"] = in_unit(equal[name], "yes")
+            figures[f"checkpointing, {name}: gradient the same to the bit"] = in_unit(
+                equal[name], "yes"
+            )
     updates = int(extra.num_batches_tracked) - 1
     figures["checkpointing, batch norm: updates of its running statistics in one step"] = updates
     tied = models.tiny_gpt2(layers=2, hidden=32, heads=2, vocab=64, tied=True)
@@ -68,7 +74,9 @@ def _learns(reentrant: bool) -> tuple[bool, bool]:
 
 def _takes_names(reentrant: bool) -> bool:
     try:
-        torch_checkpoint.checkpoint(lambda x, *, by: x * by, inputs(), by=2, use_reentrant=reentrant)
+        torch_checkpoint.checkpoint(
+            lambda x, *, by: x * by, inputs(), by=2, use_reentrant=reentrant
+        )
     except ValueError:
         return False
     return True
@@ -86,7 +94,9 @@ def _allows_grad(reentrant: bool) -> bool:
 
 
 def _compiles(reentrant: bool) -> bool:
-    """Does one graph hold a compiled function with a checkpoint in it, and is its gradient right?"""
+    """Does one graph hold a compiled function with a checkpoint in it, and is its
+    gradient right?
+    """
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
     x, y = inputs(), inputs()
     call = torch.compile(
@@ -103,7 +113,8 @@ def _compiles(reentrant: bool) -> bool:
 def which_kind() -> Finding:
     learns = {kind: _learns(kind) for kind in (False, True)}
     found = {
-        ("a layer learns although its input requires no gradient", kind): learns[kind][0] for kind in learns
+        ("a layer learns although its input requires no gradient", kind): learns[kind][0]
+        for kind in learns
     }
     for name, test in (
         ("keyword arguments", _takes_names),
@@ -112,7 +123,8 @@ def which_kind() -> Finding:
     ):
         found |= {(name, kind): test(kind) for kind in (False, True)}
     figures = {
-        f"use_reentrant={kind}: {name}": in_unit(worked, "yes") for (name, kind), worked in found.items()
+        f"use_reentrant={kind}: {name}": in_unit(worked, "yes")
+        for (name, kind), worked in found.items()
     }
     figures["use_reentrant=True: warns where the input requires no gradient"] = in_unit(
         learns[True][1], "yes"
@@ -121,14 +133,16 @@ def which_kind() -> Finding:
     return Finding(
         own=(
             yes(
-                "does what the reentrant kind cannot", bool(lost) and all(found[name, False] for name in lost)
+                "does what the reentrant kind cannot",
+                bool(lost) and all(found[name, False] for name in lost),
             ),
             yes("made of saved-tensor hooks", issubclass(checkpoint_hook, saved_tensors_hooks)),
             yes("compiles into one graph", found["compiles into one graph", False]),
         ),
         holds="It does everything that the reentrant kind does, and more.",
         fails="It cannot do all of that here.",
-        why="The reentrant kind gives no gradient where the input requires none (it warns), takes no keyword arguments and breaks "
+        why="The reentrant kind gives no gradient where the input requires none (it warns), takes "
+        "no keyword arguments and breaks "
         "torch.autograd.grad. It compiles, too. The other kind stops its recomputation early.",
         figures=figures,
     )

@@ -1,6 +1,8 @@
-"""Lesson 05's answers about transformers' switches: what ``Trainer``, fp16, the cache and checkpointing's arguments really do.
+"""Lesson 05's answers about transformers' switches: what ``Trainer``, fp16, the cache and
+checkpointing's arguments really do.
 
-A tiny Llama is trained for a step with each of them; larger models are predicted for a CUDA card, as in ``lesson_06``.
+A tiny Llama is trained for a step with each of them; larger models are predicted for a CUDA card,
+as in ``lesson_06``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from .lesson_06 import activations, predicted, recipe
 
 @contextmanager
 def _quiet():
-    """No warnings, no log of transformers' and no bars: they would be part of every notebook that shows a claim."""
+    """No warnings, no log of transformers' and no bars: they would be part of every notebook that
+    shows a claim.
+    """
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -60,7 +64,12 @@ def _trainer(change: Callable = lambda model: None, **arguments):
     model = _tiny()
     change(model)
     with _quiet(), tempfile.TemporaryDirectory() as folder:
-        fixed = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True}
+        fixed = {
+            "max_steps": 1,
+            "per_device_train_batch_size": 2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
         given = TrainingArguments(
             output_dir=folder, report_to="none", save_strategy="no", **fixed, **arguments
         )
@@ -94,7 +103,9 @@ def _error(run: Callable) -> str:
 
 @cache
 def _seven(precision: str) -> Prediction:
-    """C12's own example. Two micro-batches stand for 32: the second one has all that the later ones have."""
+    """C12's own example. Two micro-batches stand for 32: the second one has all that the later ones
+    have.
+    """
     way = recipe(precision=precision, checkpointing="per-layer", accumulation=2)
     return predicted("Llama-2-7B", 2, 2048, way)
 
@@ -113,17 +124,28 @@ def one_row_32_times() -> Finding:
     shape = SHAPES["Llama-2-7B"]
     found = _seven("autocast-fp16")
     resident = sum(accounting.resident_bytes(shape, "autocast-bf16", "adamw").values())
-    copies = 2 * (shape.parameters - shape.embedding_parameters)  # the embedding is looked up, not multiplied
+    # the embedding is looked up, not multiplied
+    copies = 2 * (shape.parameters - shape.embedding_parameters)
     cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
     consumer = max(card.nbytes for card in CARDS.values() if card.name.startswith("RTX"))
     return Finding(
-        own=(fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),),
-        beyond=(fits("the same, before the first token", "to fit a consumer card", consumer, resident),),
-        fails="All three reduce only activations; weights, gradients and Adam's states alone do not fit.",
+        own=(
+            fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),
+        ),
+        beyond=(
+            fits("the same, before the first token", "to fit a consumer card", consumer, resident),
+        ),
+        fails=(
+            "All three reduce only activations; weights, gradients and Adam's states alone do "
+            "not fit."
+        ),
         holds="It fits the largest consumer card.",
-        why=f"Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 copy of the weights "
-        f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that the course knows, "
-        f"{' and '.join(cards) or 'none'} has room. If a model is saved in float16, transformers 5 also loads it in float16, and then "
+        why="Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 "
+        "copy of the weights "
+        f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that "
+        "the course knows, "
+        f"{' and '.join(cards) or 'none'} has room. If a model is saved in float16, transformers 5 "
+        "also loads it in float16, and then "
         "the loss scaler refuses the float16 gradients.",
         figures={
             "weights, gradients and Adam states": resident,
@@ -138,7 +160,9 @@ def one_row_32_times() -> Finding:
 
 
 def _by_hand(reentrant: bool, model) -> None:
-    """torch's ``checkpoint`` around every layer, as one would write it without knowing of the cache."""
+    """torch's ``checkpoint`` around every layer, as one would write it without knowing of the
+    cache.
+    """
     model.enable_input_require_grads()
     for layer in model.model.layers:
         forward = layer.forward
@@ -149,7 +173,9 @@ def _by_hand(reentrant: bool, model) -> None:
         layer.forward = rerun
 
 
-def _cached_step(use_cache: bool, change: Callable = lambda model: None) -> tuple[int, torch.Tensor]:
+def _cached_step(
+    use_cache: bool, change: Callable = lambda model: None
+) -> tuple[int, torch.Tensor]:
     """Peak in bytes and gradient of a step, with the key-value cache on or off."""
     model, ids = _tiny(), _ids()
     model.config.use_cache = use_cache
@@ -161,7 +187,9 @@ def _cached_step(use_cache: bool, change: Callable = lambda model: None) -> tupl
 
 @answers("C43")
 def cache_off() -> Finding:
-    (off, reference), (on, gradient) = (_cached_step(on, enable_checkpointing) for on in (False, True))
+    (off, reference), (on, gradient) = (
+        _cached_step(on, enable_checkpointing) for on in (False, True)
+    )
 
     def wrong(reentrant: bool) -> float:
         found = _cached_step(True, partial(_by_hand, reentrant))[1]
@@ -175,24 +203,39 @@ def cache_off() -> Finding:
             Figure("gradient's error with the cache on", "some", built_in, low=0.01, unit="%"),
             Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
         ),
-        where=(Figure("gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"),),
+        where=(
+            Figure(
+                "gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"
+            ),
+        ),
         only_if="you write reentrant checkpoints by hand; transformers' own layers skip the cache.",
-        holds="With the cache on, transformers' own checkpoints give wrong gradients or need more memory.",
+        holds=(
+            "With the cache on, transformers' own checkpoints give wrong gradients or need more "
+            "memory."
+        ),
         fails="The cache does no harm in any of these ways.",
-        why="transformers warns once, and its Trainer sets use_cache to False in any case. With torch's reentrant checkpoint around each "
-        "layer, the second run finds the keys of the first run in the cache. No gradient flows through these keys, and no warning appears.",
+        why="transformers warns once, and its Trainer sets use_cache to False in any case. With "
+        "torch's reentrant checkpoint around each "
+        "layer, the second run finds the keys of the first run in the cache. No gradient flows "
+        "through these keys, and no warning appears.",
         figures={
             "checkpointing as transformers does it: peak, use_cache=False": off,
             "checkpointing as transformers does it: peak, use_cache=True": on,
             "gradients equal in every bit": in_unit(torch.equal(gradient, reference), "yes"),
-            "config.use_cache, set to True, after a Trainer was made": str(trainer.model.config.use_cache),
-            "torch's checkpoint by hand, use_reentrant=False: gradient off by": f"{by_hand[False]:.0%}",
+            "config.use_cache, set to True, after a Trainer was made": str(
+                trainer.model.config.use_cache
+            ),
+            (
+                "torch's checkpoint by hand, use_reentrant=False: gradient off by"
+            ): f"{by_hand[False]:.0%}",
         },
     )
 
 
 def _kind(**kwargs) -> str:
-    """Which of torch's two checkpoints a model uses after ``activation_checkpointing_enable(kwargs)``."""
+    """Which of torch's two checkpoints a model uses after
+    ``activation_checkpointing_enable(kwargs)``.
+    """
     model, ids = _tiny(), _ids()
     with _quiet():
         enable_checkpointing(model, kwargs or None)
@@ -202,7 +245,11 @@ def _kind(**kwargs) -> str:
         if node is not None and node not in seen:
             seen.add(node)
             todo += [before for before, _ in node.next_functions]
-    return "reentrant" if any("CheckpointFunction" in type(n).__name__ for n in seen) else "not reentrant"
+    return (
+        "reentrant"
+        if any("CheckpointFunction" in type(n).__name__ for n in seen)
+        else "not reentrant"
+    )
 
 
 @answers("C46")
@@ -223,8 +270,10 @@ def checkpointing_kwargs() -> Finding:
         beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
         fails="No key names modules: you can choose every n-th layer, but not the attention alone.",
         holds="Only the named modules are checkpointed.",
-        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An unknown key alone is an error. Together with "
-        "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is checkpointed as before. A key of torch's "
+        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An "
+        "unknown key alone is an error. Together with "
+        "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is "
+        "checkpointed as before. A key of torch's "
         "checkpoint without use_reentrant brings the reentrant kind back.",
         figures={
             "every_n_layers=2 switches on": second,
@@ -241,13 +290,16 @@ def max_seq_length() -> Finding:
 
     error = _error(lambda: TrainingArguments(output_dir="out", max_seq_length=4096))
     fields = [
-        name for name in TrainingArguments.__dataclass_fields__ if "seq_len" in name or "max_length" in name
+        name
+        for name in TrainingArguments.__dataclass_fields__
+        if "seq_len" in name or "max_length" in name
     ]
     return Finding(
         own=(yes("TrainingArguments takes max_seq_length", not error),),
         fails="TrainingArguments raises a TypeError; the tokenizer decides the rows' length.",
         holds="TrainingArguments takes it.",
-        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's SFTConfig now calls it max_length (TRL's issue 3910 and "
+        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's "
+        "SFTConfig now calls it max_length (TRL's issue 3910 and "
         "pull request 2895).",
         figures={
             "TrainingArguments(max_seq_length=4096)": error,

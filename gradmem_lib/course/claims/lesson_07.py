@@ -1,6 +1,8 @@
-"""Lesson 07's answer: what ``fp16=True`` halves, and what ``Trainer``'s flags do to weights, gradients and states.
+"""Lesson 07's answer: what ``fp16=True`` halves, and what ``Trainer``'s flags do to weights,
+gradients and states.
 
-A tiny Llama is trained for two steps with each of them; larger models are predicted for a CUDA card, as in ``lesson_05_switches``.
+A tiny Llama is trained for two steps with each of them; larger models are predicted for a CUDA
+card, as in ``lesson_05_switches``.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ PARTS = ("products", "weights", "gradients", "states", "weights after an evaluat
 
 
 def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[dict[str, str], int]:
-    """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a plain ``Trainer`` on the CPU with
-    ``flags`` as ``TrainingArguments``, and an evaluation; and the second step's peak in bytes."""
+    """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a
+    plain ``Trainer`` on the CPU with ``flags`` as ``TrainingArguments``, and an evaluation; and the
+    second step's peak in bytes.
+    """
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    model = models.tiny_llama(layers=1, hidden=64, heads=4, intermediate=172, vocab=512, dtype=dtype)
+    model = models.tiny_llama(
+        layers=1, hidden=64, heads=4, intermediate=172, vocab=512, dtype=dtype
+    )
     ids = torch.randint(0, 512, (16, 32), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
     head, seen = model.lm_head, {}
@@ -57,7 +63,9 @@ def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[di
 
 
 def _mostly_activations(**more) -> tuple[int, int]:
-    """Peaks of SmolLM2-135M on 8 rows of 1,024 tokens without checkpoints, in float32 and with fp16."""
+    """Peaks of SmolLM2-135M on 8 rows of 1,024 tokens without checkpoints, in float32 and with
+    fp16.
+    """
     full, half = (
         predicted("SmolLM2-135M", 8, 1024, recipe(precision=precision, **more)).peak.total
         for precision in ("float32", "autocast-fp16")
@@ -69,7 +77,9 @@ def _mostly_activations(**more) -> tuple[int, int]:
 def fp16_halves() -> Finding:
     full, half = (_seven(precision).peak.total for precision in ("float32", "autocast-fp16"))
     figures: dict[str, int | float | str] = {
-        "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16": f"{full:,} / {half:,}"
+        (
+            "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16"
+        ): f"{full:,} / {half:,}"
     }
     at = {run.name: bert_large.replayed(run)["today"].live for run in bert_large.RUNS}
     ratio = {name: at[f"{name}, fp16"] / at[name] for name in ("batch 4", "1 x 4, checkpointing")}
@@ -85,7 +95,10 @@ def fp16_halves() -> Finding:
     for flag in ("bf16", "fp16", "bf16_full_eval"):  # on the CPU, where fp16 changes nothing
         dtypes, _ = trainer_dtypes(**{flag: True})
         figures |= {f"{part} with {flag}=True on the CPU": dtype for part, dtype in dtypes.items()}
-    scaler, weight = torch.amp.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler, weight = (
+        torch.amp.GradScaler("cpu"),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
+    )
     scaler.scale(weight.float().sum()).backward()
     refused = _error(lambda: scaler.unscale_(torch.optim.SGD([weight], lr=0.1)))
     figures["the loss scaler, given weights in float16"] = refused
@@ -99,12 +112,22 @@ def fp16_halves() -> Finding:
                 "times",
             ),
         ),
-        beyond=(about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),),
-        only_if="nearly everything is activations, as with a small model and long rows: fp16=True means autocast, and only activations shrink.",
-        fails="fp16=True means autocast: only activations shrink, and in its own example, which checkpoints, the memory grows.",
+        beyond=(
+            about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
+        ),
+        only_if=(
+            "nearly everything is activations, as with a small model and long rows: fp16=True "
+            "means autocast, and only activations shrink."
+        ),
+        fails=(
+            "fp16=True means autocast: only activations shrink, and in its own example, which "
+            "checkpoints, the memory grows."
+        ),
         holds="Its own example needs half.",
-        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the weights is added. BERT-large, checkpointed "
-        f"and with one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The published table shows this, too: 6,775 MB without "
+        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the "
+        "weights is added. BERT-large, checkpointed "
+        f"and with one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The "
+        "published table shows this, too: 6,775 MB without "
         "fp16, 7,275 with it.",
         figures=figures,
         needs="a card to see it run; the bytes are predicted",

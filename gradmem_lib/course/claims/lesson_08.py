@@ -1,6 +1,8 @@
-"""Lesson 08's answers: what recomputing a part or moving everything saves at the size of a 7B, what "auto" does, and a cache.
+"""Lesson 08's answers: what recomputing a part or moving everything saves at the size of a 7B, what
+"auto" does, and a cache.
 
-Bytes are predicted for a CUDA card; operations are counted on a block of full size under fake tensors.
+Bytes are predicted for a CUDA card; operations are counted on a block of full size under fake
+tensors.
 """
 
 from __future__ import annotations
@@ -34,21 +36,30 @@ def _predicted(attention: str, tokens: int, **changes):
     config = copy.deepcopy(find_model("Llama-2-7B")[0])
     config.max_position_embeddings = max(tokens, config.max_position_embeddings)
     return predict(
-        config, batch_size=1, seq_len=tokens, recipe=recipe(attention=attention, **changes), target="cuda"
+        config,
+        batch_size=1,
+        seq_len=tokens,
+        recipe=recipe(attention=attention, **changes),
+        target="cuda",
     )
 
 
 def part_of_the_saving(part: str, attention: str, tokens: int) -> float:
-    """How much a checkpoint around ``part`` of each layer reduces activations, as a share of the reduction by whole layers."""
+    """How much a checkpoint around ``part`` of each layer reduces activations, as a share of the
+    reduction by whole layers.
+    """
     none, some, whole = (
-        activations(_predicted(attention, tokens, checkpointing=how)) for how in (None, part, "per-layer")
+        activations(_predicted(attention, tokens, checkpointing=how))
+        for how in (None, part, "per-layer")
     )
     return (none - some) / (none - whole)
 
 
 @cache
 def layer_operations(part: str | None, attention: str, tokens: int) -> int:
-    """The operations of one layer's forward and backward on one row, with ``part`` of it in a checkpoint (``"per-layer"``: all)."""
+    """The operations of one layer's forward and backward on one row, with ``part`` of it in a
+    checkpoint (``"per-layer"``: all).
+    """
     whole = partial(checkpoint_layers, every=1)
     again = whole if part == "per-layer" else partial(checkpoint_parts, part=part)
     how = nullcontext if part is None else again
@@ -61,7 +72,9 @@ def extra_work(part: str, attention: str, tokens: int) -> float:
 
 
 def _half_of_the_saving(half: str, attention: str, tokens: int) -> float:
-    """The same by the closed forms, with the half's norm inside its checkpoint: each layer keeps the half's input."""
+    """The same by the closed forms, with the half's norm inside its checkpoint: each layer keeps
+    the half's input.
+    """
     options = {"precision": "bf16", "attention": attention}
     block = sum(accounting.block_activations(SEVEN, 1, tokens, **options).values())
     mlp = sum(accounting.mlp_activations(SEVEN, 1, tokens, precision="bf16").values())
@@ -76,33 +89,65 @@ def attention_alone() -> Finding:
     share = {
         (part, attention, tokens): part_of_the_saving(part, attention, tokens)
         for part, attention, tokens in (
-            ("attention", "eager", 2048), ("attention", "eager", 8192), ("attention", "fused", 2048), ("mlp", "fused", 2048))
-    }  # fmt: skip
-    work = {(part, attention): extra_work(part, attention, 2048)
-            for part, attention in (("attention", "eager"), ("per-layer", "eager"), ("mlp", "fused"))}  # fmt: skip
+            ("attention", "eager", 2048),
+            ("attention", "eager", 8192),
+            ("attention", "fused", 2048),
+            ("mlp", "fused", 2048),
+        )
+    }
+    work = {
+        (part, attention): extra_work(part, attention, 2048)
+        for part, attention in (("attention", "eager"), ("per-layer", "eager"), ("mlp", "fused"))
+    }
     halves = {
-        f"by the closed forms, its norm in the checkpoint: {half}, {attention}, {tokens} tokens": f"{_half_of_the_saving(half, attention, tokens):.0%}"
+        (
+            f"by the closed forms, its norm in the checkpoint: {half}, {attention}, {tokens} tokens"
+        ): f"{_half_of_the_saving(half, attention, tokens):.0%}"
         for half, attention, tokens in share
     }
     return Finding(
         own=(
-            between("share of the saving, 7B, 1 x 2048, eager", 0.6, 0.8, share["attention", "eager", 2048], "%"),
+            between(
+                "share of the saving, 7B, 1 x 2048, eager",
+                0.6,
+                0.8,
+                share["attention", "eager", 2048],
+                "%",
+            ),
             between("extra operations", 0.1, 0.15, work["attention", "eager"], "%"),
         ),
-        beyond=(between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),),
-        holds="for eager attention, which stores scores; with fused attention, recompute the MLP instead.",
-        fails="Attention alone keeps a different share of the saving, or costs a different amount of work.",
+        beyond=(
+            between("share with fused attention", 0.6, 0.8, share["attention", "fused", 2048], "%"),
+        ),
+        holds=(
+            "for eager attention, which stores scores; with fused attention, recompute the MLP "
+            "instead."
+        ),
+        fails=(
+            "Attention alone keeps a different share of the saving, or costs a different amount "
+            "of work."
+        ),
         why="The advice is for stored scores, and with them the share grows with length: "
-        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, checkpointing the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
-        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost {work['per-layer', 'eager']:.0%}.",
-        figures={f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}" for (part, attention, tokens), found in share.items()}
-        | {f"extra operations of a layer's step, 2048 tokens: {part}, {attention}": f"{found:.1%}" for (part, attention), found in work.items()}
+        f"{share['attention', 'eager', 8192]:.0%} at 8,192 tokens. With fused attention, "
+        f"checkpointing the MLP alone keeps {share['mlp', 'fused', 2048]:.0%} "
+        f"of the saving for {work['mlp', 'fused']:.0%} more operations; whole layers cost "
+        f"{work['per-layer', 'eager']:.0%}.",
+        figures={
+            f"share of the saving: {part}, {attention}, {tokens} tokens": f"{found:.1%}"
+            for (part, attention, tokens), found in share.items()
+        }
+        | {
+            f"extra operations of a layer's step, 2048 tokens: {part}, {attention}": f"{found:.1%}"
+            for (part, attention), found in work.items()
+        }
         | halves,
-    )  # fmt: skip
+    )
 
 
 def _fitted(share: float) -> str:
-    """The layers that ``every="fit"`` recomputes if a step gets this share of the bytes that it needs without checkpoints."""
+    """The layers that ``every="fit"`` recomputes if a step gets this share of the bytes that it
+    needs without checkpoints.
+    """
     asked = {"batch_size": 64, "seq_len": 32}
     room = predict(_tiny(), **asked).peak.total
     return (fit(_tiny(), int(share * room), **asked).checkpointing or "no layer").replace(
@@ -112,7 +157,10 @@ def _fitted(share: float) -> str:
 
 @answers("C47")
 def checkpointing_auto() -> Finding:
-    found = {value: _switched_on(_trainer(gradient_checkpointing=value)) for value in ("auto", "no", False)}
+    found = {
+        value: _switched_on(_trainer(gradient_checkpointing=value))
+        for value in ("auto", "no", False)
+    }
     fitted = {share: _fitted(share) for share in (1, 0.8, 0.5)}
     return Finding(
         own=(yes('"auto" leaves it off where there is room', found["auto"] == found[False]),),
@@ -122,8 +170,10 @@ def checkpointing_auto() -> Finding:
         ),
         fails="No code looks at the memory: any text always switches checkpointing on.",
         holds="It stays off where there is room.",
-        why='The code only tests if the value is true, and every string with letters is true, even "no". This model is tiny and far '
-        f'from any limit. checkpoint_layers(model, every="fit", budget=...) predicts the step: with half the bytes that it needs, '
+        why="The code only tests if the value is true, and every string with letters is true, even "
+        '"no". This model is tiny and far '
+        'from any limit. checkpoint_layers(model, every="fit", budget=...) predicts the step: '
+        "with half the bytes that it needs, "
         f"{fitted[0.5]} of 4 layers are recomputed.",
         figures={f"gradient_checkpointing={value!r} switches on": on for value, on in found.items()}
         | {
@@ -134,15 +184,21 @@ def checkpointing_auto() -> Finding:
 
 
 def taken_off(what: str, tokens: int, **how) -> float:
-    """The share by which moving, or another way, reduces the activations of a step, or its whole ``"peak"``."""
+    """The share by which moving, or another way, reduces the activations of a step, or its whole
+    ``"peak"``.
+    """
     size = (lambda step: step.peak.total) if what == "peak" else activations
     share = 1 - size(_predicted("fused", tokens, **how)) / size(_predicted("fused", tokens))
-    return round(share, 4) + 0.0  # moving leaves a handful of bytes, and no share has the sign of -0
+    # moving leaves a handful of bytes, and no share has the sign of -0
+    return round(share, 4) + 0.0
 
 
 @answers("C48")
 def moved_activations() -> Finding:
-    moving, boundaries = {"offload": "activations"}, {"checkpointing": "per-layer", "offload": "boundaries"}
+    moving, boundaries = (
+        {"offload": "activations"},
+        {"checkpointing": "per-layer", "offload": "boundaries"},
+    )
     crossing = _predicted("fused", 2048, **moving).moved
     again = SEVEN.layers * (
         layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
@@ -155,23 +211,48 @@ def moved_activations() -> Finding:
         "checkpointed, and their inputs moved": boundaries,
     }
     return Finding(
-        own=(between("off the activations of a 7B, 1 x 2,048", 0.8, 0.9, taken_off("activations", 2048, **moving), "%", within=0.1),),
+        own=(
+            between(
+                "off the activations of a 7B, 1 x 2,048",
+                0.8,
+                0.9,
+                taken_off("activations", 2048, **moving),
+                "%",
+                within=0.1,
+            ),
+        ),
         beyond=(
-            between("off the peak of a step, all weights trained", 0.8, 0.9, taken_off("peak", 2048, **moving), "%"),
+            between(
+                "off the peak of a step, all weights trained",
+                0.8,
+                0.9,
+                taken_off("peak", 2048, **moving),
+                "%",
+            ),
             Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         ),
         holds="for the activations; the peak of a step falls only where activations cause it.",
         fails="Moving saves a different share of the activations.",
-        why=f"One checkpoint per layer saves {taken_off('activations', 2048, checkpointing='per-layer'):.0%} without a bus. To be as fast as "
-        f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a second. Moving only the inputs of "
+        why="One checkpoint per layer saves "
+        f"{taken_off('activations', 2048, checkpointing='per-layer'):.0%} without a bus. To be "
+        "as fast as "
+        f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a "
+        "second. Moving only the inputs of "
         f"checkpointed layers sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
         figures={
-            f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}": f"{taken_off(what, tokens, **how):.1%}"
-            for tokens in (2048, 8192) for what in ("activations", "peak") for name, how in ways.items()
+            (
+                f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}"
+            ): f"{taken_off(what, tokens, **how):.1%}"
+            for tokens in (2048, 8192)
+            for what in ("activations", "peak")
+            for name, how in ways.items()
         }
-        | {"bytes over the bus, away and back": crossing, "operations that checkpoints repeat": again},
+        | {
+            "bytes over the bus, away and back": crossing,
+            "operations that checkpoints repeat": again,
+        },
         needs="a card to measure the time; the bytes are predicted",
-    )  # fmt: skip
+    )
 
 
 @answers("C53")
@@ -183,14 +264,24 @@ def key_value_cache() -> Finding:
     return Finding(
         own=(about("70B, 32 x 2,048 tokens", 40 * GB, cached, "GB"),),
         where=(
-            about("32 x 4,096 tokens", 40 * GB, accounting.kv_cache_bytes(shape, rows, 2 * tokens), "GB"),
+            about(
+                "32 x 4,096 tokens",
+                40 * GB,
+                accounting.kv_cache_bytes(shape, rows, 2 * tokens),
+                "GB",
+            ),
             more("cache / weights, no shared heads", unshared / weights),
         ),
-        only_if="the prompt has 2k tokens, too; the cache exceeds the weights only in models without shared heads.",
+        only_if=(
+            "the prompt has 2k tokens, too; the cache exceeds the weights only in models "
+            "without shared heads."
+        ),
         fails="Neither 2k tokens nor 4k tokens take that much.",
         holds="2k tokens take that much.",
-        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads share 8 heads of keys and values. Its weights take "
-        f"{gb(weights)}: a cache of that size needs {-(-weights // (per_token * tokens))} rows of 2,048 tokens.",
+        why=f"A 70B Llama keeps {per_token:,} bytes a token in bf16, since 64 query heads share 8 "
+        "heads of keys and values. Its weights take "
+        f"{gb(weights)}: a cache of that size needs {-(-weights // (per_token * tokens))} rows of "
+        "2,048 tokens.",
         figures={
             "bytes of keys and values a token, bf16": per_token,
             "cache of 32 x 2048 tokens, bf16": cached,

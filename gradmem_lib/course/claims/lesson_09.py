@@ -1,4 +1,6 @@
-"""Lesson 09's answer: what adapters under a checkpoint need, with each of torch's two kinds and in each way of switching them on."""
+"""Lesson 09's answer: what adapters under a checkpoint need, with each of torch's two kinds and in
+each way of switching them on.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from .lesson_05_switches import _by_hand, _ids, _quiet, _tiny
 
 
 def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tuple[int, int, str]:
-    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient, the peak in bytes, and backward's error.
+    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient, the peak in
+    bytes, and backward's error.
 
-    ``enable``: whether the embedding's output requires a gradient; ``by_hand``: torch's ``checkpoint`` around each layer,
-    in place of transformers' switch.
+    ``enable``: whether the embedding's output requires a gradient; ``by_hand``: torch's
+    ``checkpoint`` around each layer, in place of transformers' switch.
     """
     model, ids = _tiny(), _ids()
     add_lora(model, 4)
@@ -38,7 +41,9 @@ def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tu
 
 
 def _switch_does_it() -> bool:
-    """Whether transformers' own switch makes the embedding's output require a gradient, adapters or not."""
+    """Whether transformers' own switch makes the embedding's output require a gradient, adapters or
+    not.
+    """
     model = _tiny().requires_grad_(False)
     with _quiet():
         enable_checkpointing(model, {"use_reentrant": True})
@@ -59,17 +64,32 @@ def input_require_grads() -> Finding:
         name = f"use_reentrant={reentrant}, {'with' if enable else 'without'} it"
         figures[f"{name}: adapters with a gradient, of {everyone}"] = error or count
         figures[f"{name}: peak"] = peak
-    figures["torch's checkpoint by hand, use_reentrant=True, without it: adapters with a gradient"] = by_hand
+    figures[
+        "torch's checkpoint by hand, use_reentrant=True, without it: adapters with a gradient"
+    ] = by_hand
     return Finding(
-        own=(Figure("adapters that learn without it, its own use_reentrant=False", "none", found[False, False][0], high=0),),
+        own=(
+            Figure(
+                "adapters that learn without it, its own use_reentrant=False",
+                "none",
+                found[False, False][0],
+                high=0,
+            ),
+        ),
         where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
         beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
-        only_if="the checkpoints are reentrant and not made by transformers' switch, which makes the call itself.",
+        only_if=(
+            "the checkpoints are reentrant and not made by transformers' switch, which makes "
+            "the call itself."
+        ),
         holds="Without it no adapter gets a gradient.",
         fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
-        why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as after a frozen embedding, its output requires "
-        "none, even if weights inside are trained. The other kind follows the graph. activation_checkpointing_enable itself asks for the "
-        "embedding's gradient, and PEFT does so, too, when it wraps a model whose checkpoints are on: the call matters where torch's checkpoint is "
+        why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as "
+        "after a frozen embedding, its output requires "
+        "none, even if weights inside are trained. The other kind follows the graph. "
+        "activation_checkpointing_enable itself asks for the "
+        "embedding's gradient, and PEFT does so, too, when it wraps a model whose checkpoints are "
+        "on: the call matters where torch's checkpoint is "
         "written by hand.",
         figures=figures,
-    )  # fmt: skip
+    )

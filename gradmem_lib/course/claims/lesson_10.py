@@ -23,7 +23,9 @@ MODES = {"without checkpoints": None, "use_reentrant=False": False, "use_reentra
 
 
 def on_a_card(tokens: int) -> int:
-    """Bytes at the peak of one of two cards, with exercise 10.7's recipe for Llama-2-70B: a row of ``tokens`` on each."""
+    """Bytes at the peak of one of two cards, with exercise 10.7's recipe for Llama-2-70B: a row of
+    ``tokens`` on each.
+    """
     return seventy_peak(two_cards(), tokens).total
 
 
@@ -36,11 +38,14 @@ def seventy_billion_on_two() -> Finding:
         beyond=(fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),),
         holds="with LoRA and a checkpoint in every layer, for rows of one or two thousand tokens.",
         fails="A card's shard, the layers that it gathers and the activations do not fit on it.",
-        why="A card keeps half of the base, and half of embeddings and head in bf16. It gathers one layer after another, while embedding and "
-        "head stay whole. Only the adapters have gradients and states. The inputs of the layers and the loss grow with the tokens.",
-        figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()} | {"a card has (as the driver says)": card},
+        why="A card keeps half of the base, and half of embeddings and head in bf16. It gathers "
+        "one layer after another, while embedding and "
+        "head stay whole. Only the adapters have gradients and states. The inputs of the layers "
+        "and the loss grow with the tokens.",
+        figures={f"peak, {tokens:,} tokens": peak for tokens, peak in peaks.items()}
+        | {"a card has (as the driver says)": card},
         needs="two cards of 24 GB to see it run; one rank's bytes are predicted",
-    )  # fmt: skip
+    )
 
 
 class Pairs(nn.Module):
@@ -62,9 +67,11 @@ class Pairs(nn.Module):
 def second_step(
     reentrant: bool | None, ids: torch.Tensor, *, pairs: bool = False
 ) -> tuple[int, int, nn.Module]:
-    """All-gathers and peak in bytes of a rank's second step with a Llama under FSDP, and the model with its gradients.
+    """All-gathers and peak in bytes of a rank's second step with a Llama under FSDP, and the model
+    with its gradients.
 
-    ``reentrant``: the kind of checkpoint on every layer, ``None`` for none; ``pairs``: on two layers at a time instead.
+    ``reentrant``: the kind of checkpoint on every layer, ``None`` for none; ``pairs``: on two
+    layers at a time instead.
     """
     model = _tiny()
     with _quiet():
@@ -73,7 +80,9 @@ def second_step(
         shard(model, "fsdp")
         if pairs:
             layers = model.model.layers
-            model.model.layers = nn.ModuleList(Pairs(layers[i : i + 2]) for i in range(0, len(layers), 2))
+            model.model.layers = nn.ModuleList(
+                Pairs(layers[i : i + 2]) for i in range(0, len(layers), 2)
+            )
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
         with Calls() as calls, MemoryTracker(model, live=False) as tracker:
@@ -98,7 +107,8 @@ def gathers() -> Finding:
         ),
         holds="Neither mode gathers more.",
         fails="A layer is gathered more often under checkpoints.",
-        why="Backward gathers a layer and frees it after its gradients. The second forward runs in between, when the weights are there. A "
+        why="Backward gathers a layer and frees it after its gradients. The second forward runs in "
+        "between, when the weights are there. A "
         "checkpoint over two layers gathers no more, either.",
         figures=figures,
-    )  # fmt: skip
+    )

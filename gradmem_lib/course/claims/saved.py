@@ -1,4 +1,6 @@
-"""Counts what autograd saves in a real run: the tensors handed over, and the storages that they keep alive."""
+"""Counts what autograd saves in a real run: the tensors handed over, and the storages that they
+keep alive.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from ..shapes import Shape
 def saved_tensors(
     run: Callable[[], object], but_not: Iterable[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], int]:
-    """What autograd saves while ``run`` runs: every tensor handed over, and the bytes of their storages, each
-    once.
+    """What autograd saves while ``run`` runs: every tensor handed over, and the bytes of their
+    storages, each once.
 
     Storages that belong to a tensor in ``but_not`` (parameters, say) are left out of both.
     """
@@ -32,7 +34,9 @@ def saved_tensors(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()  # alive until the count is done, or a storage's address could be used twice
-    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in kept}
+    storages = {
+        storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in kept
+    }
     del result
     return kept, sum(storages.values())
 
@@ -40,7 +44,9 @@ def saved_tensors(
 def full_size_block(
     shape: Shape, batch_size: int, seq_len: int, attention: str
 ) -> tuple[nn.Module, list[torch.Tensor], Callable[[], torch.Tensor]]:
-    """A real Llama block of transformers in bf16 at full size under fake tensors, its rotary tables, and its forward."""
+    """A real Llama block of transformers in bf16 at full size under fake tensors, its rotary
+    tables, and its forward.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

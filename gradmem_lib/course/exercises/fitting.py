@@ -1,4 +1,6 @@
-"""What makes an exercise of a puzzle: a recipe is judged by what it needs there, and told what stands in the way."""
+"""What makes an exercise of a puzzle: a recipe is judged by what it needs there, and told what
+stands in the way.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,33 @@ from .settings import quietly
 
 WHY = {
     "weights": "the weights alone do not fit.",
-    "gradients": "weights and gradients alone do not fit, and a smaller micro-batch does not make them smaller.",
-    "states": "weights, gradients and optimizer states do not fit, and a smaller micro-batch does not make them smaller.",
-    "full": "weights, gradients and states leave no room for what a card holds besides live tensors.",
-    "kept": "weights, gradients and states would fit; the activations that every layer keeps for its backward do not.",
-    "step": "the peak is in the optimizer's step, where the activations are gone: checkpoints do not lower it.",
-    "head": "weights, gradients and states would fit; most of the rest is the head's: the logits of a micro-batch, one number for each token and each word.",
-    "beside": "weights, gradients and states would fit; the other tensors at the peak do not fit beside them.",
+    "gradients": (
+        "weights and gradients alone do not fit, and a smaller micro-batch does not make "
+        "them smaller."
+    ),
+    "states": (
+        "weights, gradients and optimizer states do not fit, and a smaller micro-batch does "
+        "not make them smaller."
+    ),
+    "full": (
+        "weights, gradients and states leave no room for what a card holds besides live tensors."
+    ),
+    "kept": (
+        "weights, gradients and states would fit; the activations that every layer keeps for "
+        "its backward do not."
+    ),
+    "step": (
+        "the peak is in the optimizer's step, where the activations are gone: checkpoints do "
+        "not lower it."
+    ),
+    "head": (
+        "weights, gradients and states would fit; most of the rest is the head's: the logits "
+        "of a micro-batch, one number for each token and each word."
+    ),
+    "beside": (
+        "weights, gradients and states would fit; the other tensors at the peak do not fit "
+        "beside them."
+    ),
 }
 BROKEN = {key: says for key, (_, _, says) in CONDITIONS.items()}
 
@@ -41,7 +63,11 @@ class Needs(Measured):
 def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
     """A key of ``WHY`` for a recipe that does not fit."""
     held = resident_bytes(search(one).work, recipe, one.cards)
-    for category, why in (("parameters", "weights"), ("gradients", "gradients"), ("optimizer", "states")):
+    for category, why in (
+        ("parameters", "weights"),
+        ("gradients", "gradients"),
+        ("optimizer", "states"),
+    ):
         if sum(list(held.values())[: list(held).index(category) + 1]) > weighed.room:
             return why
     if sum(held.values()) > search(one).room:
@@ -52,17 +78,23 @@ def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
     logits, temporaries = _logits(one, recipe), beside.get("temporaries", 0)
     if temporaries > beside.get("activations", 0) and 0.95 * logits < temporaries < 1.05 * logits:
         return "head"
-    plain = recipe.checkpointing is None and recipe.every_n_layers is None and recipe.offload is None
+    plain = (
+        recipe.checkpointing is None and recipe.every_n_layers is None and recipe.offload is None
+    )
     return "kept" if plain and max(beside, key=beside.__getitem__) == "activations" else "beside"
 
 
 def _logits(one: Puzzle, recipe: Recipe) -> int:
-    """Bytes of a micro-batch's logits when backward begins: themselves and their gradient, with 8 bytes for each; 0 in chunks."""
+    """Bytes of a micro-batch's logits when backward begins: themselves and their gradient, with 8
+    bytes for each; 0 in chunks.
+    """
     tokens = one.rows // one.cards // recipe.accumulation * one.tokens
     return 0 if recipe.chunked_loss else 8 * tokens * search(one).work.vocabulary
 
 
-def puzzle_exercise(id: str, difficulty: int, minutes: int, trains: str, *mistakes: tuple) -> Exercise:
+def puzzle_exercise(
+    id: str, difficulty: int, minutes: int, trains: str, *mistakes: tuple
+) -> Exercise:
     """``mistakes``: (name, options of a recipe, what is said of it)."""
     one = puzzle(id)
 
@@ -72,13 +104,23 @@ def puzzle_exercise(id: str, difficulty: int, minutes: int, trains: str, *mistak
         if weighed is None:
             return wrong
         why = in_the_way(one, one.recipe(answer), weighed) if wrong else ""
-        return Needs("", weighed.needs, weighed.room, f"{str(weighed)[0].upper()}{str(weighed)[1:]}", why)
+        return Needs(
+            "", weighed.needs, weighed.room, f"{str(weighed)[0].upper()}{str(weighed)[1:]}", why
+        )
 
     def explain(got: Any, expected: Any) -> str:
         return WHY[got.why] if isinstance(got, Needs) else got
 
     known = tuple(Mistake(name, options, says) for name, options, says in mistakes)
     return Exercise(
-        id=id, title=one.title, difficulty=difficulty, minutes=minutes, trains=trains, reference=one.best()[0],
-        observe=observe, explain=explain, afterwards=lambda answer: award(one, answer), mistakes=known,
-    )  # fmt: skip
+        id=id,
+        title=one.title,
+        difficulty=difficulty,
+        minutes=minutes,
+        trains=trains,
+        reference=one.best()[0],
+        observe=observe,
+        explain=explain,
+        afterwards=lambda answer: award(one, answer),
+        mistakes=known,
+    )

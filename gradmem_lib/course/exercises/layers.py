@@ -1,4 +1,6 @@
-"""Layers for the exercises of lesson 04, and what is seen of them: which run when, and what is kept."""
+"""Layers for the exercises of lesson 04, and what is seen of them: which run when, and what is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ BOUNDARY = ROWS * WIDTH * 4  # bytes of what one layer hands to the next
 
 
 def trained_layers(n: int, dropout: float = 0.0) -> nn.Sequential:
-    """``n`` residual-free layers (16, 8) -> (16, 8) with weights that are trained, the same ones on each call."""
+    """``n`` residual-free layers (16, 8) -> (16, 8) with weights that are trained, the same ones on
+    each call.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         return nn.Sequential(
             *(
-                nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH))
+                nn.Sequential(
+                    nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, WIDTH)
+                )
                 for _ in range(n)
             )
         )
@@ -31,8 +37,9 @@ def first_input(requires_grad: bool = True, rows: int = ROWS) -> torch.Tensor:
 
 
 class Order(list):
-    """The layers in the order in which they run, by index; ``no_graph``: those whose first run recorded none; ``wants``:
-    whether the first layer's input required a gradient."""
+    """The layers in the order in which they run, by index; ``no_graph``: those whose first run
+    recorded none; ``wants``: whether the first layer's input required a gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -61,7 +68,9 @@ class Order(list):
 
 @contextmanager
 def count_calls(layers):
-    """An ``Order`` that grows by a layer's index each time the layer runs forward, again or for the first time."""
+    """An ``Order`` that grows by a layer's index each time the layer runs forward, again or for the
+    first time.
+    """
     order = Order()
     for i, layer in enumerate(layers):
 
@@ -85,9 +94,11 @@ def one_by_one(run, layers, x):
 
 
 def kept_boundaries(forward, layers, rows_of=first_input) -> int:
-    """Boundaries that are alive when ``forward(layers, x)`` has returned, its input and its output included.
+    """Boundaries that are alive when ``forward(layers, x)`` has returned, its input and its output
+    included.
 
-    From two inputs, ``rows_of(rows=…)``, one twice as large: what does not grow with the input, such as a random state, is none.
+    From two inputs, ``rows_of(rows=…)``, one twice as large: what does not grow with the input,
+    such as a random state, is none.
     """
     live = []
     for rows in (ROWS, 2 * ROWS):

@@ -1,4 +1,6 @@
-"""Lesson 00's one exercise: the bytes of one tensor, the sum that every other sum in the course is made of."""
+"""Lesson 00's one exercise: the bytes of one tensor, the sum that every other sum in the course is
+made of.
+"""
 
 from __future__ import annotations
 

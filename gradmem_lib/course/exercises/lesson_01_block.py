@@ -14,9 +14,13 @@ from ..recognising import shares, times
 
 
 def block(hidden: int, heads: int) -> nn.Module:
-    """A block of GPT-2 in training, with GELU as one operator and a dropout of 0.1 after each half."""
+    """A block of GPT-2 in training, with GELU as one operator and a dropout of 0.1 after
+    each half.
+    """
     sizes = {"hidden": hidden, "heads": heads, "vocab": 16, "positions": 64}
-    return models.tiny_gpt2(layers=1, **sizes, activation="gelu_pytorch_tanh", dropout=0.1).transformer.h[0]
+    return models.tiny_gpt2(
+        layers=1, **sizes, activation="gelu_pytorch_tanh", dropout=0.1
+    ).transformer.h[0]
 
 
 def gpt2_block(batch: int, seq_len: int, hidden: int, heads: int) -> dict[str, int]:
@@ -50,7 +54,10 @@ _MASK = "dropout keeps its mask, here a float32 number for each number of its in
 _WHY = {
     "ln_1": _NORM,
     "attn.c_attn": "a linear layer keeps its input, not its output.",
-    "attn": "fused attention keeps q, k, v and its result, and one log-sum-exp for each head of each token, but no square of scores.",
+    "attn": (
+        "fused attention keeps q, k, v and its result, and one log-sum-exp for each head of "
+        "each token, but no square of scores."
+    ),
     "attn.c_proj": "its input is the attention's result, which is counted already.",
     "attn.resid_dropout": _MASK,
     "ln_2": _NORM,
@@ -76,7 +83,9 @@ def _explain_block(got, expected):
         "* hidden": {case: 4 * tokens[case] * sizes[case][2] for case in sizes},
         "": {case: 4 * tokens[case] for case in sizes},
         "* heads": {case: 4 * tokens[case] * sizes[case][3] for case in sizes},
-        "* heads * seq_len": {case: 4 * tokens[case] * sizes[case][3] * sizes[case][1] for case in sizes},
+        "* heads * seq_len": {
+            case: 4 * tokens[case] * sizes[case][3] * sizes[case][1] for case in sizes
+        },
     }
     for name, why in _WHY.items():
         entry = {case: rows[case, name] for case in sizes}
@@ -91,14 +100,24 @@ def _explain_block(got, expected):
 
 
 def _formula(**wrong):
-    """What a block saves, in numbers by T (tokens), x (tokens times hidden) and heads, with some rows ``wrong``."""
+    """What a block saves, in numbers by T (tokens), x (tokens times hidden) and heads, with some
+    rows ``wrong``.
+    """
 
     def answer(batch, seq_len, hidden, heads):
         t, x = batch * seq_len, batch * seq_len * hidden
         rows = dict(
-            zip(_WHY, (x + 2 * t, x, 4 * x + t * heads, 0, x, x + 2 * t, x, 4 * x, 4 * x, x), strict=True)
+            zip(
+                _WHY,
+                (x + 2 * t, x, 4 * x + t * heads, 0, x, x + 2 * t, x, 4 * x, 4 * x, x),
+                strict=True,
+            )
         )
-        rows |= {name: wrong[key](t, x, rows[name]) for name in rows if (key := name.split(".")[-1]) in wrong}
+        rows |= {
+            name: wrong[key](t, x, rows[name])
+            for name in rows
+            if (key := name.split(".")[-1]) in wrong
+        }
         return {name: int(wrong.get("size", 4) * count) for name, count in rows.items()}
 
     return answer
@@ -106,23 +125,65 @@ def _formula(**wrong):
 
 EXERCISES = (
     Exercise(
-        id="1.7", title="the table of a GPT-2 block", difficulty=2, minutes=8,
-        trains="saying of each operation what its backward needs, in a block that you have not seen",
+        id="1.7",
+        title="the table of a GPT-2 block",
+        difficulty=2,
+        minutes=8,
+        trains=(
+            "saying of each operation what its backward needs, in a block that you have not seen"
+        ),
         reference=gpt2_block,
-        observe=calls((2, 8, 32, 4), (1, 12, 24, 3), (4, 5, 16, 2), unseen=((3, 10, 40, 5), (2, 7, 48, 2), (1, 33, 8, 4))),
+        observe=calls(
+            (2, 8, 32, 4),
+            (1, 12, 24, 3),
+            (4, 5, 16, 2),
+            unseen=((3, 10, 40, 5), (2, 7, 48, 2), (1, 33, 8, 4)),
+        ),
         explain=_explain_block,
         mistakes=(
-            Mistake("a Llama's norm", _formula(ln_1=lambda t, x, n: 2 * x + t, ln_2=lambda t, x, n: 2 * x + t),
-                    "this is the norm of a Llama: a LayerNorm keeps its input, and for each token a mean and 1/std."),
-            Mistake("one log-sum-exp a token", _formula(attn=lambda t, x, n: 4 * x + t),
-                    "the log-sum-exp is one number for each head of each token: every head has a softmax of its own."),
-            Mistake("the result twice", _formula(c_proj=lambda t, x, n: n or x),
-                    "the attention's result is counted twice: it is one storage, and attn.c_proj saves nothing of its own."),
-            Mistake("GELU keeps both", _formula(act=lambda t, x, n: 2 * n),
-                    "GELU's backward needs only its input; mlp.c_proj saves GELU's result, so it counts there."),
-            Mistake("a byte of mask", _formula(resid_dropout=lambda t, x, n: x / 4, dropout=lambda t, x, n: x / 4),
-                    "this counts one byte for each number of dropout's mask, as on CUDA: on the CPU the mask is float32."),
-            Mistake("elements", _formula(size=1), "this counts numbers: each is a float32 of 4 bytes."),
+            Mistake(
+                "a Llama's norm",
+                _formula(ln_1=lambda t, x, n: 2 * x + t, ln_2=lambda t, x, n: 2 * x + t),
+                (
+                    "this is the norm of a Llama: a LayerNorm keeps its input, and for each token "
+                    "a mean and 1/std."
+                ),
+            ),
+            Mistake(
+                "one log-sum-exp a token",
+                _formula(attn=lambda t, x, n: 4 * x + t),
+                (
+                    "the log-sum-exp is one number for each head of each token: every head has a "
+                    "softmax of its own."
+                ),
+            ),
+            Mistake(
+                "the result twice",
+                _formula(c_proj=lambda t, x, n: n or x),
+                (
+                    "the attention's result is counted twice: it is one storage, and attn.c_proj "
+                    "saves nothing of its own."
+                ),
+            ),
+            Mistake(
+                "GELU keeps both",
+                _formula(act=lambda t, x, n: 2 * n),
+                (
+                    "GELU's backward needs only its input; mlp.c_proj saves GELU's result, so it "
+                    "counts there."
+                ),
+            ),
+            Mistake(
+                "a byte of mask",
+                _formula(resid_dropout=lambda t, x, n: x / 4, dropout=lambda t, x, n: x / 4),
+                (
+                    "this counts one byte for each number of dropout's mask, as on CUDA: on the "
+                    "CPU the mask is float32."
+                ),
+            ),
+            Mistake(
+                "elements", _formula(size=1), "this counts numbers: each is a float32 of 4 bytes."
+            ),
         ),
     ),
-)  # fmt: skip
+)

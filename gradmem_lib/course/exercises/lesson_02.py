@@ -1,7 +1,8 @@
-"""Lesson 02's exercises: Adam, one idea at a time, then what it costs in bf16, and a step that needs one temporary.
+"""Lesson 02's exercises: Adam, one idea at a time, then what it costs in bf16, and a step that
+needs one temporary.
 
-A rule is a function ``rule(p, grad, state, ...)``: it moves the parameter ``p`` in place, and keeps in the dict
-``state`` whatever it must remember until the next step.
+A rule is a function ``rule(p, grad, state, ...)``: it moves the parameter ``p`` in place, and keeps
+in the dict ``state`` whatever it must remember until the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def momentum(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float) -> No
 
 
 def second_moment(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float, eps: float) -> None:
-    """Move ``p`` against the gradient, divided by the root of v, the moving average of its square."""
+    """Move ``p`` against the gradient, divided by the root of v, the moving average of its
+    square.
+    """
     if not state:
         state["v"] = torch.zeros_like(p)
     v = state["v"]
@@ -35,7 +38,9 @@ def second_moment(p: Tensor, grad: Tensor, state: dict, lr: float, beta: float, 
     p.sub_(lr * grad / (v.sqrt() + eps))
 
 
-def adam(p: Tensor, grad: Tensor, state: dict, lr: float, beta1: float, beta2: float, eps: float) -> None:
+def adam(
+    p: Tensor, grad: Tensor, state: dict, lr: float, beta1: float, beta2: float, eps: float
+) -> None:
     """One step of Adam on ``p``: both moments, corrected for having started at zero."""
     if not state:
         state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
@@ -55,7 +60,9 @@ def adamw(p: Tensor, grad: Tensor, state: dict, lr, beta1, beta2, eps, weight_de
 
 
 def half_gap(x: float) -> float:
-    """Half the distance from ``x`` to the next larger bf16 number: anything smaller, added to x, changes nothing."""
+    """Half the distance from ``x`` to the next larger bf16 number: anything smaller, added to x,
+    changes nothing.
+    """
     return 2.0 ** (floor(log2(x)) - 8)
 
 
@@ -72,18 +79,30 @@ def _explain_gap(got, expected):
         return "this is right at 0.5 and from 1 to 2, and wrong elsewhere: the gap depends on x."
     below = {x: ratio for x, ratio in ratios.items() if x < 1 and x != 2.0 ** round(log2(x))}
     if set(wrong.values()) == {2.0} and wrong.keys() == below.keys():
-        return "below 1 your result is twice too large: log2 is negative there, and int() rounds towards zero, while floor() rounds down."
+        return (
+            "below 1 your result is twice too large: log2 is negative there, and int() rounds "
+            "towards zero, while floor() rounds down."
+        )
     nearer_up = {x for x in ratios if log2(x) % 1 > 0.5}
     if set(wrong.values()) == {2.0} and wrong.keys() == nearer_up:
-        return "the exponent is rounded to the nearest whole number: it must be rounded down, by floor()."
+        return (
+            "the exponent is rounded to the nearest whole number: it must be rounded down, by "
+            "floor()."
+        )
     bits = -log2(ratios[1.0]) if ratios[1.0] > 0 else 0
     if len(set(ratios.values())) == 1 and bits in (3, 4, 16, 17):
         name = "float16, which has 10" if bits < 5 else "float32, which has 23"
         return (
-            f"every gap is {2**bits:,.0f} times too small, as if for {name} bits after the point: bf16 has 7."
+            f"every gap is {2**bits:,.0f} times too small, as if for {name} bits after the "
+            "point: bf16 has 7."
         )
-    if len(set(ratios.values())) > 1 and all(ratio > 0 and log2(ratio) % 1 == 0 for ratio in ratios.values()):
-        return "this is a power of two, but not the right one: take the exponent of the power of two at or below x, floor(log2(x)), and subtract 8."
+    if len(set(ratios.values())) > 1 and all(
+        ratio > 0 and log2(ratio) % 1 == 0 for ratio in ratios.values()
+    ):
+        return (
+            "this is a power of two, but not the right one: take the exponent of the power of "
+            "two at or below x, floor(log2(x)), and subtract 8."
+        )
     return None
 
 
@@ -109,7 +128,9 @@ def _frugal(p, grad, state, lr, beta1, beta2, eps, weight_decay, *, wrong):
     c1, c2 = 1 - beta1**t, 1 - beta2**t
     p.mul_(1 - lr * weight_decay)
     m.mul_(beta1).add_(grad, alpha=1 - beta1)
-    v.mul_(beta2).add_(grad.mul_(grad) if "in the gradient" in wrong else grad * grad, alpha=1 - beta2)
+    v.mul_(beta2).add_(
+        grad.mul_(grad) if "in the gradient" in wrong else grad * grad, alpha=1 - beta2
+    )
     root = v.sqrt_() if "in v" in wrong else v.sqrt()
     divisor = root.div_(sqrt(c2)).add_(eps)
     if "in m" in wrong:
@@ -122,7 +143,8 @@ SIZES = ((256, 128), (128, 64), (128,))
 
 
 def three_steps(rule) -> dict[str, Tensor]:
-    """Let ``rule`` take three steps on three parameters with fixed gradients; returns where all of them ended.
+    """Let ``rule`` take three steps on three parameters with fixed gradients; returns where all of
+    them ended.
 
     Parameters and gradients are made here, so that a tracker around this counts every byte.
     """
@@ -135,11 +157,15 @@ def three_steps(rule) -> dict[str, Tensor]:
             for p, grad, state in zip(parameters, gradients, states, strict=True):
                 rule(p, grad, state, 0.01, 0.9, 0.999, 1e-8, 0.1)
     named = {"parameter": parameters, "gradient": gradients}
-    return {f"{name} {i}": tensor for name, tensors in named.items() for i, tensor in enumerate(tensors)}
+    return {
+        f"{name} {i}": tensor for name, tensors in named.items() for i, tensor in enumerate(tensors)
+    }
 
 
 def step_budget() -> int:
-    """Bytes for ``three_steps``: parameters, gradients and two moments, in float32, and the largest parameter once more."""
+    """Bytes for ``three_steps``: parameters, gradients and two moments, in float32, and the largest
+    parameter once more.
+    """
     sizes = [4 * prod(size) for size in SIZES]
     return 4 * sum(sizes) + max(sizes)
 
@@ -156,23 +182,37 @@ def _explain_frugal(got, expected):
     unmoved = three_steps(lambda p, *_: None)
     measured, right = got["three steps"], expected["three steps"]
     if all(
-        torch.equal(measured.value[name], unmoved[name]) for name in unmoved if name.startswith("parameter")
+        torch.equal(measured.value[name], unmoved[name])
+        for name in unmoved
+        if name.startswith("parameter")
     ):
         return rules.LOST
     if not got["arrays that are no tensors"]["bytes"]:
         more, rest = divmod(measured.over, 4 * prod(SIZES[0]))
-        if more and rest < 1024 and difference(measured.value, right.value) is None:  # scalars and counters
-            return f"{more + 1} temporaries as large as p exist at once, but one is enough: {_COPIES}"
+        # scalars and counters
+        if more and rest < 1024 and difference(measured.value, right.value) is None:
+            return (
+                f"{more + 1} temporaries as large as p exist at once, but one is enough: {_COPIES}"
+            )
     elif difference(measured.value, right.value) is None:
-        return "numpy's temporaries take bytes too, although torch's tracker does not see them: use torch, in place."
+        return (
+            "numpy's temporaries take bytes too, although torch's tracker does not see them: "
+            "use torch, in place."
+        )
     return rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5))(got, expected)
 
 
 _EMPTY = (
-    ("KeyError", "`state` is an empty dict before the first step: store a value in it before you read it."),
+    (
+        "KeyError",
+        "`state` is an empty dict before the first step: store a value in it before you read it.",
+    ),
 )
 _T = "t starts at 0, where 1 - beta**t is 0: count the step first, so that the first one has t = 1."
-_COPIES = "`/`, `*` and `+` allocate a new tensor, and a variable keeps it alive; div_, mul_ and add_ work in place."
+_COPIES = (
+    "`/`, `*` and `+` allocate a new tensor, and a variable keeps it alive; div_, mul_ and "
+    "add_ work in place."
+)
 
 
 _MOMENTUM = rules.Watched({"lr": 0.1, "beta": 0.9}, {"lr": 0.02, "beta": 0.6})
@@ -203,27 +243,53 @@ def _known(rule, says: dict[str, str], *names: str) -> tuple[Mistake, ...]:
 
 EXERCISES = (
     Exercise(
-        id="2.1", title="momentum", difficulty=1, minutes=4,
+        id="2.1",
+        title="momentum",
+        difficulty=1,
+        minutes=4,
         trains="a moving average, and changing a tensor in place",
         reference=momentum,
         observe=_MOMENTUM,
         changes=("p", "state", "grad"),
         raises=_EMPTY,
         explain=rules.read_off(_MOMENTUM, rules.momentum, rules.MOMENTUM),
-        mistakes=_known(rules.momentum, rules.MOMENTUM, "sum", "swapped", "re-created", "by the gradient", "uphill"),
+        mistakes=_known(
+            rules.momentum,
+            rules.MOMENTUM,
+            "sum",
+            "swapped",
+            "re-created",
+            "by the gradient",
+            "uphill",
+        ),
     ),
     Exercise(
-        id="2.2", title="the second moment", difficulty=1, minutes=4,
+        id="2.2",
+        title="the second moment",
+        difficulty=1,
+        minutes=4,
         trains="one step size for every number of a parameter",
         reference=second_moment,
         observe=_SECOND_MOMENT,
         changes=("p", "state", "grad"),
         raises=_EMPTY,
         explain=rules.read_off(_SECOND_MOMENT, rules.second_moment, rules.SECOND_MOMENT),
-        mistakes=_known(rules.second_moment, rules.SECOND_MOMENT, "not squared", "no root", "eps inside", "old v", "sum", "re-created"),
+        mistakes=_known(
+            rules.second_moment,
+            rules.SECOND_MOMENT,
+            "not squared",
+            "no root",
+            "eps inside",
+            "old v",
+            "sum",
+            "re-created",
+        ),
     ),
     Exercise(
-        id="2.3", title="Adam", difficulty=2, minutes=6,
+        id="2.3",
+        title="Adam",
+        difficulty=2,
+        minutes=6,
         trains="both moments together, and the bias correction",
         reference=adam,
         observe=_ADAM,
@@ -231,12 +297,23 @@ EXERCISES = (
         raises=_EMPTY,
         explain=rules.read_off(_ADAM, rules.adam, rules.ADAM),
         mistakes=(
-            *_known(rules.adam, rules.ADAM, "no correction", "v not corrected", "t stays 1", "eps inside", "re-created"),
+            *_known(
+                rules.adam,
+                rules.ADAM,
+                "no correction",
+                "v not corrected",
+                "t stays 1",
+                "eps inside",
+                "re-created",
+            ),
             _wrong(rules.adam, "t from 0", _T),
         ),
     ),
     Exercise(
-        id="2.4", title="AdamW", difficulty=2, minutes=4,
+        id="2.4",
+        title="AdamW",
+        difficulty=2,
+        minutes=4,
         trains="decoupled weight decay: where the W goes",
         reference=adamw,
         observe=_ADAMW,
@@ -244,38 +321,113 @@ EXERCISES = (
         raises=_EMPTY,
         explain=rules.read_off(_ADAMW, rules.adam, rules.ADAMW, rules.factor_of(0.1, 0.5)),
         mistakes=_known(
-            rules.adam, rules.ADAMW,
-            "decay in the gradient", "decay without lr", "decay grows", "decay afterwards", "no decay", "no correction",
+            rules.adam,
+            rules.ADAMW,
+            "decay in the gradient",
+            "decay without lr",
+            "decay grows",
+            "decay afterwards",
+            "no decay",
+            "no correction",
         ),
     ),
     Exercise(
-        id="2.5", title="the gaps between bf16 numbers", difficulty=2, minutes=5,
+        id="2.5",
+        title="the gaps between bf16 numbers",
+        difficulty=2,
+        minutes=5,
         trains="reading a float format: which additions change nothing",
         reference=half_gap,
         explain=_explain_gap,
-        observe=calls((1.0,), (0.5,), (3.0,), (100.0,), (0.0125732421875,), (1.9921875,), unseen=((0.0001678466796875,), (7.5,), (3008.0,))),
+        observe=calls(
+            (1.0,),
+            (0.5,),
+            (3.0,),
+            (100.0,),
+            (0.0125732421875,),
+            (1.9921875,),
+            unseen=((0.0001678466796875,), (7.5,), (3008.0,)),
+        ),
         mistakes=(
-            Mistake("whole gap", lambda x: 2.0 ** (floor(log2(x)) - 7), "this is the whole gap: from its middle on, rounding goes up."),
-            Mistake("relative", lambda x: x * 2.0**-8, "this grows smoothly with x: the gap is the same from one power of two to the next, and then doubles."),
-            Mistake("at one", lambda x: 2.0**-8, "this is half the gap at 1, and gaps double at every power of two."),
-            Mistake("eps", lambda x: 2.0**-7, "torch.finfo(torch.bfloat16).eps is the whole gap at 1: you want half of it, at x."),
-            Mistake("float16", lambda x: 2.0 ** (floor(log2(x)) - 11), "this is float16, with 10 bits after the point: bf16 has 7."),
-            Mistake("float32", lambda x: 2.0 ** (floor(log2(x)) - 24), "this is float32, with 23 bits after the point: bf16 has 7."),
+            Mistake(
+                "whole gap",
+                lambda x: 2.0 ** (floor(log2(x)) - 7),
+                "this is the whole gap: from its middle on, rounding goes up.",
+            ),
+            Mistake(
+                "relative",
+                lambda x: x * 2.0**-8,
+                (
+                    "this grows smoothly with x: the gap is the same from one power of two to the "
+                    "next, and then doubles."
+                ),
+            ),
+            Mistake(
+                "at one",
+                lambda x: 2.0**-8,
+                "this is half the gap at 1, and gaps double at every power of two.",
+            ),
+            Mistake(
+                "eps",
+                lambda x: 2.0**-7,
+                "torch.finfo(torch.bfloat16).eps is the whole gap at 1: you want half of it, at x.",
+            ),
+            Mistake(
+                "float16",
+                lambda x: 2.0 ** (floor(log2(x)) - 11),
+                "this is float16, with 10 bits after the point: bf16 has 7.",
+            ),
+            Mistake(
+                "float32",
+                lambda x: 2.0 ** (floor(log2(x)) - 24),
+                "this is float32, with 23 bits after the point: bf16 has 7.",
+            ),
         ),
     ),
     Exercise(
-        id="2.6", title="AdamW with one temporary", difficulty=3, minutes=9,
+        id="2.6",
+        title="AdamW with one temporary",
+        difficulty=3,
+        minutes=9,
         trains="in-place arithmetic under a byte budget",
         reference=frugal_adamw,
         observe=_observe_frugal,
         changes=("p", "state", "grad"),
         explain=_explain_frugal,
         mistakes=(
-            Mistake("corrected copies", adamw, "this is the step of exercise 2.4: m_hat, v_hat and what is made of them are new tensors, each as large as p."),
-            _wrong(_frugal, "in v", "v.sqrt_() overwrites v with its root: this saves a temporary, but the second moment is lost."),
-            _wrong(_frugal, "in m", "this scales m itself to save a temporary: in the next step m is no longer an average."),
-            _wrong(_frugal, "in the gradient", "this squares the gradient in place: this saves bytes, but the gradient is not yours to change, and the next step sees the square."),
+            Mistake(
+                "corrected copies",
+                adamw,
+                (
+                    "this is the step of exercise 2.4: m_hat, v_hat and what is made of them are "
+                    "new tensors, each as large as p."
+                ),
+            ),
+            _wrong(
+                _frugal,
+                "in v",
+                (
+                    "v.sqrt_() overwrites v with its root: this saves a temporary, but the second "
+                    "moment is lost."
+                ),
+            ),
+            _wrong(
+                _frugal,
+                "in m",
+                (
+                    "this scales m itself to save a temporary: in the next step m is no longer an "
+                    "average."
+                ),
+            ),
+            _wrong(
+                _frugal,
+                "in the gradient",
+                (
+                    "this squares the gradient in place: this saves bytes, but the gradient is not "
+                    "yours to change, and the next step sees the square."
+                ),
+            ),
             *_known(rules.adam, rules.ADAMW, "decay in the gradient", "no correction"),
         ),
     ),
-)  # fmt: skip
+)

@@ -16,7 +16,9 @@ from .weights import ANOTHER_STEP, NO_STEP, Graphs, parts_of, weights_of, why, w
 
 
 def accumulate(micro_batches, loss_and_count) -> float:
-    """Leave the gradient of the mean loss over all tokens of a list of micro-batches; return that mean."""
+    """Leave the gradient of the mean loss over all tokens of a list of micro-batches; return that
+    mean.
+    """
     total = sum(loss_and_count(micro)[1] for micro in micro_batches)
     mean = 0.0
     for micro in micro_batches:
@@ -27,7 +29,9 @@ def accumulate(micro_batches, loss_and_count) -> float:
 
 
 def accumulates(backward, report=None):
-    """A wrong ``accumulate``: what it calls backward on, from (loss, count, K, total), and returns, from (losses, counts)."""
+    """A wrong ``accumulate``: what it calls backward on, from (loss, count, K, total), and returns,
+    from (losses, counts).
+    """
 
     def wrong(micro_batches, loss_and_count):
         counts, losses = [loss_and_count(micro)[1] for micro in micro_batches], []
@@ -75,8 +79,12 @@ def _observe_accumulate(candidate):
 
 
 def _explain_accumulate(got, expected):
-    names = sorted(expected, key="micro-batches of unequal counts".__ne__)  # the one that tells most
-    right = {name: difference(got[name]["gradient"], expected[name]["gradient"]) is None for name in names}
+    # the one that tells most
+    names = sorted(expected, key="micro-batches of unequal counts".__ne__)
+    right = {
+        name: difference(got[name]["gradient"], expected[name]["gradient"]) is None
+        for name in names
+    }
     for name in names:
         model, micro_batches = Bigrams(), _accumulations()[name]
         parts, counts = parts_of(bigram_loss(model), micro_batches, list(model.parameters()))
@@ -92,7 +100,10 @@ def _explain_accumulate(got, expected):
     return None
 
 
-GRAPHS_KEPT = "the graphs of several micro-batches are kept at once: call backward on each before the next forward, and keep loss.item()."
+GRAPHS_KEPT = (
+    "the graphs of several micro-batches are kept at once: call backward on each before "
+    "the next forward, and keep loss.item()."
+)
 
 
 def unequal():
@@ -100,7 +111,9 @@ def unequal():
 
 
 def train(model, optimizer, micro_batches, window, loss_and_count) -> list[float]:
-    """An update after every ``window`` micro-batches and one for what is left; each update's mean loss."""
+    """An update after every ``window`` micro-batches and one for what is left; each update's mean
+    loss.
+    """
     losses, rest = [], iter(micro_batches)
     while held := list(islice(rest, window)):
         losses.append(accumulate(held, loss_and_count))
@@ -119,7 +132,9 @@ def _trains(
     weight=None,
     full=False,
 ):
-    """A wrong ``train``: what it does after each micro-batch, if it zeroes ``first``, how it weighs one, from (count, total, K)."""
+    """A wrong ``train``: what it does after each micro-batch, if it zeroes ``first``, how it weighs
+    one, from (count, total, K).
+    """
 
     def wrong(model, optimizer, micro_batches, window, loss_and_count):
         losses, rest = [], iter(micro_batches)
@@ -172,7 +187,11 @@ def _observe_train(candidate):
 
         optimizer.register_step_pre_hook(look)
         losses = candidate(model, optimizer, iter(micro_batches), window, bigram_loss(model))
-        found[name] = {"weights": flat(model.parameters()), "losses": losses, "updates": len(updates)}
+        found[name] = {
+            "weights": flat(model.parameters()),
+            "losses": losses,
+            "updates": len(updates),
+        }
         found[f"{name}: each micro-batch's weight"] = {
             f"update {i}": weights for i, weights in enumerate(updates, 1)
         }
@@ -187,7 +206,10 @@ def _explain_train(got, expected):
         counts = [count_targets(rows(*each)) for each in lengths]
         if not updates:
             if plain(got[name]["losses"]) == ():
-                return "nothing was read: micro_batches is an iterator, and after it is read to its end, it gives nothing more. Keep each window in a list."
+                return (
+                    "nothing was read: micro_batches is an iterator, and after it is read to "
+                    "its end, it gives nothing more. Keep each window in a list."
+                )
             moved = difference(got[name]["weights"], flat(Bigrams().parameters()))
             return ANOTHER_STEP if moved else NO_STEP
         if says := _why_updates(updates, right, counts, window):
@@ -195,20 +217,33 @@ def _explain_train(got, expected):
     losses, right = next((got[name]["losses"], expected[name]["losses"]) for name in _EPOCHS)
     if isinstance(plain(losses), tuple) and len(losses) == len(right):
         lengths, window = next(iter(_EPOCHS.values()))
-        first = [bigram_loss(Bigrams())(rows(*each, seed=i)) for i, each in enumerate(lengths[:window])]
-        if what := why_loss(plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]):
+        first = [
+            bigram_loss(Bigrams())(rows(*each, seed=i)) for i, each in enumerate(lengths[:window])
+        ]
+        if what := why_loss(
+            plain(losses[0]), [loss.item() for loss, _ in first], [int(n) for _, n in first]
+        ):
             return f"the updates are right; the first of the losses is {what}."
-        return "the updates are right, but the losses are not: each loss is the mean that backward was called on, before the update."
+        return (
+            "the updates are right, but the losses are not: each loss is the mean that backward "
+            "was called on, before the update."
+        )
     return None
 
 
 def _why_updates(updates, right, counts, window) -> str | None:
     if len(updates) == len(counts) > len(right):
-        return "this steps after every micro-batch: that trains with small batches and accumulates nothing."
+        return (
+            "this steps after every micro-batch: that trains with small batches and accumulates "
+            "nothing."
+        )
     held = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in updates]
     wanted = [{i for i, w in enumerate(u.tolist()) if abs(w) > 1e-9} for u in right]
     if held == wanted[:-1]:
-        return "this drops the last window when it is not full: its micro-batches were read but not used."
+        return (
+            "this drops the last window when it is not full: its micro-batches were read but "
+            "not used."
+        )
     if (
         held
         and len(held[0]) > 0
@@ -219,13 +254,25 @@ def _why_updates(updates, right, counts, window) -> str | None:
         return f"the first update is made of {len(held[0])} {many}, and the window is {window}."
     for mine, theirs, u in zip(held, wanted, updates, strict=False):
         if mine > theirs and min(mine) < min(theirs):
-            return "without zero_grad between windows, every update repeats the gradients of all those before it."
+            return (
+                "without zero_grad between windows, every update repeats the gradients of all "
+                "those before it."
+            )
         inside = sorted(theirs)
-        if mine == theirs and all(math.isclose(u[i] * sum(counts), 1, rel_tol=1e-3) for i in inside):
-            return "this divides by the items of all micro-batches: an update is the mean over those of its own window."
-        says = why([u[i].item() for i in inside], [counts[i] for i in inside]) if len(u) > 1 else None
+        if mine == theirs and all(
+            math.isclose(u[i] * sum(counts), 1, rel_tol=1e-3) for i in inside
+        ):
+            return (
+                "this divides by the items of all micro-batches: an update is the mean over "
+                "those of its own window."
+            )
+        says = (
+            why([u[i].item() for i in inside], [counts[i] for i in inside]) if len(u) > 1 else None
+        )
         if says:
-            return says if len(inside) == window else f"in the last window, which is not full, {says}"
+            return (
+                says if len(inside) == window else f"in the last window, which is not full, {says}"
+            )
     return (
         f"there are {len(updates)} updates, and there should be {len(right)}."
         if len(updates) != len(right)
@@ -235,46 +282,134 @@ def _why_updates(updates, right, counts, window) -> str | None:
 
 EXERCISES = (
     Exercise(
-        id="3.3", title="the right divisor", difficulty=2, minutes=8,
+        id="3.3",
+        title="the right divisor",
+        difficulty=2,
+        minutes=8,
         trains="the gradient of a mean, taken piece by piece",
         reference=accumulate,
         observe=_observe_accumulate,
         explain=_explain_accumulate,
         mistakes=(
-            Mistake("no division", accumulates(lambda loss, count, k, total: loss),
-                    "no division: this is the gradient of the sum, as many times too large as there are tokens."),
-            Mistake("sum of means", accumulates(lambda loss, count, k, total: loss / count, lambda ls, cs: sum(_each_mean(ls, cs))),
-                    "this adds up the means of the micro-batches: with K of them the result is about K times too large."),
-            Mistake("by K", accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means),
-                    "dividing by K gives every micro-batch the same weight: a token of a short one then counts more than one of a long one."),
-            Mistake("logged unweighted", accumulates(lambda loss, count, k, total: loss / total, mean_of_means),
-                    "the gradient is right; the loss is an unweighted average of the micro-batches' means."),
-            Mistake("logged last", accumulates(lambda loss, count, k, total: loss / total, lambda ls, cs: ls[-1] / cs[-1]),
-                    "the gradient is right; the loss is only the last micro-batch's."),
-            Mistake("mean times count", accumulates(lambda loss, count, k, total: loss / total, _mean_times_count),
-                    "the mean of a micro-batch without labels is 0 / 0, which is not a number, even when multiplied by 0: use the sum."),
+            Mistake(
+                "no division",
+                accumulates(lambda loss, count, k, total: loss),
+                (
+                    "no division: this is the gradient of the sum, as many times too large as "
+                    "there are tokens."
+                ),
+            ),
+            Mistake(
+                "sum of means",
+                accumulates(
+                    lambda loss, count, k, total: loss / count,
+                    lambda ls, cs: sum(_each_mean(ls, cs)),
+                ),
+                (
+                    "this adds up the means of the micro-batches: with K of them the result is "
+                    "about K times too large."
+                ),
+            ),
+            Mistake(
+                "by K",
+                accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means),
+                (
+                    "dividing by K gives every micro-batch the same weight: a token of a short one "
+                    "then counts more than one of a long one."
+                ),
+            ),
+            Mistake(
+                "logged unweighted",
+                accumulates(lambda loss, count, k, total: loss / total, mean_of_means),
+                (
+                    "the gradient is right; the loss is an unweighted average of the "
+                    "micro-batches' means."
+                ),
+            ),
+            Mistake(
+                "logged last",
+                accumulates(
+                    lambda loss, count, k, total: loss / total, lambda ls, cs: ls[-1] / cs[-1]
+                ),
+                "the gradient is right; the loss is only the last micro-batch's.",
+            ),
+            Mistake(
+                "mean times count",
+                accumulates(lambda loss, count, k, total: loss / total, _mean_times_count),
+                (
+                    "the mean of a micro-batch without labels is 0 / 0, which is not a number, "
+                    "even when multiplied by 0: use the sum."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="3.4", title="the whole loop, and what is left at its end", difficulty=2, minutes=8,
+        id="3.4",
+        title="the whole loop, and what is left at its end",
+        difficulty=2,
+        minutes=8,
         trains="when to step, when to zero, and the last incomplete window",
         reference=train,
         observe=_observe_train,
         explain=_explain_train,
-        raises=((r"has no len\(\)|not subscriptable", "micro_batches is an iterator, which has no length and no [ ]: islice reads one window, and list() reads everything."),),
+        raises=(
+            (
+                r"has no len\(\)|not subscriptable",
+                (
+                    "micro_batches is an iterator, which has no length and no [ ]: islice reads "
+                    "one window, and list() reads everything."
+                ),
+            ),
+        ),
         mistakes=(
-            Mistake("zeroes inside", _trains(first=True, zero=False),
-                    "this zeroes the gradients inside the window: only the last micro-batch's gradients are left."),
-            Mistake("steps every micro-batch", _trains(step_and_zero, each=True, weight=lambda count, total, k: count),
-                    "this steps after every micro-batch: that trains with small batches and accumulates nothing."),
-            Mistake("drops the last", _trains(last=False),
-                    "this drops the last window when it is not full: its micro-batches were read but not used."),
-            Mistake("last one by the full window", _trains(full=True),
-                    "the last window is divided as if it were full: with fewer micro-batches its gradient is too small."),
-            Mistake("never zeroes", _trains(zero=False),
-                    "without zero_grad between windows, every update repeats the gradients of all those before it."),
-            Mistake("by K", _trains(weight=lambda count, total, k: count * k),
-                    "the windows are right; inside a window every micro-batch has the same weight, however many tokens it has."),
+            Mistake(
+                "zeroes inside",
+                _trains(first=True, zero=False),
+                (
+                    "this zeroes the gradients inside the window: only the last micro-batch's "
+                    "gradients are left."
+                ),
+            ),
+            Mistake(
+                "steps every micro-batch",
+                _trains(step_and_zero, each=True, weight=lambda count, total, k: count),
+                (
+                    "this steps after every micro-batch: that trains with small batches and "
+                    "accumulates nothing."
+                ),
+            ),
+            Mistake(
+                "drops the last",
+                _trains(last=False),
+                (
+                    "this drops the last window when it is not full: its micro-batches were read "
+                    "but not used."
+                ),
+            ),
+            Mistake(
+                "last one by the full window",
+                _trains(full=True),
+                (
+                    "the last window is divided as if it were full: with fewer micro-batches its "
+                    "gradient is too small."
+                ),
+            ),
+            Mistake(
+                "never zeroes",
+                _trains(zero=False),
+                (
+                    "without zero_grad between windows, every update repeats the gradients of all "
+                    "those before it."
+                ),
+            ),
+            Mistake(
+                "by K",
+                _trains(weight=lambda count, total, k: count * k),
+                (
+                    "the windows are right; inside a window every micro-batch has the same weight, "
+                    "however many tokens it has."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -9,7 +9,10 @@ from .trainer import one_batch, trainer_logs, trainer_setting
 
 
 def _heeds(model, batch) -> bool:
-    """Does the model's loss depend on the number of items that it is told? Asked without dropout, which is random."""
+    """Does the model's loss depend on the number of items that it is told?
+
+    Asked without dropout, which is random.
+    """
     training = model.training
     model.eval()
     few, many = (model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in (1, 1000))
@@ -18,7 +21,9 @@ def _heeds(model, batch) -> bool:
 
 
 def mended(model, batch):
-    """``model``, told to ``Trainer`` as what it is: one that heeds the number of items, or one that does not."""
+    """``model``, told to ``Trainer`` as what it is: one that heeds the number of items, or one that
+    does not.
+    """
     if not _heeds(model, batch):
         model.accepts_loss_kwargs = False
     return model
@@ -41,12 +46,15 @@ def _one_in_four(model, batch):
 
 
 def _nameless(kind: str):
-    """Model and examples of ``trainer_setting``, of a class whose name tells nothing, with dropout, in eval mode."""
+    """Model and examples of ``trainer_setting``, of a class whose name tells nothing, with dropout,
+    in eval mode.
+    """
     model, examples = trainer_setting(kind)
     model.__class__ = type("Tiny", (type(model),), {})
     _set_dropout(model, 0.1)
     if kind.endswith("SequenceClassification"):
-        model.config.problem_type = "single_label_classification"  # which its forward writes there by itself
+        # which its forward writes there by itself
+        model.config.problem_type = "single_label_classification"
     return model.eval(), examples
 
 
@@ -92,13 +100,19 @@ def _observe_mended(candidate):
 
 def _explain_mended(got, expected):
     if any(seen["set on the whole class (1 is yes)"] for seen in got.values()):
-        return "the attribute is set on the class, and so on every model of this class: set it on this model only."
+        return (
+            "the attribute is set on the class, and so on every model of this class: set it on "
+            "this model only."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="3.8", title="fix a Trainer run", difficulty=2, minutes=6,
+        id="3.8",
+        title="fix a Trainer run",
+        difficulty=2,
+        minutes=6,
         trains="asking a model whether it uses the number of items",
         reference=mended,
         observe=_observe_mended,
@@ -106,14 +120,38 @@ EXERCISES = (
         tolerance=1e-4,
         changes=("model.mode",),
         mistakes=(
-            Mistake("unchanged", lambda model, batch: model,
-                    "the classifier's loss and gradient are still multiplied by the 4 accumulation steps."),
-            Mistake("every model", _told(lambda heeds: False),
-                    "the classifier is now right, but the language model is wrong, because it does use the number of items: ask each model itself, whatever its name."),
-            Mistake("True", _told(lambda heeds: not heeds),
-                    "accepts_loss_kwargs has the opposite value: False makes Trainer divide by the accumulation steps itself."),
-            Mistake("a quarter of the gradient", _one_in_four,
-                    "the gradient is right for 4 accumulation steps and no others, and the logged loss is still 4 times too large."),
+            Mistake(
+                "unchanged",
+                lambda model, batch: model,
+                (
+                    "the classifier's loss and gradient are still multiplied by the 4 accumulation "
+                    "steps."
+                ),
+            ),
+            Mistake(
+                "every model",
+                _told(lambda heeds: False),
+                (
+                    "the classifier is now right, but the language model is wrong, because it "
+                    "does use the number of items: ask each model itself, whatever its name."
+                ),
+            ),
+            Mistake(
+                "True",
+                _told(lambda heeds: not heeds),
+                (
+                    "accepts_loss_kwargs has the opposite value: False makes Trainer divide by the "
+                    "accumulation steps itself."
+                ),
+            ),
+            Mistake(
+                "a quarter of the gradient",
+                _one_in_four,
+                (
+                    "the gradient is right for 4 accumulation steps and no others, and the logged "
+                    "loss is still 4 times too large."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

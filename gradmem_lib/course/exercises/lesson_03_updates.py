@@ -20,7 +20,9 @@ from .weights import ANOTHER_STEP, NO_STEP, Graphs, parts_of, weights_of, why
 
 
 def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) -> float:
-    """One update on a list of micro-batches, its gradient clipped to ``max_norm``; the norm before clipping."""
+    """One update on a list of micro-batches, its gradient clipped to ``max_norm``; the norm before
+    clipping.
+    """
     accumulate(micro_batches, loss_and_count)
     norm = clip_grad_norm_(model.parameters(), max_norm)
     step_and_zero(optimizer)
@@ -28,7 +30,10 @@ def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm) ->
 
 
 def _clips(model, optimizer, micro_batches, loss_and_count, max_norm, *, wrong):
-    parameters, total = list(model.parameters()), sum(loss_and_count(micro)[1] for micro in micro_batches)
+    parameters, total = (
+        list(model.parameters()),
+        sum(loss_and_count(micro)[1] for micro in micro_batches),
+    )
     kept = [torch.zeros_like(p) for p in parameters]
     for micro in micro_batches:
         (loss_and_count(micro)[0] / (1 if wrong == "the sum" else total)).backward()
@@ -46,7 +51,9 @@ def _clips(model, optimizer, micro_batches, loss_and_count, max_norm, *, wrong):
         norm = flat(p.grad for p in parameters).norm()
         clip_grad_value_(parameters, max_norm)
     elif wrong != "inside":
-        norm = clip_grad_norm_(parameters, max_norm / (len(micro_batches) if wrong == "max_norm / K" else 1))
+        norm = clip_grad_norm_(
+            parameters, max_norm / (len(micro_batches) if wrong == "max_norm / K" else 1)
+        )
     if wrong == "the sum":
         for parameter in parameters:
             parameter.grad /= total
@@ -65,14 +72,18 @@ def _observe_clip(candidate):
         model = Bigrams()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
         steps: list[torch.Tensor] = []
-        optimizer.register_step_pre_hook(lambda *_, m=model, steps=steps: steps.append(gradients_of(m)))
+        optimizer.register_step_pre_hook(
+            lambda *_, m=model, steps=steps: steps.append(gradients_of(m))
+        )
         graphs = Graphs(bigram_loss(model))
         norm = candidate(model, optimizer, unequal(), graphs, max_norm)
         found[name] = {
             "weights": flat(model.parameters()),
             "norm": norm,
             "updates": len(steps),
-            "gradient at the step": steps[0] if steps else torch.zeros_like(flat(model.parameters())),
+            "gradient at the step": steps[0]
+            if steps
+            else torch.zeros_like(flat(model.parameters())),
             "graphs that are kept at once": graphs.kept,
         }
         candidate(model, optimizer, unequal(), bigram_loss(model), max_norm)
@@ -84,13 +95,18 @@ def _explain_clip(got, expected):
     whole = expected[_UNCLIPPED]["gradient at the step"]
     mine, right = got[_CLIPPED], expected[_CLIPPED]
     if not mine["updates"]:
-        return ANOTHER_STEP if difference(mine["weights"], flat(Bigrams().parameters())) else NO_STEP
+        return (
+            ANOTHER_STEP if difference(mine["weights"], flat(Bigrams().parameters())) else NO_STEP
+        )
     if mine["updates"] > 1:
         return f"{mine['updates']} updates are made: the exercise asks for one."
     says = _why_clipped(mine["gradient at the step"], whole, 0.1)
     size = got[_UNCLIPPED]["gradient at the step"].norm().item()
     if not says and math.isclose(size, 100.0, rel_tol=1e-4):
-        return "every gradient is scaled to max_norm, even a small one: clip only where the norm is larger, and do not change the others."
+        return (
+            "every gradient is scaled to max_norm, even a small one: clip only where the norm "
+            "is larger, and do not change the others."
+        )
     if not says and difference(got[_UNCLIPPED]["gradient at the step"], whole):
         model = Bigrams()
         parts, counts = parts_of(bigram_loss(model), unequal(), list(model.parameters()))
@@ -98,7 +114,9 @@ def _explain_clip(got, expected):
         says = why(weights, counts) if weights else None
     if says:
         return says
-    if difference(mine["norm"], right["norm"]) and not difference(mine["weights"], right["weights"]):
+    if difference(mine["norm"], right["norm"]) and not difference(
+        mine["weights"], right["weights"]
+    ):
         return _why_norm(plain(mine["norm"]), whole)
     if not difference(mine["weights"], right["weights"]) and any(
         seen.get("updates") == 1 for seen in got.values()
@@ -107,7 +125,9 @@ def _explain_clip(got, expected):
     return None
 
 
-NEVER_ZEROED = "the first update is right and a second one repeats its gradient: zero_grad() is missing."
+NEVER_ZEROED = (
+    "the first update is right and a second one repeats its gradient: zero_grad() is missing."
+)
 
 
 def _why_clipped(gradient, whole, max_norm) -> str | None:
@@ -118,12 +138,23 @@ def _why_clipped(gradient, whole, max_norm) -> str | None:
     parallel = torch.allclose(gradient / size, whole / right, atol=1e-6)
     halves = [half.norm().item() for half in gradient.chunk(2)]
     if not parallel and all(math.isclose(half, max_norm, rel_tol=1e-3) for half in halves):
-        return "each parameter is clipped by its own norm: use one norm, that of all parameters together."
+        return (
+            "each parameter is clipped by its own norm: use one norm, that of all parameters "
+            "together."
+        )
     if parallel and math.isclose(factors[0], 1.0, rel_tol=1e-6):
-        return "the update used the unclipped gradient: clip .grad itself, after the last backward and before the step."
-    others = {"the largest number (the infinity norm)": math.inf, "the sum of magnitudes (the 1-norm)": 1}
+        return (
+            "the update used the unclipped gradient: clip .grad itself, after the last backward "
+            "and before the step."
+        )
+    others = {
+        "the largest number (the infinity norm)": math.inf,
+        "the sum of magnitudes (the 1-norm)": 1,
+    }
     for other, power in others.items():
-        if parallel and math.isclose(size, max_norm * right / whole.norm(power).item(), rel_tol=1e-3):
+        if parallel and math.isclose(
+            size, max_norm * right / whole.norm(power).item(), rel_tol=1e-3
+        ):
             return f"this clips by {other}: the norm here is the root of the sum of squares."
     return None
 
@@ -132,14 +163,22 @@ def _why_norm(norm, whole) -> str:
     if not isinstance(norm, (int, float)):
         return "the update is right; return the norm before clipping, a float."
     if norm <= 0.1001:
-        return "the update is right; the returned norm is the norm after clipping: return the norm before it, as clip_grad_norm_ does."
+        return (
+            "the update is right; the returned norm is the norm after clipping: return the norm "
+            "before it, as clip_grad_norm_ does."
+        )
     if math.isclose(norm, whole.square().sum().item(), rel_tol=1e-4):
         return "the update is right; the returned number is the square of the norm."
-    return "the update is right; the returned number is not the gradient's norm before clipping (is it the loss?)."
+    return (
+        "the update is right; the returned number is not the gradient's norm before clipping "
+        "(is it the loss?)."
+    )
 
 
 def train_64(model, optimizer, batch, loss_and_count) -> float:
-    """One update on all rows of ``batch``, in micro-batches that fit; the mean loss over all tokens."""
+    """One update on all rows of ``batch``, in micro-batches that fit; the mean loss over all
+    tokens.
+    """
     loss = accumulate(list(split(batch, 8)), loss_and_count)
     optimizer.step()
     optimizer.zero_grad()
@@ -187,7 +226,8 @@ def _observe_64(candidate):
     optimizer.register_step_post_hook(lambda *_: updates.append(None))
 
     def moments():
-        # Adam's first step moves every weight by about the learning rate, whatever its gradient's size: look at m.
+        # Adam's first step moves every weight by about the learning rate, whatever its gradient's
+        # size: look at m.
         kept = [optimizer.state[p].get("exp_avg", torch.zeros_like(p)) for p in model.parameters()]
         return 10 * flat(kept)
 
@@ -209,7 +249,9 @@ def _observe_64(candidate):
     larger = False
     if not measured.over:
         sizes = [found["64 sequences"]["gradient"].norm().item()]
-        handle = optimizer.register_step_pre_hook(lambda *_: sizes.append(gradients_of(model).norm().item()))
+        handle = optimizer.register_step_pre_hook(
+            lambda *_: sizes.append(gradients_of(model).norm().item())
+        )
         run()
         handle.remove()
         larger = sizes[-1] > 1.5 * sizes[0] > 0
@@ -226,7 +268,8 @@ def _explain_64(got, expected):
         return NO_STEP
     if mine["updates"] > 1:
         return (
-            f"{mine['updates']} updates are made with this batch: the exercise asks for one, on all 64 rows."
+            f"{mine['updates']} updates are made with this batch: the exercise asks for one, on "
+            "all 64 rows."
         )
     if (seen := got.notes["all_rows"]) < 64:
         return f"{seen} of the 64 rows go through the model: the update must use all of them."
@@ -238,8 +281,14 @@ def _explain_64(got, expected):
         return NEVER_ZEROED
     rows = got.notes["rows"]
     if rows > FITS:
-        return f"{rows} rows at a time are too many for this card: the logits and activations of each piece must fit, so halve the piece."
-    return "the pieces are small enough, but something of each is kept for the next: a graph, or logits; keep only loss.item()."
+        return (
+            f"{rows} rows at a time are too many for this card: the logits and activations of "
+            "each piece must fit, so halve the piece."
+        )
+    return (
+        "the pieces are small enough, but something of each is kept for the next: a graph, or "
+        "logits; keep only loss.item()."
+    )
 
 
 def _why_64(gradient, right) -> str | None:
@@ -258,43 +307,111 @@ def _why_64(gradient, right) -> str | None:
 
 EXERCISES = (
     Exercise(
-        id="3.6", title="clipping, in its place", difficulty=2, minutes=5,
+        id="3.6",
+        title="clipping, in its place",
+        difficulty=2,
+        minutes=5,
         trains="clipping the gradient of the update, not its parts",
         reference=clipped_update,
         observe=_observe_clip,
         explain=_explain_clip,
         mistakes=(
-            Mistake("inside", partial(_clips, wrong="inside"),
-                    "this clips inside the window: the accumulated gradient is clipped again and again, and early micro-batches lose most."),
-            Mistake("each", partial(_clips, wrong="each"),
-                    "this clips each micro-batch by itself: their sum is not the clipped gradient, and can be longer than max_norm."),
-            Mistake("too late", partial(_clips, wrong="too late"),
-                    "the update used the unclipped gradient: clip after the last backward and before the step."),
-            Mistake("the sum", partial(_clips, wrong="the sum"),
-                    "this clips before dividing: max_norm is meant for the norm of the mean."),
-            Mistake("max_norm / K", partial(_clips, wrong="max_norm / K"),
-                    "this clips to max_norm / K: the gradient is that of one update, so it gets the whole max_norm."),
-            Mistake("values", partial(_clips, wrong="values"),
-                    "this clips each number by itself, which changes the gradient's direction: clip its norm."),
+            Mistake(
+                "inside",
+                partial(_clips, wrong="inside"),
+                (
+                    "this clips inside the window: the accumulated gradient is clipped again and "
+                    "again, and early micro-batches lose most."
+                ),
+            ),
+            Mistake(
+                "each",
+                partial(_clips, wrong="each"),
+                (
+                    "this clips each micro-batch by itself: their sum is not the clipped "
+                    "gradient, and can be longer than max_norm."
+                ),
+            ),
+            Mistake(
+                "too late",
+                partial(_clips, wrong="too late"),
+                (
+                    "the update used the unclipped gradient: clip after the last backward and "
+                    "before the step."
+                ),
+            ),
+            Mistake(
+                "the sum",
+                partial(_clips, wrong="the sum"),
+                "this clips before dividing: max_norm is meant for the norm of the mean.",
+            ),
+            Mistake(
+                "max_norm / K",
+                partial(_clips, wrong="max_norm / K"),
+                (
+                    "this clips to max_norm / K: the gradient is that of one update, so it gets "
+                    "the whole max_norm."
+                ),
+            ),
+            Mistake(
+                "values",
+                partial(_clips, wrong="values"),
+                (
+                    "this clips each number by itself, which changes the gradient's direction: "
+                    "clip its norm."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="3.7", title="a batch of 64 where 16 do not fit", difficulty=3, minutes=10,
+        id="3.7",
+        title="a batch of 64 where 16 do not fit",
+        difficulty=3,
+        minutes=10,
         trains="choosing a micro-batch by its bytes, and letting go of each graph",
         reference=train_64,
         observe=_observe_64,
         explain=_explain_64,
         tolerance=1e-4,
         mistakes=(
-            Mistake("all at once", _updates(64), "all 64 sequences go through at once: that is the batch that does not fit."),
-            Mistake("micro-batches of 16", _updates(16), "the micro-batch has 16 sequences, and 16 are too many for this card."),
-            Mistake("one backward", _updates(8, _one_backward),
-                    "one backward at the end keeps every micro-batch's graph until then: that is the full batch again."),
-            Mistake("retains every graph", _updates(8, _retains_every_graph),
-                    "retain_graph=True and a list of losses keep every graph alive: keep loss.item()."),
-            Mistake("by K", _updates(8, accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means)),
-                    "it fits, but dividing by K weights the sequences wrongly: their lengths differ, so divide by the tokens of all 64."),
-            Mistake("steps each", _steps_each, "it fits, but it makes eight updates: the exercise asks for one."),
+            Mistake(
+                "all at once",
+                _updates(64),
+                "all 64 sequences go through at once: that is the batch that does not fit.",
+            ),
+            Mistake(
+                "micro-batches of 16",
+                _updates(16),
+                "the micro-batch has 16 sequences, and 16 are too many for this card.",
+            ),
+            Mistake(
+                "one backward",
+                _updates(8, _one_backward),
+                (
+                    "one backward at the end keeps every micro-batch's graph until then: that is "
+                    "the full batch again."
+                ),
+            ),
+            Mistake(
+                "retains every graph",
+                _updates(8, _retains_every_graph),
+                "retain_graph=True and a list of losses keep every graph alive: keep loss.item().",
+            ),
+            Mistake(
+                "by K",
+                _updates(
+                    8, accumulates(lambda loss, count, k, total: loss / count / k, mean_of_means)
+                ),
+                (
+                    "it fits, but dividing by K weights the sequences wrongly: their lengths "
+                    "differ, so divide by the tokens of all 64."
+                ),
+            ),
+            Mistake(
+                "steps each",
+                _steps_each,
+                "it fits, but it makes eight updates: the exercise asks for one.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -33,7 +33,9 @@ class Checkpoint(torch.autograd.Function):
 
 
 def _but(made, **members):
-    """A wrong ``Checkpoint`` or ``SafeCheckpoint``, of the same name, which PyTorch puts into its messages."""
+    """A wrong ``Checkpoint`` or ``SafeCheckpoint``, of the same name, which PyTorch puts into its
+    messages.
+    """
     members = {name: staticmethod(function) for name, function in members.items()}
     given = {name: staticmethod(getattr(made, name)) for name in ("forward", "backward")}
     return type(torch.autograd.Function)(made.__name__, (torch.autograd.Function,), given | members)
@@ -98,7 +100,9 @@ def _observe_checkpoint(candidate):
             "gradients of the weights": gradients_of(layers),
         }
     }
-    kept = kept_boundaries(lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8))
+    kept = kept_boundaries(
+        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8)
+    )
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
     found["four layers, forward calls"] = {"in forward and backward": len(order)}
     return found
@@ -113,7 +117,8 @@ def _explain_kept(got, expected):
         return "the graph of the first run is kept: keep only x, and run again in backward."
     if kept > right:
         return (
-            "more than x is kept for each layer: save x itself, no clone or copy of it, and not the output."
+            "more than x is kept for each layer: save x itself, no clone or copy of it, and not "
+            "the output."
         )
     return None
 
@@ -123,9 +128,16 @@ def _explain_checkpoint(got, expected):
     if difference(mine["output"], right["output"]):
         return "the output is not that of run(x): forward returns what run(x) returns."
     if not mine["gradients of the weights"].any():
-        return "the weights inside run get no gradient: torch.autograd.backward(out, gradient) reaches them, and x."
+        return (
+            "the weights inside run get no gradient: torch.autograd.backward(out, gradient) "
+            "reaches them, and x."
+        )
     if difference(mine["gradient of the input"], right["gradient of the input"]):
-        return "the gradient that backward returns is not that of x: run again from x.detach().requires_grad_(), call backward once on the output with the incoming gradient, and return x.grad."
+        return (
+            "the gradient that backward returns is not that of x: run again from "
+            "x.detach().requires_grad_(), call backward once on the output with the incoming "
+            "gradient, and return x.grad."
+        )
     calls, wanted = (
         seen["four layers, forward calls"]["in forward and backward"] for seen in (got, expected)
     )
@@ -193,7 +205,9 @@ def _observe_dice(candidate):
         },
         "after the step": {"the next random numbers": after},
     }
-    kept = kept_boundaries(lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5))
+    kept = kept_boundaries(
+        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5)
+    )
     found["what 8 layers keep"] = {"boundaries alive after forward": kept}
     return found
 
@@ -202,54 +216,147 @@ def _explain_dice(got, expected):
     name = "four layers with dropout"
     mine, right = got[name], expected[name]
     if difference(mine["output"], right["output"]):
-        return "the first run, in forward, draws other random numbers than a plain run of the layers: set no seed and use no fork_rng there; only save the state, and run."
+        return (
+            "the first run, in forward, draws other random numbers than a plain run of the "
+            "layers: set no seed and use no fork_rng there; only save the state, and run."
+        )
     if difference(mine, right):
-        return "the second run draws other masks than the first: it needs the torch.get_rng_state() from just before the first run, not a seed, and not the state of another moment."
+        return (
+            "the second run draws other masks than the first: it needs the torch.get_rng_state() "
+            "from just before the first run, not a seed, and not the state of another moment."
+        )
     if difference(got["after the step"], expected["after the step"]):
-        return "the gradients are right, but the rest of the program gets other random numbers: restore the state from before backward's run."
+        return (
+            "the gradients are right, but the rest of the program gets other random numbers: "
+            "restore the state from before backward's run."
+        )
     return _explain_kept(got, expected)
 
 
 EXERCISES = (
     Exercise(
-        id="4.1", title="a checkpoint by hand", difficulty=2, minutes=10,
+        id="4.1",
+        title="a checkpoint by hand",
+        difficulty=2,
+        minutes=10,
         trains="what autograd keeps, and how to run a layer again inside backward",
         reference=Checkpoint,
         observe=_observe_checkpoint,
         explain=_explain_checkpoint,
-        raises=((r"gradient different than None at position", "backward returns a gradient for each argument of forward, in their order: None for run, then x.grad."),),
+        raises=(
+            (
+                r"gradient different than None at position",
+                (
+                    "backward returns a gradient for each argument of forward, in their order: "
+                    "None for run, then x.grad."
+                ),
+            ),
+        ),
         mistakes=(
-            Mistake("keeps the graph", _keeps_the_graph(),
-                    "the gradients are right, but no memory is saved: forward builds and keeps the graph of run(x); keep only x, and run again in backward."),
-            Mistake("no grad in backward", _but(Checkpoint, backward=_backward_without_grad),
-                    "backward runs with gradients switched off, so the second run has no graph: put it under torch.enable_grad()."),
-            Mistake("no detach", _but(Checkpoint, backward=_backward_without_detach),
-                    "the saved x is still part of the graph of earlier layers, and backward continues into them: detach x, and let it require a gradient."),
-            Mistake("the input alone", _but(Checkpoint, backward=_backward_for_the_input_alone),
-                    "the input gets its gradient and the weights get none: torch.autograd.backward reaches both."),
-            Mistake("no requires_grad", _but(Checkpoint, backward=_backward_without_requires_grad),
-                    "the detached x does not require a gradient, so earlier layers get no gradient: add requires_grad_()."),
-            Mistake("one gradient", _but(Checkpoint, backward=_backward_of_one),
-                    "backward returns one value, and forward took two arguments, run and x: return None for run."),
+            Mistake(
+                "keeps the graph",
+                _keeps_the_graph(),
+                (
+                    "the gradients are right, but no memory is saved: forward builds and keeps the "
+                    "graph of run(x); keep only x, and run again in backward."
+                ),
+            ),
+            Mistake(
+                "no grad in backward",
+                _but(Checkpoint, backward=_backward_without_grad),
+                (
+                    "backward runs with gradients switched off, so the second run has no graph: "
+                    "put it under torch.enable_grad()."
+                ),
+            ),
+            Mistake(
+                "no detach",
+                _but(Checkpoint, backward=_backward_without_detach),
+                (
+                    "the saved x is still part of the graph of earlier layers, and backward "
+                    "continues into them: detach x, and let it require a gradient."
+                ),
+            ),
+            Mistake(
+                "the input alone",
+                _but(Checkpoint, backward=_backward_for_the_input_alone),
+                (
+                    "the input gets its gradient and the weights get none: torch.autograd.backward "
+                    "reaches both."
+                ),
+            ),
+            Mistake(
+                "no requires_grad",
+                _but(Checkpoint, backward=_backward_without_requires_grad),
+                (
+                    "the detached x does not require a gradient, so earlier layers get no "
+                    "gradient: add requires_grad_()."
+                ),
+            ),
+            Mistake(
+                "one gradient",
+                _but(Checkpoint, backward=_backward_of_one),
+                (
+                    "backward returns one value, and forward took two arguments, run and x: return "
+                    "None for run."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="4.2", title="the same random numbers twice", difficulty=2, minutes=6,
+        id="4.2",
+        title="the same random numbers twice",
+        difficulty=2,
+        minutes=6,
         trains="saving the random state, and leaving the rest of the program alone",
         reference=SafeCheckpoint,
         observe=_observe_dice,
         explain=_explain_dice,
         mistakes=(
-            Mistake("not restored", _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
-                    "the second run draws other dropout masks than the first: the random state is not restored."),
-            Mistake("one seed for all", _but(SafeCheckpoint, forward=partial(_one_seed_for_all, run=Checkpoint.forward), backward=partial(_one_seed_for_all, run=Checkpoint.backward)),
-                    "a fixed seed gives every layer and every step the same mask: save the random state instead."),
-            Mistake("state too late", _but(SafeCheckpoint, forward=_state_too_late),
-                    "the random state is saved after the run, when the random numbers are already drawn."),
-            Mistake("never put back", _but(SafeCheckpoint, backward=_never_put_back),
-                    "the gradients are right, but the rest of the program gets the same random numbers twice: torch.random.fork_rng() restores the state."),
-            Mistake("one state for all", _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
-                    "all layers share one state, the last layer's: keep the state in ctx, because every call has its own ctx."),
+            Mistake(
+                "not restored",
+                _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
+                (
+                    "the second run draws other dropout masks than the first: the random state is "
+                    "not restored."
+                ),
+            ),
+            Mistake(
+                "one seed for all",
+                _but(
+                    SafeCheckpoint,
+                    forward=partial(_one_seed_for_all, run=Checkpoint.forward),
+                    backward=partial(_one_seed_for_all, run=Checkpoint.backward),
+                ),
+                (
+                    "a fixed seed gives every layer and every step the same mask: save the random "
+                    "state instead."
+                ),
+            ),
+            Mistake(
+                "state too late",
+                _but(SafeCheckpoint, forward=_state_too_late),
+                (
+                    "the random state is saved after the run, when the random numbers are already "
+                    "drawn."
+                ),
+            ),
+            Mistake(
+                "never put back",
+                _but(SafeCheckpoint, backward=_never_put_back),
+                (
+                    "the gradients are right, but the rest of the program gets the same random "
+                    "numbers twice: torch.random.fork_rng() restores the state."
+                ),
+            ),
+            Mistake(
+                "one state for all",
+                _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
+                (
+                    "all layers share one state, the last layer's: keep the state in ctx, because "
+                    "every call has its own ctx."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Lesson 05's exercises about what is left of a model: adapters with something to train, an evaluation within the card."""
+"""Lesson 05's exercises about what is left of a model: adapters with something to train, an
+evaluation within the card.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LORA_NAMES = ("q_proj", "v_proj")
 
 
 def add_adapters(model, names, rank, lr):
-    """Freeze ``model``, put a ``LoRALinear`` around every layer whose last name is in ``names``; AdamW for what is trained."""
+    """Freeze ``model``, put a ``LoRALinear`` around every layer whose last name is in ``names``;
+    AdamW for what is trained.
+    """
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
@@ -67,7 +71,9 @@ def _random_b(model, names, rank, lr):
 
 def _a_alone(model, names, rank, lr):
     add_adapters(model, names, rank, lr)
-    return torch.optim.AdamW([p for name, p in model.named_parameters() if name.endswith(".A")], lr=lr)
+    return torch.optim.AdamW(
+        [p for name, p in model.named_parameters() if name.endswith(".A")], lr=lr
+    )
 
 
 def _optimizer_first(model, names, rank, lr):
@@ -76,10 +82,14 @@ def _optimizer_first(model, names, rank, lr):
     return optimizer
 
 
-_NOTHING_LEFT = "nothing is left to train: requires_grad_(False) came after the adapters, and froze them too; freeze first, then add."
+_NOTHING_LEFT = (
+    "nothing is left to train: requires_grad_(False) came after the adapters, and "
+    "froze them too; freeze first, then add."
+)
 _NO_ADAPTER = (
-    "no layer of the model has become an adapter, so there is nothing to train: named_modules() has whole paths, such as "
-    "model.layers.0.self_attn.q_proj; compare the last part, and put the LoRALinear into the parent with setattr."
+    "no layer of the model has become an adapter, so there is nothing to train: named_modules() "
+    "has whole paths, such as model.layers.0.self_attn.q_proj; compare the last part, and put the "
+    "LoRALinear into the parent with setattr."
 )
 
 
@@ -91,19 +101,37 @@ def _explain_lora(got, expected):
     other, right = (seen["other names, another rank and rate"] for seen in (got, expected))
     wrong = [name for name in right if other[name] != right[name]]
     said = {
-        "around": "the adapters are not around the right layers: wrap all layers whose last name is in `names`, and no others.",
-        "ranks": f"`rank` has no effect: the adapters have rank {other['ranks']}, but {right['ranks']} was asked for.",
+        "around": (
+            "the adapters are not around the right layers: wrap all layers whose last name "
+            "is in `names`, and no others."
+        ),
+        "ranks": (
+            f"`rank` has no effect: the adapters have rank {other['ranks']}, but "
+            f"{right['ranks']} was asked for."
+        ),
         "scales": "the adapters have another scale: make them by LoRALinear(layer, rank).",
-        "weight decays": f"the optimizer has a weight decay of {other['weight decays']}: use AdamW with its default, 0.01.",
-        "learning rates": f"`lr` has no effect: the optimizer has {other['learning rates']}, but {right['learning rates']} was asked for.",
+        "weight decays": (
+            f"the optimizer has a weight decay of {other['weight decays']}: use AdamW with its "
+            "default, 0.01."
+        ),
+        "learning rates": (
+            f"`lr` has no effect: the optimizer has {other['learning rates']}, but "
+            f"{right['learning rates']} was asked for."
+        ),
     }
     if wrong and wrong[0] in said:
         return said[wrong[0]]
     numbers = [seen["two updates"]["numbers that are trained"] for seen in (got, expected)]
     if numbers[0] > numbers[1]:
-        return f"{numbers[0] - numbers[1]:,} numbers too many are trained: train only A and B of the adapters, and freeze all else, the head and the norms too."
+        return (
+            f"{numbers[0] - numbers[1]:,} numbers too many are trained: train only A and B of "
+            "the adapters, and freeze all else, the head and the norms too."
+        )
     if got["two updates"]["largest number in B, in learning rates"] != 2:
-        return "B does not move as AdamW moves it, by about lr in each update: return torch.optim.AdamW, with its default settings."
+        return (
+            "B does not move as AdamW moves it, by about lr in each update: return "
+            "torch.optim.AdamW, with its default settings."
+        )
     return None
 
 
@@ -125,7 +153,9 @@ def _observe_lora(candidate):
         with torch.no_grad():
             changed.copy_(model(input_ids=ids).logits - before)
             starts.update(
-                (p, p.clone()) for name, p in model.named_parameters() if name.endswith((".A", ".B"))
+                (p, p.clone())
+                for name, p in model.named_parameters()
+                if name.endswith((".A", ".B"))
             )
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
@@ -138,7 +168,9 @@ def _observe_lora(candidate):
         stopped = next((words for words in _NOTHING_TRAINED if words in str(error)), "")
         if not stopped:
             raise
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    adapters = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
     trained = sum(p.numel() for p in _trained(model))
     found = {"the adapters": {"around": " ".join(sorted(adapters)), "error": stopped}}
     if stopped:
@@ -152,7 +184,9 @@ def _observe_lora(candidate):
                 sum(not torch.equal(m.B, starts[m.B]) for m in adapters.values()),
             ],
             "numbers that are trained": trained,
-            "weights of the base that have moved": sum(not torch.equal(p, w) for p, w in weights.items()),
+            "weights of the base that have moved": sum(
+                not torch.equal(p, w) for p, w in weights.items()
+            ),
             "largest number in B, in learning rates": round(largest / 0.01),
         },
         "the card": measured,
@@ -163,13 +197,17 @@ def _observe_lora(candidate):
 def _other_adapters(candidate) -> dict:
     model, _ = lora_setting()
     optimizer = candidate(model, ("o_proj", "up_proj"), 3, 0.002)
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    adapters = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
         "around": " ".join(sorted(adapters)),
         "ranks": sorted({len(m.A) for m in adapters.values()}),
         "scales": sorted({m.scale for m in adapters.values()}),
-        "weight decays": sorted({float(group.get("weight_decay", 0.01)) for group in optimizer.param_groups}),
+        "weight decays": sorted(
+            {float(group.get("weight_decay", 0.01)) for group in optimizer.param_groups}
+        ),
         "learning rates": sorted({float(group["lr"]) for group in optimizer.param_groups}),
         "parameters that are trained and not handed to the optimizer": sum(
             id(p) not in held for p in _trained(model)
@@ -179,25 +217,65 @@ def _other_adapters(candidate) -> dict:
 
 EXERCISES = (
     Exercise(
-        id="5.6", title="adapters with something to train", difficulty=2, minutes=8,
+        id="5.6",
+        title="adapters with something to train",
+        difficulty=2,
+        minutes=8,
         trains="the order of freezing, adding and handing to the optimizer",
         reference=add_adapters,
         observe=_observe_lora,
         explain=_explain_lora,
         changes=("model.requires_grad", "model.hook"),
         mistakes=(
-            Mistake("beside the layers", _beside,
-                    "the adapters hang on the model under names with dots, and no forward goes through them: setattr needs the parent, model.get_submodule(parent), and the last part of the name."),
-            Mistake("base not frozen", _base_not_frozen,
-                    "the adapters are there, but the rest of the model is trained too: freeze it before you add them."),
-            Mistake("every linear layer", _every_linear,
-                    "every linear layer has an adapter, even the output layer with its large vocabulary: wrap only the named layers."),
-            Mistake("B not zero", _random_b,
-                    "the model has changed before its first update: B must start at zero, as LoRALinear leaves it, so that training starts from the base."),
-            Mistake("A alone", _a_alone,
-                    "the optimizer has A but not B: B stays zero, so the product stays zero, and so does A's gradient."),
-            Mistake("optimizer first", _optimizer_first,
-                    "the optimizer was made before the adapters: it has the frozen weights, which get no gradient, and it does not have A and B."),
+            Mistake(
+                "beside the layers",
+                _beside,
+                (
+                    "the adapters hang on the model under names with dots, and no forward goes "
+                    "through them: setattr needs the parent, model.get_submodule(parent), and the "
+                    "last part of the name."
+                ),
+            ),
+            Mistake(
+                "base not frozen",
+                _base_not_frozen,
+                (
+                    "the adapters are there, but the rest of the model is trained too: freeze it "
+                    "before you add them."
+                ),
+            ),
+            Mistake(
+                "every linear layer",
+                _every_linear,
+                (
+                    "every linear layer has an adapter, even the output layer with its large "
+                    "vocabulary: wrap only the named layers."
+                ),
+            ),
+            Mistake(
+                "B not zero",
+                _random_b,
+                (
+                    "the model has changed before its first update: B must start at zero, as "
+                    "LoRALinear leaves it, so that training starts from the base."
+                ),
+            ),
+            Mistake(
+                "A alone",
+                _a_alone,
+                (
+                    "the optimizer has A but not B: B stays zero, so the product stays zero, and "
+                    "so does A's gradient."
+                ),
+            ),
+            Mistake(
+                "optimizer first",
+                _optimizer_first,
+                (
+                    "the optimizer was made before the adapters: it has the frozen weights, which "
+                    "get no gradient, and it does not have A and B."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

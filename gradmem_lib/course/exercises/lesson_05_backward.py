@@ -11,8 +11,10 @@ from .trainer import quiet_arguments
 
 
 def step_in_backward(model, lr, steps):
-    """Step each trained parameter of ``model`` as soon as its gradient is complete, by a rate that falls from ``lr`` to 0 in so
-    many ``steps``, and free the gradient; return what ``Trainer`` takes for an optimizer."""
+    """Step each trained parameter of ``model`` as soon as its gradient is complete, by a rate that
+    falls from ``lr`` to 0 in so many ``steps``, and free the gradient; return what ``Trainer``
+    takes for an optimizer.
+    """
     from transformers import get_scheduler
     from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
@@ -38,7 +40,9 @@ def _hooked(hook, handle="register_post_accumulate_grad_hook", scheduled=True):
 
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in trained}
-        schedules = {p: get_scheduler("linear", optimizers[p], 0, steps) for p in trained if scheduled}
+        schedules = {
+            p: get_scheduler("linear", optimizers[p], 0, steps) for p in trained if scheduled
+        }
 
         def in_backward(p):
             hook(optimizers, p)
@@ -75,7 +79,10 @@ def _after_backward(model, lr, steps):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-_WAITS = "the weights are right, but every gradient waits for the end of backward: free each one in its hook, after the step."
+_WAITS = (
+    "the weights are right, but every gradient waits for the end of backward: free each one "
+    "in its hook, after the step."
+)
 
 
 _OTHERS = "tied weights, a frozen layer, another rate and schedule"
@@ -100,7 +107,8 @@ def _observe(candidate):
             optimizer = candidate(model, lr, steps)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(
-                    f"Trainer takes an optimizer: return LayerWiseDummyOptimizer(lr=lr), not {type(optimizer).__name__}"
+                    "Trainer takes an optimizer: return LayerWiseDummyOptimizer(lr=lr), not "
+                    f"{type(optimizer).__name__}"
                 )
             fixed = {"per_device_train_batch_size": 1, "max_steps": 3, "max_grad_norm": 0.0}
             with quiet_arguments(**fixed) as arguments:
@@ -131,40 +139,88 @@ def _explain(got, expected):
     if not moved:
         return "no weight has moved: when the optimizers step, there is no gradient."
     if moved < right["parameters that have moved"]:
-        return f"{moved} of {right['parameters that have moved']} parameters move: each one that is trained needs its own optimizer and hook."
+        return (
+            f"{moved} of {right['parameters that have moved']} parameters move: each one that "
+            "is trained needs its own optimizer and hook."
+        )
     if not mine["gradients that wait"] and difference(mine["weights"], right["weights"]):
-        return "every parameter moves, but not as under torch's AdamW with its defaults and a rate that falls in a line from lr to 0."
+        return (
+            "every parameter moves, but not as under torch's AdamW with its defaults and a rate "
+            "that falls in a line from lr to 0."
+        )
     others = got[_OTHERS], expected[_OTHERS]
     if not difference(mine["weights"], right["weights"]) and difference(
         *(each["weights"] for each in others)
     ):
-        return "the weights are right for one learning rate and number of steps, but not for others: use both `lr` and `steps`."
+        return (
+            "the weights are right for one learning rate and number of steps, but not for "
+            "others: use both `lr` and `steps`."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="5.9", title="a Trainer that steps in backward", difficulty=3, minutes=8,
+        id="5.9",
+        title="a Trainer that steps in backward",
+        difficulty=3,
+        minutes=8,
         trains="hooks that step and free, and what Trainer may no longer do itself",
         reference=step_in_backward,
         observe=_observe,
         explain=_explain,
         changes=("model.hook",),
         raises=(
-            ("doesn't require gradient", "a hook was put on a frozen parameter, which gets no gradient: use only parameters with requires_grad."),
+            (
+                "doesn't require gradient",
+                (
+                    "a hook was put on a frozen parameter, which gets no gradient: use only "
+                    "parameters with requires_grad."
+                ),
+            ),
         ),
         mistakes=(
-            Mistake("after backward", _after_backward,
-                    "this is an ordinary AdamW: Trainer steps after backward, and all gradients wait for it."),
+            Mistake(
+                "after backward",
+                _after_backward,
+                (
+                    "this is an ordinary AdamW: Trainer steps after backward, and all gradients "
+                    "wait for it."
+                ),
+            ),
             Mistake("kept", _hooked(_step), _WAITS),
-            Mistake("before it is there", _hooked(_step, handle="register_hook"),
-                    "register_hook is called before .grad is written, so there is nothing to step on: register_post_accumulate_grad_hook is called after."),
-            Mistake("new each time", _hooked(_anew),
-                    "the moments of earlier steps are gone: make one optimizer for each parameter, once, and not in the hook."),
-            Mistake("no schedule", _hooked(_step_and_free, scheduled=False),
-                    "the learning rate never falls: Trainer's schedule changes only the dummy optimizer, so step a schedule for each real optimizer in its hook."),
-            Mistake("the last one", _hooked(_the_last_one),
-                    "every hook steps only the last parameter: a function defined in a loop sees the loop's last value, so use the parameter that the hook is given."),
+            Mistake(
+                "before it is there",
+                _hooked(_step, handle="register_hook"),
+                (
+                    "register_hook is called before .grad is written, so there is nothing to step "
+                    "on: register_post_accumulate_grad_hook is called after."
+                ),
+            ),
+            Mistake(
+                "new each time",
+                _hooked(_anew),
+                (
+                    "the moments of earlier steps are gone: make one optimizer for each parameter, "
+                    "once, and not in the hook."
+                ),
+            ),
+            Mistake(
+                "no schedule",
+                _hooked(_step_and_free, scheduled=False),
+                (
+                    "the learning rate never falls: Trainer's schedule changes only the dummy "
+                    "optimizer, so step a schedule for each real optimizer in its hook."
+                ),
+            ),
+            Mistake(
+                "the last one",
+                _hooked(_the_last_one),
+                (
+                    "every hook steps only the last parameter: a function defined in a loop sees "
+                    "the loop's last value, so use the parameter that the hook is given."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -20,7 +20,9 @@ TRAIN, STEPS, EVAL = (
 
 
 def on_one_card(arguments: dict, gpus: int, fits: int) -> dict:
-    """``arguments`` of a run on ``gpus`` cards, for one card that takes at most ``fits`` rows at a time."""
+    """``arguments`` of a run on ``gpus`` cards, for one card that takes at most ``fits`` rows at a
+    time.
+    """
     batch = arguments[TRAIN] * arguments[STEPS] * gpus
     micro = max(m for m in range(1, fits + 1) if batch % m == 0)
     return arguments | {TRAIN: micro, STEPS: batch // micro, EVAL: micro}
@@ -36,7 +38,13 @@ def _one_card_uneven(divide):
 
 def _observe_one_card(candidate):
     found = {}
-    for train, steps, gpus, fits in ((4, 4, 8, 2), (8, 1, 4, 8), (12, 2, 1, 7), (15, 3, 2, 11), (7, 5, 3, 9)):
+    for train, steps, gpus, fits in (
+        (4, 4, 8, 2),
+        (8, 1, 4, 8),
+        (12, 2, 1, 7),
+        (15, 3, 2, 11),
+        (7, 5, 3, 9),
+    ):
         given = {
             TRAIN: train,
             STEPS: steps,
@@ -46,7 +54,7 @@ def _observe_one_card(candidate):
             "learning_rate": 2e-5,
         }
         found[f"{train} rows x {steps} x {gpus} GPUs, {fits} fit"] = candidate(given, gpus, fits)
-    return found  # fmt: skip
+    return found
 
 
 _SCALED = {
@@ -60,11 +68,16 @@ def _explain_one_card(got, expected):
     case = next(case for case in expected if got[case] != expected[case])
     given, right = plain(got[case]), expected[case]
     if not isinstance(given, dict):
-        return "return a dict with all fields: arguments | {...}, with new numbers for three of them."
+        return (
+            "return a dict with all fields: arguments | {...}, with new numbers for three of them."
+        )
     if lost := [name for name in right if name not in given]:
         return f"{lost[0]} is gone: return all fields, arguments | {{...}}."
     if new := [name for name in given if name not in right]:
-        return f"{new[0]!r} is no field of these arguments: the new numbers go under {TRAIN}, {STEPS} and {EVAL}."
+        return (
+            f"{new[0]!r} is no field of these arguments: the new numbers go under {TRAIN}, "
+            f"{STEPS} and {EVAL}."
+        )
     ours = [plain(given[name]) for name in (TRAIN, STEPS)]
     if all(isinstance(number, (int, float)) for number in ours):
         theirs = [right[name] for name in (TRAIN, STEPS)]
@@ -80,32 +93,51 @@ def _explain_one_card(got, expected):
         return changed[0]
     rows = plain(given[EVAL])
     if isinstance(rows, (int, float)) and rows != right[EVAL]:
-        return f"training is right; an evaluation takes {rows:g} rows at a time, but should take the rows of a micro-batch, {right[EVAL]}."
+        return (
+            f"training is right; an evaluation takes {rows:g} rows at a time, but should take "
+            f"the rows of a micro-batch, {right[EVAL]}."
+        )
     return None
 
 
 def _why_rows(ours, theirs, gpus, fits) -> str | None:
     rows, wanted = math.prod(ours), math.prod(theirs)
     if ours == theirs[::-1] != theirs and ours[0] > fits:
-        return f"the two are swapped: {TRAIN} is the number of rows at a time, and {STEPS} is the number of micro-batches."
+        return (
+            f"the two are swapped: {TRAIN} is the number of rows at a time, and {STEPS} is the "
+            "number of micro-batches."
+        )
     if rows * gpus == wanted and gpus > 1:
-        return "this forgets the other GPUs: each of them had rows of its own, and one card now has to work through them all."
+        return (
+            "this forgets the other GPUs: each of them had rows of its own, and one card now "
+            "has to work through them all."
+        )
     if rows != wanted:
         return (
-            f"your update has {rows:g} rows, but the run's update had {wanted}: the global batch has changed."
+            f"your update has {rows:g} rows, but the run's update had {wanted}: the global "
+            "batch has changed."
         )
     if ours[1] != int(ours[1]):
-        return f"{rows:g} rows cannot be cut into whole micro-batches of {ours[0]:g}: take the largest number that fits and divides them."
+        return (
+            f"{rows:g} rows cannot be cut into whole micro-batches of {ours[0]:g}: take the "
+            "largest number that fits and divides them."
+        )
     if ours[0] > fits:
-        return f"the batch is right, but {ours[0]:g} rows at a time do not fit: the card takes {fits}."
+        return (
+            f"the batch is right, but {ours[0]:g} rows at a time do not fit: the card takes {fits}."
+        )
     if ours[0] < theirs[0]:
-        return "the batch is right, but more rows at a time would fit: take the largest number that fits and divides it, for as few micro-batches as possible."
+        return (
+            "the batch is right, but more rows at a time would fit: take the largest number "
+            "that fits and divides it, for as few micro-batches as possible."
+        )
     return None
 
 
 def train_epoch(optimizer, micro_batches, window, warmup, accumulate) -> None:
-    """An update after every ``window`` micro-batches and one for the rest; the rate climbs for the first part ``warmup`` of
-    the updates, then falls in a line."""
+    """An update after every ``window`` micro-batches and one for the rest; the rate climbs for the
+    first part ``warmup`` of the updates, then falls in a line.
+    """
     from transformers import get_linear_schedule_with_warmup
 
     updates = math.ceil(len(micro_batches) / window)
@@ -118,7 +150,9 @@ def train_epoch(optimizer, micro_batches, window, warmup, accumulate) -> None:
 
 
 def _epoch(warm=None, total=None, *, per_micro=False, first=False):
-    """A wrong ``train_epoch``: of what the warm-up is a part, how long the schedule is, both from (micro-batches, window)."""
+    """A wrong ``train_epoch``: of what the warm-up is a part, how long the schedule is, both from
+    (micro-batches, window).
+    """
 
     def wrong(optimizer, micro_batches, window, warmup, accumulate):
         from transformers import get_linear_schedule_with_warmup
@@ -179,7 +213,9 @@ def _observe_schedule(candidate):
 
 
 class _Updates:
-    """Each update of ``optimizer``: (micro-batches in each call of ``accumulate``, learning rate, whether a gradient was there)."""
+    """Each update of ``optimizer``: (micro-batches in each call of ``accumulate``, learning rate,
+    whether a gradient was there).
+    """
 
     def __init__(self, model, optimizer):
         self.model, self.held, self.updates, self.still_there, self.ever = model, [], [], 0, 0
@@ -205,27 +241,45 @@ def _explain_schedule(got, expected):
             return says
         if watch.still_there:
             return (
-                "the gradients of one update are still there in the next: optimizer.zero_grad() is missing."
+                "the gradients of one update are still there in the next: optimizer.zero_grad() "
+                "is missing."
             )
     return None
 
 
 def _why_updates(watch, wanted: int) -> str | None:
     if not watch.updates:
-        return "the given optimizer makes no update (did you make another one, or never call step()?)."
+        return (
+            "the given optimizer makes no update (did you make another one, or never call step()?)."
+        )
     if not watch.ever:
-        return "accumulate is never called: no micro-batch is read, and every update has an empty gradient."
+        return (
+            "accumulate is never called: no micro-batch is read, and every update has an empty "
+            "gradient."
+        )
     held = [sizes for sizes, *_ in watch.updates]
     if not held[0]:
-        return "the optimizer steps before anything is accumulated: the order is accumulate, optimizer, schedule, zero."
+        return (
+            "the optimizer steps before anything is accumulated: the order is accumulate, "
+            "optimizer, schedule, zero."
+        )
     if not any(there for *_, there in watch.updates):
-        return "every update finds its gradient empty: zero_grad() comes between accumulate and step, but belongs after the step."
+        return (
+            "every update finds its gradient empty: zero_grad() comes between accumulate and "
+            "step, but belongs after the step."
+        )
     if len(held) < wanted and sum(map(sum, held)) < watch.ever + 1 and len(held) == wanted - 1:
         return "the last micro-batches are dropped: a window that is not full needs an update too."
     if len(held) != wanted:
-        return f"the epoch makes {_counted(len(held))}, but should make {wanted}: one for every window, and one for the remaining micro-batches."
+        return (
+            f"the epoch makes {_counted(len(held))}, but should make {wanted}: one for every "
+            "window, and one for the remaining micro-batches."
+        )
     if max(map(len, held)) > 1:
-        return "accumulate is called for each micro-batch by itself, and adds up their means: pass the whole window, a list."
+        return (
+            "accumulate is called for each micro-batch by itself, and adds up their means: pass "
+            "the whole window, a list."
+        )
     return None
 
 
@@ -238,64 +292,154 @@ def _why_rates(rates, right) -> str | None:
         return None
     if (rates == rates[0]).all():
         return (
-            "the schedule never steps: every update has the first learning rate, which is 0 with a warm-up."
+            "the schedule never steps: every update has the first learning rate, which is 0 "
+            "with a warm-up."
         )
     warm, wanted = (int(each.argmax()) for each in (rates, right))
     if rates[0] > 0 and not warm:
         return "there is no warm-up: the first update already has the whole learning rate."
     if torch.allclose(rates[:-1], right[1:]):
-        return "the schedule steps before the optimizer, so the first learning rate is never used: optimizer first."
+        return (
+            "the schedule steps before the optimizer, so the first learning rate is never used: "
+            "optimizer first."
+        )
     if warm != wanted:
-        return f"the warm-up takes {_counted(warm)}, but should take {wanted}: the fraction `warmup` of all updates."
+        return (
+            f"the warm-up takes {_counted(warm)}, but should take {wanted}: the fraction "
+            "`warmup` of all updates."
+        )
     if rates[-1] > right[-1] * 1.01:
-        return "the schedule is too long: the epoch ends before the learning rate has fallen; the schedule's length is the number of updates."
+        return (
+            "the schedule is too long: the epoch ends before the learning rate has fallen; the "
+            "schedule's length is the number of updates."
+        )
     return (
-        "the schedule ends before the epoch: its length is the number of updates, and it steps once for each."
+        "the schedule ends before the epoch: its length is the number of updates, and it steps "
+        "once for each."
     )
 
 
 EXERCISES = (
     Exercise(
-        id="5.1", title="the same batch on one card", difficulty=1, minutes=5,
+        id="5.1",
+        title="the same batch on one card",
+        difficulty=1,
+        minutes=5,
         trains="rows, accumulation and GPUs, and what must not change with them",
         reference=on_one_card,
         observe=_observe_one_card,
         explain=_explain_one_card,
         mistakes=(
-            Mistake("accumulation left as it was", lambda a, gpus, fits: on_one_card(a, gpus, fits) | {STEPS: a[STEPS]},
-                    "the global batch has changed: fewer rows at a time with the same accumulation make a smaller batch; rows x accumulation must stay what it was on all GPUs."),
-            Mistake("GPUs forgotten", lambda a, gpus, fits: on_one_card(a, 1, fits),
-                    "this forgets the other GPUs: each of them had rows of its own, and one card now has to work through them all."),
-            Mistake("rounds down", _one_card_uneven(math.floor),
-                    "rows get lost: where the micro-batch does not divide the batch, take the largest one that does and fits."),
-            Mistake("rounds up", _one_card_uneven(math.ceil),
-                    "the batch has grown: where the micro-batch does not divide it, take the largest one that does and fits."),
-            Mistake("one row at a time", lambda a, gpus, fits: on_one_card(a, gpus, 1),
-                    "the batch is right, but one row at a time is slower than necessary: take as many as fit."),
-            Mistake("evaluation left as it was", lambda a, gpus, fits: on_one_card(a, gpus, fits) | {EVAL: a[EVAL]},
-                    "training fits, but the evaluation still takes the old number of rows at a time: set per_device_eval_batch_size too."),
+            Mistake(
+                "accumulation left as it was",
+                lambda a, gpus, fits: on_one_card(a, gpus, fits) | {STEPS: a[STEPS]},
+                (
+                    "the global batch has changed: fewer rows at a time with the same accumulation "
+                    "make a smaller batch; rows x accumulation must stay what it was on all GPUs."
+                ),
+            ),
+            Mistake(
+                "GPUs forgotten",
+                lambda a, gpus, fits: on_one_card(a, 1, fits),
+                (
+                    "this forgets the other GPUs: each of them had rows of its own, and one card "
+                    "now has to work through them all."
+                ),
+            ),
+            Mistake(
+                "rounds down",
+                _one_card_uneven(math.floor),
+                (
+                    "rows get lost: where the micro-batch does not divide the batch, take the "
+                    "largest one that does and fits."
+                ),
+            ),
+            Mistake(
+                "rounds up",
+                _one_card_uneven(math.ceil),
+                (
+                    "the batch has grown: where the micro-batch does not divide it, take the "
+                    "largest one that does and fits."
+                ),
+            ),
+            Mistake(
+                "one row at a time",
+                lambda a, gpus, fits: on_one_card(a, gpus, 1),
+                (
+                    "the batch is right, but one row at a time is slower than necessary: take as "
+                    "many as fit."
+                ),
+            ),
+            Mistake(
+                "evaluation left as it was",
+                lambda a, gpus, fits: on_one_card(a, gpus, fits) | {EVAL: a[EVAL]},
+                (
+                    "training fits, but the evaluation still takes the old number of rows at a "
+                    "time: set per_device_eval_batch_size too."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="5.3", title="a schedule in optimizer steps", difficulty=2, minutes=8,
+        id="5.3",
+        title="a schedule in optimizer steps",
+        difficulty=2,
+        minutes=8,
         trains="counting updates, not micro-batches, in a loop that accumulates",
         reference=train_epoch,
         observe=_observe_schedule,
         explain=_explain_schedule,
         changes=("optimizer.lr",),
         mistakes=(
-            Mistake("a step for every micro-batch", _epoch(per_micro=True),
-                    "the schedule steps with every micro-batch: it ends after a part of the updates, and the others have a learning rate of 0."),
-            Mistake("everything in micro-batches", _epoch(_micro, _micro),
-                    "the schedule's length and warm-up are counted in micro-batches, but it steps with the updates: the learning rate rises too slowly, and the epoch ends before it has fallen."),
-            Mistake("length in micro-batches", _epoch(total=_micro),
-                    "the schedule's length is counted in micro-batches, so the learning rate never falls to its end: count updates."),
-            Mistake("warm-up of a fraction", _epoch(_one),
-                    "the warm-up is passed as a fraction of 1, but it is counted in steps: multiply it by the number of updates."),
-            Mistake("schedule first", _epoch(first=True),
-                    "the schedule steps before the optimizer, so the first learning rate is never used and each update has the next one's: optimizer first."),
-            Mistake("last window not counted", _epoch(_whole_windows, _whole_windows),
-                    "the schedule's length leaves out the last update: a window that is not full makes an update too, so round up."),
+            Mistake(
+                "a step for every micro-batch",
+                _epoch(per_micro=True),
+                (
+                    "the schedule steps with every micro-batch: it ends after a part of the "
+                    "updates, and the others have a learning rate of 0."
+                ),
+            ),
+            Mistake(
+                "everything in micro-batches",
+                _epoch(_micro, _micro),
+                (
+                    "the schedule's length and warm-up are counted in micro-batches, but it steps "
+                    "with the updates: the learning rate rises too slowly, and the epoch ends "
+                    "before it has fallen."
+                ),
+            ),
+            Mistake(
+                "length in micro-batches",
+                _epoch(total=_micro),
+                (
+                    "the schedule's length is counted in micro-batches, so the learning rate never "
+                    "falls to its end: count updates."
+                ),
+            ),
+            Mistake(
+                "warm-up of a fraction",
+                _epoch(_one),
+                (
+                    "the warm-up is passed as a fraction of 1, but it is counted in steps: "
+                    "multiply it by the number of updates."
+                ),
+            ),
+            Mistake(
+                "schedule first",
+                _epoch(first=True),
+                (
+                    "the schedule steps before the optimizer, so the first learning rate is never "
+                    "used and each update has the next one's: optimizer first."
+                ),
+            ),
+            Mistake(
+                "last window not counted",
+                _epoch(_whole_windows, _whole_windows),
+                (
+                    "the schedule's length leaves out the last update: a window that is not full "
+                    "makes an update too, so round up."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

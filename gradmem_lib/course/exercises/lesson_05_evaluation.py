@@ -18,7 +18,9 @@ from .settings import EVAL_CARD, EVAL_ROWS, evaluation_setting, quietly
 
 
 def held_out_loss(model, rows) -> float:
-    """The mean loss over all predicted tokens of ``rows``, within the card; ``model`` is left as it was."""
+    """The mean loss over all predicted tokens of ``rows``, within the card; ``model`` is left as it
+    was.
+    """
     model.eval()
     total = 0.0
     with torch.no_grad():
@@ -39,7 +41,11 @@ def _held_out(*, mode=True, back=True, grad=False, weigh=True, first=False, last
             for micro in split(rows, 4):
                 if not last and len(micro["labels"]) < 4:
                     break
-                count = int((micro["labels"] != IGNORED).sum()) if first else count_targets(micro["labels"])
+                count = (
+                    int((micro["labels"] != IGNORED).sum())
+                    if first
+                    else count_targets(micro["labels"])
+                )
                 total += model(**micro, use_cache=False).loss.item() * (count if weigh else 1)
                 items, parts = items + count, parts + 1
         model.train(back)
@@ -50,7 +56,9 @@ def _held_out(*, mode=True, back=True, grad=False, weigh=True, first=False, last
 
 @contextmanager
 def _seen(model):
-    """What forward passes of ``model`` do: a dict of the most rows, whether one built a graph, filled a cache or had dropout."""
+    """What forward passes of ``model`` do: a dict of the most rows, whether one built a graph,
+    filled a cache or had dropout.
+    """
     seen = {"rows": 0, "graph": False, "cache": False, "dropout": False, "dtypes": set(), "all": 0}
 
     def look(module, args, kwargs, out):
@@ -59,7 +67,9 @@ def _seen(model):
         seen["all"] += len(logits)
         seen["graph"] |= logits.requires_grad
         seen["cache"] |= getattr(out, "past_key_values", None) is not None
-        seen["dropout"] |= any(m.training and m.p for m in module.modules() if isinstance(m, nn.Dropout))
+        seen["dropout"] |= any(
+            m.training and m.p for m in module.modules() if isinstance(m, nn.Dropout)
+        )
         seen["dtypes"].add(logits.dtype)
 
     handle = model.register_forward_hook(look, with_kwargs=True)
@@ -92,28 +102,49 @@ def _observe_evaluation(candidate):
 
 
 _TOO_MUCH_TO_EVALUATE = {
-    "a graph": "gradients are on, so every layer's activations are kept for a backward that never comes: torch.no_grad().",
-    "the cache": "the key-value cache is on, as from_pretrained leaves it: keys and values of every layer are kept until the last layer has run. Training keeps them anyway; here give use_cache=False.",
-    "the logits": "something as large as the logits is kept from every piece until the end: keep only the loss, which is one number.",
+    "a graph": (
+        "gradients are on, so every layer's activations are kept for a backward that never "
+        "comes: torch.no_grad()."
+    ),
+    "the cache": (
+        "the key-value cache is on, as from_pretrained leaves it: keys and values of "
+        "every layer are kept until the last layer has run. Training keeps them anyway; "
+        "here give use_cache=False."
+    ),
+    "the logits": (
+        "something as large as the logits is kept from every piece until the end: keep "
+        "only the loss, which is one number."
+    ),
     "18 rows": "all 18 rows go through at once: cut them into pieces, as in training.",
-}  # fmt: skip
+}
 
 
 @quietly
 def _explain_evaluation(got, expected):
     what = got["what is too much"]
     if what:
-        rows = f"{what} at a time are too many for this card: an evaluation needs micro-batches too."
+        rows = (
+            f"{what} at a time are too many for this card: an evaluation needs micro-batches too."
+        )
         return _TOO_MUCH_TO_EVALUATE.get(what, rows)
     seen, loss = got.notes["seen"], plain(got["18 rows"]["loss"])
     if difference(loss, expected["18 rows"]["loss"]) is None or not isinstance(loss, (int, float)):
         return None
     if seen["dropout"]:
-        return "dropout is on, so a part of the activations is zero in this loss: call model.eval() first."
+        return (
+            "dropout is on, so a part of the activations is zero in this loss: call "
+            "model.eval() first."
+        )
     if seen["dtypes"] != expected.notes["seen"]["dtypes"]:
-        return "the logits are bf16 (autocast?): the loss loses its precision; evaluate in the model's own dtype."
+        return (
+            "the logits are bf16 (autocast?): the loss loses its precision; evaluate in the "
+            "model's own dtype."
+        )
     if seen["all"] < 18:
-        return f"{seen['all']} rows are evaluated, but there are 18: evaluate all rows, the last piece too."
+        return (
+            f"{seen['all']} rows are evaluated, but there are 18: evaluate all rows, the last "
+            "piece too."
+        )
     return _why_loss(loss)
 
 
@@ -124,25 +155,54 @@ def _why_loss(loss: float) -> str | None:
     with torch.no_grad():
         rows = list(split(held_out, 1))
         counts = [count_targets(row["labels"]) for row in rows]
-        sums = [model(**row, use_cache=False).loss.item() * n for row, n in zip(rows, counts, strict=True)]
+        sums = [
+            model(**row, use_cache=False).loss.item() * n
+            for row, n in zip(rows, counts, strict=True)
+        ]
     first = [n + 1 for n in counts]  # as many labels as tokens
     for size in range(1, 19):
         pieces = [slice(start, start + size) for start in range(0, 18, size)]
         means = [sum(sums[piece]) / sum(counts[piece]) for piece in pieces]
         by_rows = [len(rows[piece]) for piece in pieces]
         for value, says in (
-            (sum(means) / len(means), "this is a mean of means: rows of few tokens, and the last, smaller piece, count as much as full ones; weight by predicted tokens."),
-            (_average(means, by_rows), "each piece is weighted by its rows, or by all of its labels, padding too: weight by predicted tokens."),
-            (_average(means, [sum(first[piece]) for piece in pieces]), "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
-            (sum(means), "the means of the pieces are added up: divide, and weight them by predicted tokens."),
+            (
+                sum(means) / len(means),
+                (
+                    "this is a mean of means: rows of few tokens, and the last, smaller piece, "
+                    "count as much as full ones; weight by predicted tokens."
+                ),
+            ),
+            (
+                _average(means, by_rows),
+                (
+                    "each piece is weighted by its rows, or by all of its labels, padding too: "
+                    "weight by predicted tokens."
+                ),
+            ),
+            (
+                _average(means, [sum(first[piece]) for piece in pieces]),
+                (
+                    "position 0 of each row is counted, and nothing predicts it: count labels[:, "
+                    "1:], as count_targets does."
+                ),
+            ),
+            (
+                sum(means),
+                (
+                    "the means of the pieces are added up: divide, and weight them by predicted "
+                    "tokens."
+                ),
+            ),
             (means[-1], "this is only the last piece's mean."),
-        ):  # fmt: skip
+        ):
             if math.isclose(loss, value, rel_tol=2e-5):
                 return says
     if math.isclose(loss, sum(sums) / len(sums), rel_tol=1e-4):
         return "the sum over all tokens is divided by the rows: divide it by the predicted tokens."
     if math.isclose(loss, sum(sums), rel_tol=1e-4):
-        return "this is the sum over all tokens: return the mean, so divide by the number of tokens."
+        return (
+            "this is the sum over all tokens: return the mean, so divide by the number of tokens."
+        )
     return None
 
 
@@ -152,22 +212,55 @@ def _average(values, weights) -> float:
 
 EXERCISES = (
     Exercise(
-        id="5.7", title="an evaluation within the card", difficulty=2, minutes=8,
+        id="5.7",
+        title="an evaluation within the card",
+        difficulty=2,
+        minutes=8,
         trains="what an evaluation holds, and what it must leave as it was",
         reference=held_out_loss,
         observe=_observe_evaluation,
         explain=_explain_evaluation,
         mistakes=(
             Mistake("a graph", _held_out(grad=True), _TOO_MUCH_TO_EVALUATE["a graph"]),
-            Mistake("left in eval", _held_out(back=False),
-                    "the loss is right, but the model is left in eval mode: training continues without dropout, and checkpointing saves no memory; call model.train()."),
-            Mistake("dropout", _held_out(mode=False), "dropout is on, so a part of the activations is zero in this loss: call model.eval() first."),
-            Mistake("mean of means", _held_out(weigh=False),
-                    "this is a mean of means: rows of few tokens, and the last, smaller piece, count as much as full ones; weight by predicted tokens."),
-            Mistake("first tokens too", _held_out(first=True),
-                    "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
-            Mistake("last piece dropped", _held_out(last=False),
-                    "the last rows are dropped: 18 rows are four pieces of 4 and one of 2."),
+            Mistake(
+                "left in eval",
+                _held_out(back=False),
+                (
+                    "the loss is right, but the model is left in eval mode: training continues "
+                    "without dropout, and checkpointing saves no memory; call model.train()."
+                ),
+            ),
+            Mistake(
+                "dropout",
+                _held_out(mode=False),
+                (
+                    "dropout is on, so a part of the activations is zero in this loss: call "
+                    "model.eval() first."
+                ),
+            ),
+            Mistake(
+                "mean of means",
+                _held_out(weigh=False),
+                (
+                    "this is a mean of means: rows of few tokens, and the last, smaller piece, "
+                    "count "
+                    "as much as full ones; weight by predicted tokens."
+                ),
+            ),
+            Mistake(
+                "first tokens too",
+                _held_out(first=True),
+                (
+                    "position 0 of each row is counted, and nothing predicts it: count labels[:, "
+                    "1:], "
+                    "as count_targets does."
+                ),
+            ),
+            Mistake(
+                "last piece dropped",
+                _held_out(last=False),
+                "the last rows are dropped: 18 rows are four pieces of 4 and one of 2.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -29,13 +29,17 @@ def _enable(model: nn.Module, kwargs: dict | None = None, **more) -> None:
 
 
 def switch_on(model) -> None:
-    """Checkpoint every layer of ``model``, in place, so that a training step does run them again."""
+    """Checkpoint every layer of ``model``, in place, so that a training step does run
+    them again.
+    """
     model.train()
     _enable(model)
 
 
 def _switch(model, layers: int, again: bool) -> str:
-    """Which switch of ``model`` was found, where it saves too little; ``again``: its layers do run twice."""
+    """Which switch of ``model`` was found, where it saves too little; ``again``: its layers do run
+    twice.
+    """
     found = list(model.model.layers)
     if len(found) != layers:
         return "layers are gone"
@@ -47,7 +51,9 @@ def _switch(model, layers: int, again: bool) -> str:
     if getattr(model.config, "gradient_checkpointing", False):
         return "the config's"
     return (
-        "an attribute" if {"gradient_checkpointing", "activation_checkpointing"} & {*vars(model)} else "none"
+        "an attribute"
+        if {"gradient_checkpointing", "activation_checkpointing"} & {*vars(model)}
+        else "none"
     )
 
 
@@ -105,18 +111,42 @@ def _observe_checkpointing(candidate):
     vectors = model.get_input_embeddings()(ids).detach()
     candidate(model)
     model(inputs_embeds=vectors.to(model.dtype), labels=ids).loss.backward()
-    return found | {"a step on vectors (inputs_embeds)": {"gradients of the layers": gradients_of(model.model.layers)}}  # fmt: skip
+    return found | {
+        "a step on vectors (inputs_embeds)": {
+            "gradients of the layers": gradients_of(model.model.layers)
+        }
+    }
 
 
 _SAVES_TOO_LITTLE = {
-    "eval mode": "checkpointing is on and the model is in eval mode, as from_pretrained leaves it: layers check both, and save no memory without telling you; call model.train().",
-    "none": "no layer of this model checkpoints: train mode and a switched-off cache do not switch it on, and TrainingArguments or a copy do not reach this model.",
-    "the config's": "model.config.gradient_checkpointing is read only when a model is made: call the model's method.",
-    "an attribute": "model.gradient_checkpointing = True sets an attribute that no code reads: each layer has its own, and the model's method sets them all.",
-    "layers are gone": "layers of the model are gone, and with them its loss: keep them all, and checkpoint each.",
-    "one segment": "all layers are in one segment: the checkpoint runs all of them again at once, and saves nothing at the peak; checkpoint each layer separately.",
-    "some layers": "only some of the layers are checkpointed, which saves too little for this card: leave every_n_layers at 1.",
-}  # fmt: skip
+    "eval mode": (
+        "checkpointing is on and the model is in eval mode, as from_pretrained leaves it: layers "
+        "check both, and save no memory without telling you; call model.train()."
+    ),
+    "none": (
+        "no layer of this model checkpoints: train mode and a switched-off cache do not switch it "
+        "on, and TrainingArguments or a copy do not reach this model."
+    ),
+    "the config's": (
+        "model.config.gradient_checkpointing is read only when a model is made: call "
+        "the model's method."
+    ),
+    "an attribute": (
+        "model.gradient_checkpointing = True sets an attribute that no code reads: "
+        "each layer has its own, and the model's method sets them all."
+    ),
+    ("layers are gone"): (
+        "layers of the model are gone, and with them its loss: keep them all, and checkpoint each."
+    ),
+    "one segment": (
+        "all layers are in one segment: the checkpoint runs all of them again at once, "
+        "and saves nothing at the peak; checkpoint each layer separately."
+    ),
+    "some layers": (
+        "only some of the layers are checkpointed, which saves too little for this "
+        "card: leave every_n_layers at 1."
+    ),
+}
 
 
 def _explain_checkpointing(got, expected):
@@ -124,7 +154,9 @@ def _explain_checkpointing(got, expected):
 
 
 def train_and_log(model, window) -> float:
-    """Leave the gradient of the mean loss over the window's predicted tokens; return that mean, to be logged."""
+    """Leave the gradient of the mean loss over the window's predicted tokens; return that mean, to
+    be logged.
+    """
     counts = [count_targets(micro["labels"]) for micro in window]
     logged = 0.0
     for micro, count in zip(window, counts, strict=True):
@@ -135,7 +167,9 @@ def train_and_log(model, window) -> float:
 
 
 def _logs(report, *, share=None, keep=lambda outputs, loss: loss.item()):
-    """A wrong ``train_and_log``: a micro-batch's ``share`` of the gradient from (count, counts), the log from (means, counts)."""
+    """A wrong ``train_and_log``: a micro-batch's ``share`` of the gradient from (count, counts),
+    the log from (means, counts).
+    """
 
     def wrong(model, window):
         counts = [count_targets(micro["labels"]) for micro in window]
@@ -176,12 +210,18 @@ def _observe_log(candidate):
     for kind in ("unequal", "equal"):
         model, window = log_setting(kind)
         backward: list[None] = []
-        model.lm_head.weight.register_hook(lambda gradient, backward=backward: backward.append(None))
+        model.lm_head.weight.register_hook(
+            lambda gradient, backward=backward: backward.append(None)
+        )
         if kind == "unequal":
-            measured = measure(lambda m=model, w=window: candidate(m, w), budget=LOG_CARD, model=model)
+            measured = measure(
+                lambda m=model, w=window: candidate(m, w), budget=LOG_CARD, model=model
+            )
             logged = measured.value
             many = len(backward) > 1
-            found["what is too much"] = "" if not measured.over else "kept" if many else "one backward"
+            found["what is too much"] = (
+                "" if not measured.over else "kept" if many else "one backward"
+            )
             found["the card"] = replace(measured, value=None)
         else:
             logged = candidate(model, window)
@@ -195,9 +235,15 @@ def _observe_log(candidate):
 
 
 _TOO_MUCH_TO_LOG = {
-    "kept": "the outputs of all micro-batches are kept until the end of the window, with their logits: keep only the loss as a number.",
-    "one backward": "one backward at the end keeps every micro-batch's graph until then: call backward for each.",
-}  # fmt: skip
+    "kept": (
+        "the outputs of all micro-batches are kept until the end of the window, with their "
+        "logits: keep only the loss as a number."
+    ),
+    "one backward": (
+        "one backward at the end keeps every micro-batch's graph until then: call "
+        "backward for each."
+    ),
+}
 
 
 @quietly
@@ -226,11 +272,24 @@ def _explain_log(got, expected):
 def _by_padding(weights, counts, window) -> str | None:
     """Is a micro-batch's mean weighted by all of its labels, or by those that are not shifted?"""
     for sizes, says in (
-        ([micro["labels"].numel() for micro in window], "padding has weight here: a micro-batch's share is its predicted tokens, not all of its labels."),
-        ([int((micro["labels"] != IGNORED).sum()) for micro in window], "position 0 of each row has weight here, and nothing predicts it: count labels[:, 1:], as count_targets does."),
-    ):  # fmt: skip
+        (
+            [micro["labels"].numel() for micro in window],
+            (
+                "padding has weight here: a micro-batch's share is its predicted tokens, not all "
+                "of its labels."
+            ),
+        ),
+        (
+            [int((micro["labels"] != IGNORED).sum()) for micro in window],
+            (
+                "position 0 of each row has weight here, and nothing predicts it: count labels[:, "
+                "1:], as count_targets does."
+            ),
+        ),
+    ):
         shares = [
-            w * count / size * sum(sizes) for w, count, size in zip(weights, counts, sizes, strict=True)
+            w * count / size * sum(sizes)
+            for w, count, size in zip(weights, counts, sizes, strict=True)
         ]
         if all(abs(share - 1) < 3e-3 for share in shares):
             return says
@@ -239,7 +298,10 @@ def _by_padding(weights, counts, window) -> str | None:
 
 EXERCISES = (
     Exercise(
-        id="5.2", title="checkpointing that happens", difficulty=2, minutes=6,
+        id="5.2",
+        title="checkpointing that happens",
+        difficulty=2,
+        minutes=6,
         trains="making sure that a switch has switched something",
         reference=switch_on,
         observe=_observe_checkpointing,
@@ -250,31 +312,84 @@ EXERCISES = (
             Mistake("train mode alone", _train_mode_alone, _SAVES_TOO_LITTLE["none"]),
             Mistake("a field of the config", _config_flag, _SAVES_TOO_LITTLE["the config's"]),
             Mistake("one layer in two", _one_layer_in_two, _SAVES_TOO_LITTLE["some layers"]),
-            Mistake("reentrant", _reentrant,
-                    "use_reentrant=True trains on token ids, because transformers lets the embedding's output require a gradient; with input vectors that require none, no layer gets a gradient: use_reentrant=False."),
-            Mistake("bf16", _in_bf16,
-                    "it fits easily, but the weights have been rounded to bf16, which changes the model: checkpointing changes no number."),
+            Mistake(
+                "reentrant",
+                _reentrant,
+                (
+                    "use_reentrant=True trains on token ids, because transformers lets the "
+                    "embedding's output require a gradient; with input vectors that require none, "
+                    "no layer gets a gradient: use_reentrant=False."
+                ),
+            ),
+            Mistake(
+                "bf16",
+                _in_bf16,
+                (
+                    "it fits easily, but the weights have been rounded to bf16, which changes the "
+                    "model: checkpointing changes no number."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="5.4", title="the loss in the log", difficulty=2, minutes=6,
+        id="5.4",
+        title="the loss in the log",
+        difficulty=2,
+        minutes=6,
         trains="logging what is trained, and holding on to nothing for it",
         reference=train_and_log,
         observe=_observe_log,
         explain=_explain_log,
         mistakes=(
-            Mistake("times K", _logs(_sum, share=lambda count, counts: 1),
-                    "gradient and log are K times too large: every micro-batch's mean must be weighted by its share of the tokens, which add up to 1."),
-            Mistake("the last, divided by K", _logs(lambda means, counts: means[-1] / len(means)),
-                    "the gradient is right, but the log has what was left in `loss`: the last micro-batch's loss, divided for its backward."),
-            Mistake("mean of means, log", _logs(_mean),
-                    "the gradient is right, but the log is a mean of means: a micro-batch of few tokens counts as much as one of many."),
-            Mistake("mean of means, both", _logs(_mean, share=lambda count, counts: 1 / len(counts)),
-                    "dividing by K makes the gradient and the log a mean of means: weight each micro-batch by its share of the tokens."),
-            Mistake("first tokens too", _first_tokens_too,
-                    "position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as count_targets does."),
-            Mistake("a graph in the log", _logs(_weighted, keep=lambda outputs, loss: loss),
-                    "the number is right, but it is a tensor with a graph: it keeps 4 bytes a loss after backward, and all activations if backward has not run, as in an evaluation; log loss.item()."),
+            Mistake(
+                "times K",
+                _logs(_sum, share=lambda count, counts: 1),
+                (
+                    "gradient and log are K times too large: every micro-batch's mean must be "
+                    "weighted by its share of the tokens, which add up to 1."
+                ),
+            ),
+            Mistake(
+                "the last, divided by K",
+                _logs(lambda means, counts: means[-1] / len(means)),
+                (
+                    "the gradient is right, but the log has what was left in `loss`: the last "
+                    "micro-batch's loss, divided for its backward."
+                ),
+            ),
+            Mistake(
+                "mean of means, log",
+                _logs(_mean),
+                (
+                    "the gradient is right, but the log is a mean of means: a micro-batch of few "
+                    "tokens counts as much as one of many."
+                ),
+            ),
+            Mistake(
+                "mean of means, both",
+                _logs(_mean, share=lambda count, counts: 1 / len(counts)),
+                (
+                    "dividing by K makes the gradient and the log a mean of means: weight each "
+                    "micro-batch by its share of the tokens."
+                ),
+            ),
+            Mistake(
+                "first tokens too",
+                _first_tokens_too,
+                (
+                    "position 0 of each row is counted, and nothing predicts it: count labels[:, "
+                    "1:], as count_targets does."
+                ),
+            ),
+            Mistake(
+                "a graph in the log",
+                _logs(_weighted, keep=lambda outputs, loss: loss),
+                (
+                    "the number is right, but it is a tensor with a graph: it keeps 4 bytes a loss "
+                    "after backward, and all activations if backward has not run, as in an "
+                    "evaluation; log loss.item()."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

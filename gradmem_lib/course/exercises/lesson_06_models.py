@@ -1,4 +1,6 @@
-"""Lesson 06's exercises on models that nobody prepared: a classifier written by hand, and a T5, each in its own loop."""
+"""Lesson 06's exercises on models that nobody prepared: a classifier written by hand, and a T5,
+each in its own loop.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,23 @@ def classifier_setting() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor
 
 
 def t5_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """A small T5 after a first step, its AdamW, and 16 pairs of 96 tokens and up to 32, the rest of the labels -100."""
+    """A small T5 after a first step, its AdamW, and 16 pairs of 96 tokens and up to 32, the rest of
+    the labels -100.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=64, d_kv=16, d_ff=256, num_layers=3, num_heads=4, vocab_size=512, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
+        d_model=64,
+        d_kv=16,
+        d_ff=256,
+        num_layers=3,
+        num_heads=4,
+        vocab_size=512,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         model = T5ForConditionalGeneration(config).train()
@@ -74,7 +86,9 @@ def t5_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tens
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With its states in place: a step on gradients of zero, without weight decay, moves nothing."""
+    """With its states in place: a step on gradients of zero, without weight decay, moves
+    nothing.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -89,14 +103,18 @@ def train_small(model, optimizer, images, labels) -> float:
     def loss_and_count(micro):
         return F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), len(micro[1])
 
-    found = accumulate_gradients(split((images, labels), 8), loss_and_count, total_items=len(labels))
+    found = accumulate_gradients(
+        split((images, labels), 8), loss_and_count, total_items=len(labels)
+    )
     optimizer.step()
     optimizer.zero_grad()
     return found.loss
 
 
 def train_t5(model, optimizer, batch) -> float:
-    """One update on all pairs, checkpointed and in micro-batches; the mean loss over all target tokens."""
+    """One update on all pairs, checkpointed and in micro-batches; the mean loss over all target
+    tokens.
+    """
 
     def targets(micro):
         return int((micro["labels"] != IGNORED).sum())
@@ -106,7 +124,9 @@ def train_t5(model, optimizer, batch) -> float:
 
     micro_batches = list(split(batch, 4))
     with checkpoint_layers(model, 1):
-        found = accumulate_gradients(micro_batches, mean_and_count, reduction="mean", count_items=targets)
+        found = accumulate_gradients(
+            micro_batches, mean_and_count, reduction="mean", count_items=targets
+        )
     optimizer.step()
     optimizer.zero_grad()
     return found.loss
@@ -117,7 +137,11 @@ def _rows(batch) -> torch.Tensor:
 
 
 def _mean(model, batch) -> torch.Tensor:
-    return model(**batch).loss if isinstance(batch, dict) else F.cross_entropy(model(batch[0]), batch[1])
+    return (
+        model(**batch).loss
+        if isinstance(batch, dict)
+        else F.cross_entropy(model(batch[0]), batch[1])
+    )
 
 
 def _items(batch) -> int:
@@ -132,7 +156,11 @@ def _loop(
     handle = checkpoint_layers(model if every == 1 else model.encoder.block, 1) if every else None
     micro_batches, total, kept = list(split(batch, size)), 0.0, []
     for micro in micro_batches:
-        weight = _items(micro) / _items(batch) if share is None else share(micro, batch, len(micro_batches))
+        weight = (
+            _items(micro) / _items(batch)
+            if share is None
+            else share(micro, batch, len(micro_batches))
+        )
         loss = _mean(model, micro) * weight
         kept.append(loss) if once else loss.backward()
         total += loss.item()
@@ -151,7 +179,9 @@ def _loop(
 
 
 class _Notes:
-    """What passes through a model: rows of each forward that is no recomputation, and which lists of layers ran again."""
+    """What passes through a model: rows of each forward that is no recomputation, and which lists
+    of layers ran again.
+    """
 
     def __init__(self, model: nn.Module):
         self.rows: list[int] = []
@@ -159,7 +189,8 @@ class _Notes:
         lists = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
+            if isinstance(module, nn.ModuleList)
+            and not any(part.isdigit() for part in name.split("."))
         }
         self.runs = dict.fromkeys(lists, 0)
         for name, layers in lists.items():
@@ -187,7 +218,8 @@ def _observe(candidate, setting, card):
         lambda: candidate(model, optimizer, *batch), budget=card, model=model, optimizer=optimizer
     )
     rows, kept = list(notes.rows), notes.kept
-    # Adam's first moment is a tenth of the first gradient. A copy of the gradient itself would lie on the card.
+    # Adam's first moment is a tenth of the first gradient. A copy of the gradient itself would lie
+    # on the card.
     moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
     found = {
         "the update": {
@@ -216,12 +248,19 @@ def _explain(got, expected):
     if not mine["updates"]:
         return NO_STEP
     if mine["updates"] > 1:
-        return f"{mine['updates']} updates are made with this batch: the exercise asks for one, on all {everything} rows."
+        return (
+            f"{mine['updates']} updates are made with this batch: the exercise asks for one, on "
+            f"all {everything} rows."
+        )
     if sum(rows) < everything:
-        return f"{sum(rows)} of {everything} rows go through the model: the update is for all of them."
+        return (
+            f"{sum(rows)} of {everything} rows go through the model: the update is for all of them."
+        )
     if difference(mine["gradient"], right["gradient"], 1e-3):
         return _why(mine["gradient"], model, batch, rows)
-    if not isinstance(plain(mine["loss"]), (int, float)) or difference(mine["loss"], right["loss"], 1e-3):
+    if not isinstance(plain(mine["loss"]), (int, float)) or difference(
+        mine["loss"], right["loss"], 1e-3
+    ):
         return "the gradient is right; return the mean loss over the whole batch, a float."
     if not got["the card"].over:
         return "the update is right, but its gradients are still there: zero_grad() is missing."
@@ -230,15 +269,29 @@ def _explain(got, expected):
 
 def _too_many(rows: list[int], kept: list[str], everything: int) -> str:
     most = max(rows)
-    if (kept and not any(name.startswith(("encoder", "decoder")) for name in kept)) or len(kept) == 2:
+    if (kept and not any(name.startswith(("encoder", "decoder")) for name in kept)) or len(
+        kept
+    ) == 2:
         if most == everything:
-            return f"all {everything} rows go through at once, and every layer keeps its activations: nothing is made smaller yet."
+            return (
+                f"all {everything} rows go through at once, and every layer keeps its "
+                "activations: nothing is made smaller yet."
+            )
         return f"{most} rows at a time are still too many where every layer keeps its activations."
     if kept:
-        return f"the layers in {kept[0]} keep their activations: an encoder and a decoder are two lists, and each needs its checkpoints."
+        return (
+            f"the layers in {kept[0]} keep their activations: an encoder and a decoder are two "
+            "lists, and each needs its checkpoints."
+        )
     if most == everything:
-        return "the checkpoints are there, but all rows go through at once: that is still too much; use smaller segments, or fewer rows at a time."
-    return f"{most} rows at a time are still too much, even with checkpoints: use fewer rows, or look for what is kept from one micro-batch to the next."
+        return (
+            "the checkpoints are there, but all rows go through at once: that is still too "
+            "much; use smaller segments, or fewer rows at a time."
+        )
+    return (
+        f"{most} rows at a time are still too much, even with checkpoints: use fewer rows, or "
+        "look for what is kept from one micro-batch to the next."
+    )
 
 
 def _why(gradient, model, batch, rows) -> str | None:
@@ -246,17 +299,27 @@ def _why(gradient, model, batch, rows) -> str | None:
         return _mean(model, micro) * _items(micro), _items(micro)
 
     starts = [sum(rows[:i]) for i in range(len(rows))]
-    pieces = [next(iter(split(_cut(batch, start), size))) for start, size in zip(starts, rows, strict=True)]
+    pieces = [
+        next(iter(split(_cut(batch, start), size)))
+        for start, size in zip(starts, rows, strict=True)
+    ]
     parts, counts = parts_of(sum_and_count, pieces, list(model.parameters()))
     weights = weights_of(gradient, parts, 1e-3)
     if weights is None:
         return None
     for sizes, says in (
-        ([_rows(p).numel() for p in pieces], "padding has weight here: a micro-batch's share is its target tokens, not all of its labels."),
+        (
+            [_rows(p).numel() for p in pieces],
+            (
+                "padding has weight here: a micro-batch's share is its target tokens, not all of "
+                "its labels."
+            ),
+        ),
         ([int((_rows(p)[..., 1:] != IGNORED).sum()) for p in pieces], _SHIFTED),
-    ):  # fmt: skip
+    ):
         shares = [
-            w * n / max(size, 1) * sum(sizes) for w, n, size in zip(weights, counts, sizes, strict=True)
+            w * n / max(size, 1) * sum(sizes)
+            for w, n, size in zip(weights, counts, sizes, strict=True)
         ]
         if sizes != counts and all(abs(share - 1) < 3e-3 for share in shares):
             return says
@@ -273,13 +336,19 @@ def _cut(batch, start: int):
 
 _MEANS = {"share": lambda micro, batch, k: 1 / k}
 _ADDED = {"share": lambda micro, batch, k: 1.0}
-_SHIFTED = "position 0 of each row is left out of the counts: a T5 shifts its decoder's inputs, not its labels; count all labels except -100."
+_SHIFTED = (
+    "position 0 of each row is left out of the counts: a T5 shifts its decoder's inputs, "
+    "not its labels; count all labels except -100."
+)
 SAME_WEIGHT = "every micro-batch has the same weight in the gradient (loss / K, a mean of means)"
 
 
 EXERCISES = (
     Exercise(
-        id="6.3", title="a classifier of your own, halved", difficulty=2, minutes=5,
+        id="6.3",
+        title="a classifier of your own, halved",
+        difficulty=2,
+        minutes=5,
         trains="putting a technique into a loop of your own, and leaving the update what it was",
         reference=train_small,
         observe=partial(_observe, setting=classifier_setting, card=CLASSIFIER_CARD),
@@ -287,22 +356,58 @@ EXERCISES = (
         tolerance=5e-4,
         changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
-            Mistake("as it was", partial(_loop, size=30),
-                    "all 30 rows go through at once, and every layer keeps its activations: nothing is made smaller yet."),
-            Mistake("halves", partial(_loop, size=15),
-                    "two halves are not half the memory: weights, gradients and states stay, and the first half's gradients stay in memory; cut further."),
-            Mistake("by K", partial(_loop, size=8, **_MEANS),
-                    f"{SAME_WEIGHT}: the last one has 6 images, and the others have 8; weight each by its images."),
-            Mistake("added up", partial(_loop, size=8, **_ADDED),
-                    "this adds up the means of the micro-batches: with 4 of them the gradient is about 4 times too large."),
-            Mistake("steps each", partial(_loop, size=8, steps=True),
-                    "4 updates are made with this batch: the exercise asks for one, on all 30 rows."),
-            Mistake("one backward", partial(_loop, size=8, once=True),
-                    "one backward at the end keeps every micro-batch's graph until then: that is the full batch again."),
+            Mistake(
+                "as it was",
+                partial(_loop, size=30),
+                (
+                    "all 30 rows go through at once, and every layer keeps its activations: "
+                    "nothing is made smaller yet."
+                ),
+            ),
+            Mistake(
+                "halves",
+                partial(_loop, size=15),
+                (
+                    "two halves are not half the memory: weights, gradients and states stay, and "
+                    "the first half's gradients stay in memory; cut further."
+                ),
+            ),
+            Mistake(
+                "by K",
+                partial(_loop, size=8, **_MEANS),
+                (
+                    f"{SAME_WEIGHT}: the last one has 6 images, and the others have 8; weight each "
+                    "by its images."
+                ),
+            ),
+            Mistake(
+                "added up",
+                partial(_loop, size=8, **_ADDED),
+                (
+                    "this adds up the means of the micro-batches: with 4 of them the gradient is "
+                    "about 4 times too large."
+                ),
+            ),
+            Mistake(
+                "steps each",
+                partial(_loop, size=8, steps=True),
+                "4 updates are made with this batch: the exercise asks for one, on all 30 rows.",
+            ),
+            Mistake(
+                "one backward",
+                partial(_loop, size=8, once=True),
+                (
+                    "one backward at the end keeps every micro-batch's graph until then: that is "
+                    "the full batch again."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="6.4", title="a T5, from nothing", difficulty=3, minutes=8,
+        id="6.4",
+        title="a T5, from nothing",
+        difficulty=3,
+        minutes=8,
         trains="the whole way on a model that no lesson has shown",
         reference=train_t5,
         observe=quietly(partial(_observe, setting=t5_setting, card=T5_CARD)),
@@ -310,18 +415,51 @@ EXERCISES = (
         tolerance=5e-4,
         changes=("model.mode", "model.hook", "model.config"),
         mistakes=(
-            Mistake("as it was", partial(_loop, size=16),
-                    "all 16 rows go through at once, and every layer keeps its activations: nothing is made smaller yet."),
-            Mistake("checkpoints alone", partial(_loop, size=16, every=1),
-                    "the checkpoints are there, but all rows go through at once: what a layer needs while it runs, and the logits, grow with the rows; cut the batch as well."),
-            Mistake("pieces alone", partial(_loop, size=4),
-                    "4 rows at a time are still too many where every layer keeps its activations."),
-            Mistake("by K", partial(_loop, size=4, every=1, **_MEANS),
-                    f"{SAME_WEIGHT}: rows have unequal numbers of target tokens; weight each by its own."),
-            Mistake("shifted", partial(_loop, size=4, every=1, share=lambda m, b, k: count_targets(m["labels"]) / count_targets(b["labels"])),
-                    _SHIFTED),
-            Mistake("steps each", partial(_loop, size=4, every=1, steps=True),
-                    "4 updates are made with this batch: the exercise asks for one, on all 16 rows."),
+            Mistake(
+                "as it was",
+                partial(_loop, size=16),
+                (
+                    "all 16 rows go through at once, and every layer keeps its activations: "
+                    "nothing is made smaller yet."
+                ),
+            ),
+            Mistake(
+                "checkpoints alone",
+                partial(_loop, size=16, every=1),
+                (
+                    "the checkpoints are there, but all rows go through at once: what a layer "
+                    "needs while it runs, and the logits, grow with the rows; cut the batch as "
+                    "well."
+                ),
+            ),
+            Mistake(
+                "pieces alone",
+                partial(_loop, size=4),
+                "4 rows at a time are still too many where every layer keeps its activations.",
+            ),
+            Mistake(
+                "by K",
+                partial(_loop, size=4, every=1, **_MEANS),
+                (
+                    f"{SAME_WEIGHT}: rows have unequal numbers of target tokens; weight each by "
+                    "its own."
+                ),
+            ),
+            Mistake(
+                "shifted",
+                partial(
+                    _loop,
+                    size=4,
+                    every=1,
+                    share=lambda m, b, k: count_targets(m["labels"]) / count_targets(b["labels"]),
+                ),
+                _SHIFTED,
+            ),
+            Mistake(
+                "steps each",
+                partial(_loop, size=4, every=1, steps=True),
+                "4 updates are made with this batch: the exercise asks for one, on all 16 rows.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Lesson 06's exercises in arithmetic: an error's numbers, what scales with the rows, and which technique comes next."""
+"""Lesson 06's exercises in arithmetic: an error's numbers, what scales with the rows, and which
+technique comes next.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,17 @@ def _reads(asked, total, free, process, allocated, idle, *, wrong):
 def _explain_error(got, expected):
     if got == {case: _reads(*literal_eval(case), wrong="free too") for case in expected}:
         return (
-            "the others' memory includes the card's free bytes: no process holds these, so subtract them too."
+            "the others' memory includes the card's free bytes: no process holds these, so "
+            "subtract them too."
         )
     return None
 
 
 def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
     process = context + allocated + idle
-    return tuple(n * MiB for n in (asked, total, total - process - others, process, allocated, idle))
+    return tuple(
+        n * MiB for n in (asked, total, total - process - others, process, allocated, idle)
+    )
 
 
 MOMENTS = ("forward", "backward", "optimizer_step")
@@ -55,7 +60,9 @@ STAY = ("parameters", "gradients", "optimizer")
 
 
 def with_rows(moments, rows, new) -> float:
-    """The peak with ``new`` rows, from the highest moment of each phase with ``rows`` (bytes by category)."""
+    """The peak with ``new`` rows, from the highest moment of each phase with ``rows`` (bytes by
+    category).
+    """
     return max(_at(phase, parts, new / rows) for phase, parts in moments.items())
 
 
@@ -73,8 +80,12 @@ def _at_the_peak(moments, rows, new):
     return _at(phase, moments[phase], new / rows)
 
 
-def _moments(resident: int, gradients: int, batch: tuple[int, ...], step: int) -> dict[str, dict[str, int]]:
-    """``batch``: activations, temporaries and others when backward begins; ``step``: temporaries of the optimizer's. In MiB."""
+def _moments(
+    resident: int, gradients: int, batch: tuple[int, ...], step: int
+) -> dict[str, dict[str, int]]:
+    """``batch``: activations, temporaries and others when backward begins; ``step``: temporaries of
+    the optimizer's. In MiB.
+    """
     stay = {"parameters": resident * MiB, "gradients": 0, "optimizer": 2 * resident * MiB}
     activations, temporaries, other = (n * MiB for n in batch)
     end = {"activations": activations, "temporaries": temporaries, "other": other}
@@ -96,7 +107,10 @@ ROWS = {
 
 
 def _observe_rows(candidate):
-    return {case: candidate(copy.deepcopy(moments), rows, new) for case, (moments, rows, new) in ROWS.items()}
+    return {
+        case: candidate(copy.deepcopy(moments), rows, new)
+        for case, (moments, rows, new) in ROWS.items()
+    }
 
 
 def _explain_rows(got, expected):
@@ -136,7 +150,8 @@ def _chosen(phase, parts, rows, card, *, wrong="") -> str:
     many = rows > 1 or wrong == "one row"
     takes = {
         "micro-batches": passes * many * (parts["activations"] + parts["temporaries"]),
-        "checkpointing": passes * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
+        "checkpointing": passes
+        * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
         "8-bit states": states,
         "LoRA": adapters + (wrong == "the base") * parts["parameters"],
         "QLoRA": adapters + parts["parameters"],
@@ -154,15 +169,24 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
 
 def _explain_next(got, expected):
     if len(said := {str(value) for value in got.values()}) == 1:
-        return f"the answer is {said.pop()!r} for every breakdown: it must depend on phase, parts, rows and card."
+        return (
+            f"the answer is {said.pop()!r} for every breakdown: it must depend on phase, parts, "
+            "rows and card."
+        )
     if got == {case: _chosen(*literal_eval(case), wrong="the step's") for case in expected}:
-        return "the temporaries of the optimizer's step are not made smaller here: 8-bit states, LoRA and QLoRA make them smaller too, as the chart marks."
+        return (
+            "the temporaries of the optimizer's step are not made smaller here: 8-bit states, "
+            "LoRA and QLoRA make them smaller too, as the chart marks."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="6.1", title="between the lines of an error", difficulty=1, minutes=4,
+        id="6.1",
+        title="between the lines of an error",
+        difficulty=1,
+        minutes=4,
         trains="telling tensors, idle blocks, the context and other processes apart",
         reference=read_error,
         explain=_explain_error,
@@ -170,46 +194,119 @@ EXERCISES = (
             _error(192, 4096, 500, 3290, 123),
             _error(3072, 24_210, 430, 20_100, 600, 900),
             _error(790, 8_000, 510, 6_700, 330),  # asked for to the byte
-            unseen=(_error(2048, 24_210, 380, 14_000, 3100, 5000), _error(64, 8_000, 510, 7_200, 260), _error(300, 8_000, 510, 6_700, 200, 380)),
+            unseen=(
+                _error(2048, 24_210, 380, 14_000, 3100, 5000),
+                _error(64, 8_000, 510, 7_200, 260),
+                _error(300, 8_000, 510, 6_700, 200, 380),
+            ),
         ),
         mistakes=(
-            Mistake("idle forgotten", partial(_reads, wrong="idle forgotten"),
-                    "the context is too large by the idle blocks: PyTorch has reserved these from the driver too."),
-            Mistake("others in the context", partial(_reads, wrong="others in the context"),
-                    "the context includes the memory of other processes: begin with what this process has in use."),
-            Mistake("this process too", partial(_reads, wrong="this process too"),
-                    "the others' memory includes this process: subtract what this process has in use."),
-            Mistake("but the tensors", partial(_reads, wrong="but the tensors"),
-                    "the others' memory includes this process's context and idle blocks: this process holds more than its allocated bytes."),
-            Mistake("idle alone", partial(_reads, wrong="idle alone"),
-                    "in_pieces uses only the idle blocks: the free bytes of the card can be added to them."),
-            Mistake("too little free", partial(_reads, wrong="too little free"),
-                    "in_pieces asks whether too little is free, which is true in every such error: compare the requested bytes with free and idle bytes together."),
+            Mistake(
+                "idle forgotten",
+                partial(_reads, wrong="idle forgotten"),
+                (
+                    "the context is too large by the idle blocks: PyTorch has reserved these from "
+                    "the driver too."
+                ),
+            ),
+            Mistake(
+                "others in the context",
+                partial(_reads, wrong="others in the context"),
+                (
+                    "the context includes the memory of other processes: begin with what this "
+                    "process has in use."
+                ),
+            ),
+            Mistake(
+                "this process too",
+                partial(_reads, wrong="this process too"),
+                "the others' memory includes this process: subtract what this process has in use.",
+            ),
+            Mistake(
+                "but the tensors",
+                partial(_reads, wrong="but the tensors"),
+                (
+                    "the others' memory includes this process's context and idle blocks: this "
+                    "process holds more than its allocated bytes."
+                ),
+            ),
+            Mistake(
+                "idle alone",
+                partial(_reads, wrong="idle alone"),
+                (
+                    "in_pieces uses only the idle blocks: the free bytes of the card can be added "
+                    "to them."
+                ),
+            ),
+            Mistake(
+                "too little free",
+                partial(_reads, wrong="too little free"),
+                (
+                    "in_pieces asks whether too little is free, which is true in every such error: "
+                    "compare the requested bytes with free and idle bytes together."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="6.2", title="half the rows", difficulty=2, minutes=4,
+        id="6.2",
+        title="half the rows",
+        difficulty=2,
+        minutes=4,
         trains="telling what a batch is made of from what stays, moment by moment",
         reference=with_rows,
         observe=_observe_rows,
         explain=_explain_rows,
         mistakes=(
-            Mistake("all of it", partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
-                    "everything is scaled, weights and states too: they do not depend on the batch."),
-            Mistake("activations alone", partial(_scales, grow=("activations",)),
-                    "only activations are scaled: in forward and backward, temporaries depend on the batch too, above all the logits' gradients."),
-            Mistake("gradients too", partial(_scales, grow=(*GROW, "gradients")),
-                    "gradients are scaled: they have one number for each weight, however many rows there are."),
-            Mistake("the step's too", partial(_scales, step=("temporaries",)),
-                    "the optimizer's step is scaled: its temporaries are as large as the weights it works on."),
-            Mistake("one moment", _at_the_peak,
-                    "only the highest moment is scaled: with fewer rows another moment may be the highest."),
-            Mistake("a sum", partial(_scales, which=sum),
-                    "the moments are added: they come one after another, so the highest one counts."),
+            Mistake(
+                "all of it",
+                partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
+                "everything is scaled, weights and states too: they do not depend on the batch.",
+            ),
+            Mistake(
+                "activations alone",
+                partial(_scales, grow=("activations",)),
+                (
+                    "only activations are scaled: in forward and backward, temporaries depend on "
+                    "the batch too, above all the logits' gradients."
+                ),
+            ),
+            Mistake(
+                "gradients too",
+                partial(_scales, grow=(*GROW, "gradients")),
+                (
+                    "gradients are scaled: they have one number for each weight, however many rows "
+                    "there are."
+                ),
+            ),
+            Mistake(
+                "the step's too",
+                partial(_scales, step=("temporaries",)),
+                (
+                    "the optimizer's step is scaled: its temporaries are as large as the weights "
+                    "it works on."
+                ),
+            ),
+            Mistake(
+                "one moment",
+                _at_the_peak,
+                (
+                    "only the highest moment is scaled: with fewer rows another moment may be the "
+                    "highest."
+                ),
+            ),
+            Mistake(
+                "a sum",
+                partial(_scales, which=sum),
+                "the moments are added: they come one after another, so the highest one counts.",
+            ),
         ),
     ),
     Exercise(
-        id="6.6", title="what comes next", difficulty=2, minutes=4,
+        id="6.6",
+        title="what comes next",
+        difficulty=2,
+        minutes=4,
         trains="choosing by the parts of the peak, the cheapest first",
         reference=next_technique,
         observe=calls(
@@ -230,18 +327,48 @@ EXERCISES = (
         ),
         explain=_explain_next,
         mistakes=(
-            Mistake("the phase", partial(_chosen, wrong="the phase"),
-                    "the phase has no effect: in the optimizer's step the temporaries belong to the step, and neither smaller micro-batches nor checkpoints change them."),
-            Mistake("one row", partial(_chosen, wrong="one row"),
-                    "micro-batches of one row are cut again: one row cannot be cut."),
-            Mistake("logits", partial(_chosen, wrong="logits"),
-                    "checkpointing removes temporaries here: those are the logits' gradients, and running layers again does not make them smaller."),
-            Mistake("the base", partial(_chosen, wrong="the base"),
-                    "LoRA removes the weights here: they are frozen but stay in memory; only QLoRA makes them smaller."),
-            Mistake("8-bit gradients", partial(_chosen, wrong="8-bit gradients"),
-                    "8-bit states remove the gradients here: the gradients do not change."),
-            Mistake("the most", partial(_chosen, wrong="the most"),
-                    "this takes what saves most: take the first one that can be enough, since they are in the order of their price."),
+            Mistake(
+                "the phase",
+                partial(_chosen, wrong="the phase"),
+                (
+                    "the phase has no effect: in the optimizer's step the temporaries belong to "
+                    "the step, and neither smaller micro-batches nor checkpoints change them."
+                ),
+            ),
+            Mistake(
+                "one row",
+                partial(_chosen, wrong="one row"),
+                "micro-batches of one row are cut again: one row cannot be cut.",
+            ),
+            Mistake(
+                "logits",
+                partial(_chosen, wrong="logits"),
+                (
+                    "checkpointing removes temporaries here: those are the logits' gradients, and "
+                    "running layers again does not make them smaller."
+                ),
+            ),
+            Mistake(
+                "the base",
+                partial(_chosen, wrong="the base"),
+                (
+                    "LoRA removes the weights here: they are frozen but stay in memory; only QLoRA "
+                    "makes them smaller."
+                ),
+            ),
+            Mistake(
+                "8-bit gradients",
+                partial(_chosen, wrong="8-bit gradients"),
+                "8-bit states remove the gradients here: the gradients do not change.",
+            ),
+            Mistake(
+                "the most",
+                partial(_chosen, wrong="the most"),
+                (
+                    "this takes what saves most: take the first one that can be enough, since "
+                    "they are in the order of their price."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Lesson 07's exercises about autocast: a loss that is scaled, and the copies that autocast keeps."""
+"""Lesson 07's exercises about autocast: a loss that is scaled, and the copies that
+autocast keeps.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ WIDTH = 256
 
 
 def scaled_step(optimizer, scale, good, patience):
-    """Divide all gradients by ``scale`` and step, unless one is not finite. Returns the next (scale, good steps in a row)."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """Divide all gradients by ``scale`` and step, unless one is not finite.
+
+    Returns the next (scale, good steps in a row).
+    """
+    gradients = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
     for gradient in gradients:
         gradient.div_(scale)
     if not all(gradient.isfinite().all() for gradient in gradients):
@@ -37,7 +44,10 @@ def _scaled(
 ):
     def wrong(optimizer, scale, good, patience):
         gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
         ]
         for gradient in gradients if divide else ():
             gradient.div_(scale)
@@ -48,7 +58,7 @@ def _scaled(
             return scale / 2 if halve else scale, 0 if streak else good
         return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
 
-    return wrong  # fmt: skip
+    return wrong
 
 
 # By step: what the second weight's gradient holds, beside numbers.
@@ -58,7 +68,11 @@ _STEPS = (1.0, math.inf, 2.0, 0.5, math.nan, 1.0, 3.0, -math.inf, 1.0, 1.0, 1.0,
 def _observe_scaled(candidate):
     found: dict = {}
     for patience, momentum in ((3, 0.0), (2, 0.5)):
-        weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1))]
+        weights = [
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(2, 2)),
+            nn.Parameter(torch.ones(1)),
+        ]
         groups = [{"params": weights[:1]}, {"params": weights[1:]}]
         optimizer = torch.optim.SGD(groups, lr=0.125, momentum=momentum)
         scale, good = 2.0**10, 0
@@ -67,8 +81,10 @@ def _observe_scaled(candidate):
             weights[1].grad = torch.tensor([[0.5, odd], [1.0, 1.0]]) * scale
             scale, good = candidate(optimizer, scale, good, patience)
             found[f"patience {patience}, after step {number} ({_said(odd)})"] = {
-                "weights": flat(weights), "scale": float(scale), "good": int(good),
-            }  # fmt: skip
+                "weights": flat(weights),
+                "scale": float(scale),
+                "good": int(good),
+            }
     return found
 
 
@@ -79,7 +95,9 @@ def _said(odd: float) -> str:
 def features_setting() -> tuple[nn.Sequential, torch.Tensor]:
     """16 blocks of float32 weights, and rows (8, 256)."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)]
+    blocks = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)
+    ]
     return nn.Sequential(*blocks), torch.randn(8, WIDTH)
 
 
@@ -116,50 +134,124 @@ def _observe_features(candidate):
     measured = measure(lambda: candidate(model, x), budget=FEATURES_CARD, model=model)
     out = measured.value
     return {
-        "what is returned": {"numbers": out.detach().float(), "dtype": str(out.dtype), "hangs on a graph (1 is yes)": int(out.requires_grad)},
+        "what is returned": {
+            "numbers": out.detach().float(),
+            "dtype": str(out.dtype),
+            "hangs on a graph (1 is yes)": int(out.requires_grad),
+        },
         "the weights": {"dtypes": " and ".join(sorted({str(p.dtype) for p in model.parameters()}))},
         "the card": type(measured)(None, measured.peak, measured.budget),
-    }  # fmt: skip
+    }
 
 
 EXERCISES = (
     Exercise(
-        id="7.5", title="a scaler by hand", difficulty=3, minutes=6,
+        id="7.5",
+        title="a scaler by hand",
+        difficulty=3,
+        minutes=6,
         trains="when a step is skipped, and how the scale finds its size",
         reference=scaled_step,
         observe=_observe_scaled,
         mistakes=(
-            Mistake("steps anyway", _scaled(skip=False),
-                    "the optimizer steps on gradients that are not finite, which destroys the weights: skip that step."),
-            Mistake("never divides", _scaled(divide=False),
-                    "the gradients that the optimizer gets are still scaled: divide them by the scale first, in place."),
-            Mistake("first alone", _scaled(first=True),
-                    "only one parameter is checked: every gradient of every group must be finite."),
-            Mistake("not in a row", _scaled(streak=False),
-                    "good steps are counted across a skipped one: they must be in a row, so begin again at 0."),
-            Mistake("inf alone", _scaled(finite=lambda gradient: not gradient.isinf().any()),
-                    "NaN passes this check, but it is not finite either (inf - inf gives NaN): isfinite() finds both."),
-            Mistake("never halves", _scaled(halve=False),
-                    "the scale stays as it was after a gradient that is not finite, so the next step fails too: halve it."),
+            Mistake(
+                "steps anyway",
+                _scaled(skip=False),
+                (
+                    "the optimizer steps on gradients that are not finite, which destroys the "
+                    "weights: skip that step."
+                ),
+            ),
+            Mistake(
+                "never divides",
+                _scaled(divide=False),
+                (
+                    "the gradients that the optimizer gets are still scaled: divide them by the "
+                    "scale first, in place."
+                ),
+            ),
+            Mistake(
+                "first alone",
+                _scaled(first=True),
+                "only one parameter is checked: every gradient of every group must be finite.",
+            ),
+            Mistake(
+                "not in a row",
+                _scaled(streak=False),
+                (
+                    "good steps are counted across a skipped one: they must be in a row, so begin "
+                    "again at 0."
+                ),
+            ),
+            Mistake(
+                "inf alone",
+                _scaled(finite=lambda gradient: not gradient.isinf().any()),
+                (
+                    "NaN passes this check, but it is not finite either (inf - inf gives NaN): "
+                    "isfinite() finds both."
+                ),
+            ),
+            Mistake(
+                "never halves",
+                _scaled(halve=False),
+                (
+                    "the scale stays as it was after a gradient that is not finite, so the next "
+                    "step fails too: halve it."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="7.6", title="autocast without its copies", difficulty=2, minutes=4,
+        id="7.6",
+        title="autocast without its copies",
+        difficulty=2,
+        minutes=4,
         trains="how long autocast keeps a bf16 copy of a weight",
         reference=features,
         observe=_observe_features,
         mistakes=(
-            Mistake("cached", _features(cache=True),
-                    "autocast's cache keeps a bf16 copy of every weight until its block ends, which adds half of the weights' bytes: cache_enabled=False."),
-            Mistake("graph", _features(grad=True),
-                    "a graph is built, and it keeps every layer's input and weight for a backward that never comes: torch.no_grad()."),
-            Mistake("float32", _features(enabled=False),
-                    "everything runs in float32: nothing is computed under autocast."),
-            Mistake("float16", _features(dtype=torch.float16), "this computes in float16, but bf16 was asked for."),
-            Mistake("cast", _in_place,
-                    "the weights of the model were float32 and are now bf16: autocast casts an operation's inputs, and does not change the weights."),
-            Mistake("copied", _copied,
-                    "this makes a bf16 copy of the whole model, with norms in bf16: it does not fit, and autocast computes something else."),
+            Mistake(
+                "cached",
+                _features(cache=True),
+                (
+                    "autocast's cache keeps a bf16 copy of every weight until its block ends, "
+                    "which adds half of the weights' bytes: cache_enabled=False."
+                ),
+            ),
+            Mistake(
+                "graph",
+                _features(grad=True),
+                (
+                    "a graph is built, and it keeps every layer's input and weight for a backward "
+                    "that never comes: torch.no_grad()."
+                ),
+            ),
+            Mistake(
+                "float32",
+                _features(enabled=False),
+                "everything runs in float32: nothing is computed under autocast.",
+            ),
+            Mistake(
+                "float16",
+                _features(dtype=torch.float16),
+                "this computes in float16, but bf16 was asked for.",
+            ),
+            Mistake(
+                "cast",
+                _in_place,
+                (
+                    "the weights of the model were float32 and are now bf16: autocast casts an "
+                    "operation's inputs, and does not change the weights."
+                ),
+            ),
+            Mistake(
+                "copied",
+                _copied,
+                (
+                    "this makes a bf16 copy of the whole model, with norms in bf16: it does not "
+                    "fit, and autocast computes something else."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

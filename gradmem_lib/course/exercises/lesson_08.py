@@ -8,7 +8,11 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...compat import TorchDispatchMode
@@ -23,7 +27,9 @@ WIDTH = 8
 
 
 def every_second_product():
-    """A new policy: of the matrix products that it is asked about, keep the first, the third and so on, and nothing else."""
+    """A new policy: of the matrix products that it is asked about, keep the first, the third and so
+    on, and nothing else.
+    """
     counts = [0, 0]
 
     def policy(ctx, op, *args, **kwargs):
@@ -56,11 +62,13 @@ def _policies(
 
         return policy
 
-    return wrong  # fmt: skip
+    return wrong
 
 
 class Block(nn.Module):
-    """Attention written out, and a linear layer: 7 matrix products of three kinds, (rows, tokens, 8) to the same."""
+    """Attention written out, and a linear layer: 7 matrix products of three kinds, (rows, tokens,
+    8) to the same.
+    """
 
     def __init__(self):
         super().__init__()
@@ -98,9 +106,9 @@ def _decisions(policy, ops, again: bool) -> tuple[str, int]:
         return "no answer for some", 0
     kept = [a is True or a in (KEEP, CheckpointPolicy.PREFER_SAVE) for a in answers]
     products = [keep for op, keep in zip(ops, kept, strict=True) if op in PRODUCTS]
-    return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(kept) - sum(
-        products
-    )
+    return ", ".join(str(i) for i, keep in enumerate(products, 1) if keep) or "none", sum(
+        kept
+    ) - sum(products)
 
 
 def _observe_policy(candidate):
@@ -108,17 +116,23 @@ def _observe_policy(candidate):
     with Operations() as seen:
         layers[0](x)
     policy = candidate()
-    found: dict = {"what it returns": {"a policy, which can be called (1 is yes)": int(callable(policy))}}
+    found: dict = {
+        "what it returns": {"a policy, which can be called (1 is yes)": int(callable(policy))}
+    }
     if not callable(policy):
         return found
     (kept, rest), (again, _) = (_decisions(policy, seen.ops, second) for second in (False, True))
     other, _ = _decisions(candidate(), seen.ops, False)
     fused, _ = _decisions(candidate(), [*PRODUCTS[:1], cpu_attention.default, *PRODUCTS[:2]], False)
     found |= {
-        "a layer of 7 products": {"kept": kept, "other operations kept": rest, "kept when asked again in the second run": again},
+        "a layer of 7 products": {
+            "kept": kept,
+            "other operations kept": rest,
+            "kept when asked again in the second run": again,
+        },
         "the next layer, by a policy of its own": {"kept": other},
         "a layer with fused attention": {"kept": fused},
-    }  # fmt: skip
+    }
     for layer in layers:
         x = checkpoint(
             layer,
@@ -139,31 +153,52 @@ def _observe_policy(candidate):
 def _explain_policy(got, expected):
     mine = got.get("a layer of 7 products")
     if mine is None:
-        return "every_second_product() returns the policy itself (is a `return` missing?), a function that can be called with (ctx, op, ...): create_selective_checkpoint_contexts is called later."
+        return (
+            "every_second_product() returns the policy itself (is a `return` missing?), a "
+            "function that can be called with (ctx, op, ...): "
+            "create_selective_checkpoint_contexts is called later."
+        )
     if mine["kept"] == "no answer for some":
-        return "the policy returns None for some operations: return PREFER_RECOMPUTE for all that runs again."
+        return (
+            "the policy returns None for some operations: return PREFER_RECOMPUTE for all that "
+            "runs again."
+        )
     if mine["kept"] == "none":
-        return "nothing is kept: no product is recognised. op is an overload, such as aten.mm.default, and it is not equal to aten.mm."
+        return (
+            "nothing is kept: no product is recognised. op is an overload, such as "
+            "aten.mm.default, and it is not equal to aten.mm."
+        )
     if mine["kept"] in ("2, 7", "1, 6", "3", "4"):
         return "only one kind of product is counted: there are mm, addmm and bmm."
-    right, following = (seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got))
+    right, following = (
+        seen["the next layer, by a policy of its own"]["kept"] for seen in (expected, got)
+    )
     if mine == expected["a layer of 7 products"] and following != right:
-        return "the next layer's policy continues this layer's count: every_second_product() must begin a new count each time."
+        return (
+            "the next layer's policy continues this layer's count: every_second_product() must "
+            "begin a new count each time."
+        )
     if (
         mine["kept"]
         == expected["a layer of 7 products"]["kept"]
         != mine["kept when asked again in the second run"]
     ):
         return (
-            "the second run gets other answers than the first: the answers must be the same for each product."
+            "the second run gets other answers than the first: the answers must be the same for "
+            "each product."
         )
-    if mine == expected["a layer of 7 products"] and got["a layer with fused attention"]["kept"] != "1, 3":
+    if (
+        mine == expected["a layer of 7 products"]
+        and got["a layer with fused attention"]["kept"] != "1, 3"
+    ):
         return "fused attention is counted as a product: it is not in PRODUCTS, and runs again."
     return None
 
 
 def fused_operations(query, key, value, *args, out_val=None, **kwargs):
-    """Operations of fused attention, from shapes (rows, heads, tokens, size of a head): two products."""
+    """Operations of fused attention, from shapes (rows, heads, tokens, size of a head): two
+    products.
+    """
     rows, heads, queries, size = query
     return 2 * (2 * rows * heads * queries * key[2] * size)
 
@@ -175,7 +210,9 @@ def _operations(step, formulas) -> int:
 
 
 def repeated(plain, checkpointed):
-    """The operations of ``checkpointed()`` that ``plain()`` does without; fused attention counts with its two products."""
+    """The operations of ``checkpointed()`` that ``plain()`` does without; fused attention counts
+    with its two products.
+    """
     return _operations(checkpointed, {cpu_attention: fused_operations}) - _operations(
         plain, {cpu_attention: fused_operations}
     )
@@ -194,7 +231,9 @@ def _formula(of):
 
 
 class Attention(nn.Module):
-    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads of 6."""
+    """Fused attention: (rows, queries, 12) and (rows, keys, 12) to the first's shape, in 3 heads of
+    6.
+    """
 
     def __init__(self):
         super().__init__()
@@ -233,18 +272,40 @@ def _observe_repeated(candidate):
         return found
 
 
-# What a formula forgets, or counts twice: its share of what is right, from rows, heads, queries, size and keys.
+# What a formula forgets, or counts twice: its share of what is right, from rows, heads, queries,
+# size and keys.
 _SHARES = (
-    (lambda b, h, s, d, t: 1 / 4, "gives a quarter: there are two products, and a multiplication and an addition count as two operations."),
+    (
+        lambda b, h, s, d, t: 1 / 4,
+        (
+            "gives a quarter: there are two products, and a multiplication and an addition count "
+            "as two operations."
+        ),
+    ),
     (lambda b, h, s, d, t: 1 / b, "leaves out the rows."),
-    (lambda b, h, s, d, t: 1 / d, "leaves out the size of a head: each score takes that many multiplications."),
+    (
+        lambda b, h, s, d, t: 1 / d,
+        "leaves out the size of a head: each score takes that many multiplications.",
+    ),
     (lambda b, h, s, d, t: 1 / t, "leaves out the keys: each query has a score with each of them."),
     (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
     (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),
-    (lambda b, h, s, d, t: d / t, "uses the size of a head as the number of keys: a shape is (rows, heads, tokens, size), so key[2] has it."),
-    (lambda b, h, s, d, t: -1, "is given only to plain()'s counter: checkpointed()'s counter needs it too."),
-    (lambda b, h, s, d, t: 2, "counts twice what it should, or one of the two counters does not have it: both need it."),
-)  # fmt: skip
+    (
+        lambda b, h, s, d, t: d / t,
+        (
+            "uses the size of a head as the number of keys: a shape is (rows, heads, tokens, "
+            "size), so key[2] has it."
+        ),
+    ),
+    (
+        lambda b, h, s, d, t: -1,
+        "is given only to plain()'s counter: checkpointed()'s counter needs it too.",
+    ),
+    (
+        lambda b, h, s, d, t: 2,
+        "counts twice what it should, or one of the two counters does not have it: both need it.",
+    ),
+)
 
 
 def _explain_repeated(got, expected):
@@ -253,78 +314,174 @@ def _explain_repeated(got, expected):
     if numbers and not got[mlp]:
         return "no operation is counted: run plain() and checkpointed(), each inside its `with`."
     if numbers and got[mlp] == -expected[mlp]:
-        return "the plain step has fewer operations: subtract it from the checkpointed step, not the other way round."
+        return (
+            "the plain step has fewer operations: subtract it from the checkpointed step, not "
+            "the other way round."
+        )
     if numbers and got[mlp] != expected[mlp] and 0 < got[mlp] < 2:
         return "this is a ratio of the two steps: return their difference, a number of operations."
     if got[mlp] != expected[mlp]:
         if got == _observe_repeated(_repeated(result=lambda more, less: less)):
-            return "this is the step without its checkpoint: count both steps, and take the difference."
+            return (
+                "this is the step without its checkpoint: count both steps, and take the "
+                "difference."
+            )
         both = _observe_repeated(_repeated(result=lambda more, less: more + less))
         return (
-            "the sum of both steps is counted: each step has its own counter; return the difference."
+            (
+                "the sum of both steps is counted: each step has its own counter; return the "
+                "difference."
+            )
             if got == both
             else None
         )
     right = {name: 4 * math.prod(sizes) for name, sizes in _FUSED.items()}
     formulas = {name: right[name] + got[name] - expected[name] for name in _FUSED}
     for share, says in _SHARES:
-        if all(math.isclose(formulas[name], right[name] * share(*sizes)) for name, sizes in _FUSED.items()):
+        if all(
+            math.isclose(formulas[name], right[name] * share(*sizes))
+            for name, sizes in _FUSED.items()
+        ):
             return f"the formula {says}"
     name = next(name for name in _FUSED if formulas[name] != right[name])
     rows, heads, queries, size, keys = _FUSED[name]
     return (
-        f"the formula is wrong: for queries {(rows, heads, queries, size)} and keys {(rows, heads, keys, size)} it must return "
-        f"{right[name]:,}, but returns {formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * size."
+        f"the formula is wrong: for queries {(rows, heads, queries, size)} and keys "
+        f"{(rows, heads, keys, size)} it must return {right[name]:,}, but returns "
+        f"{formulas[name]:,}. Each of the two products takes 2 * rows * heads * queries * keys * "
+        "size."
     )
 
 
 EXERCISES = (
     Exercise(
-        id="8.1", title="a policy", difficulty=2, minutes=5,
+        id="8.1",
+        title="a policy",
+        difficulty=2,
+        minutes=5,
         trains="telling a checkpoint, operation by operation, what to keep",
         reference=every_second_product,
         observe=_observe_policy,
         explain=_explain_policy,
         mistakes=(
-            Mistake("every operation", _policies(products=()),
-                    "every second operation of any kind is kept: count only matrix products, and repeat the rest."),
-            Mistake("the others", _policies(keeps=lambda count: count % 2 == 0),
-                    "the second product is kept, the fourth and so on: keep the first, the third and so on."),
-            Mistake("all", _policies(keeps=lambda count: True), "every product is kept: let the second run compute every second one."),
-            Mistake("one count", _policies(run=lambda ctx, op: 0),
-                    "the second run continues the count of forward, so it decides differently: count the second run separately, by ctx.is_recompute."),
-            Mistake("by kind", _policies(run=lambda ctx, op: (ctx.is_recompute, op)),
-                    "each kind of product has its own count: use one count for mm, addmm and bmm together."),
-            Mistake("the rest too", _policies(rest=KEEP),
-                    "other operations than products are kept too, which costs bytes and saves little work: return PREFER_RECOMPUTE for them."),
+            Mistake(
+                "every operation",
+                _policies(products=()),
+                (
+                    "every second operation of any kind is kept: count only matrix products, and "
+                    "repeat the rest."
+                ),
+            ),
+            Mistake(
+                "the others",
+                _policies(keeps=lambda count: count % 2 == 0),
+                (
+                    "the second product is kept, the fourth and so on: keep the first, the third "
+                    "and so on."
+                ),
+            ),
+            Mistake(
+                "all",
+                _policies(keeps=lambda count: True),
+                "every product is kept: let the second run compute every second one.",
+            ),
+            Mistake(
+                "one count",
+                _policies(run=lambda ctx, op: 0),
+                (
+                    "the second run continues the count of forward, so it decides differently: "
+                    "count the second run separately, by ctx.is_recompute."
+                ),
+            ),
+            Mistake(
+                "by kind",
+                _policies(run=lambda ctx, op: (ctx.is_recompute, op)),
+                (
+                    "each kind of product has its own count: use one count for mm, addmm and bmm "
+                    "together."
+                ),
+            ),
+            Mistake(
+                "the rest too",
+                _policies(rest=KEEP),
+                (
+                    "other operations than products are kept too, which costs bytes and saves "
+                    "little work: return PREFER_RECOMPUTE for them."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="8.2", title="what runs again", difficulty=2, minutes=5,
+        id="8.2",
+        title="what runs again",
+        difficulty=2,
+        minutes=5,
         trains="counting operations with a counter that does not see all of them",
         reference=repeated,
         observe=_observe_repeated,
         explain=_explain_repeated,
         raises=(
-            (r"unexpected keyword argument 'out_", "the counter passes more arguments than the formula needs: let its arguments end with *args, out_val=None, **kwargs."),
-            (r"'torch.Size' object has no attribute", "query, key and value are shapes, not tensors: rows, heads, queries, size = query."),
+            (
+                r"unexpected keyword argument 'out_",
+                (
+                    "the counter passes more arguments than the formula needs: let its arguments "
+                    "end with *args, out_val=None, **kwargs."
+                ),
+            ),
+            (
+                r"'torch.Size' object has no attribute",
+                "query, key and value are shapes, not tensors: rows, heads, queries, size = query.",
+            ),
             (r"\+=: 'int' and 'NoneType'", "the formula returns nothing: is a `return` missing?"),
             (r"'method'", "get_total_flops is a method: call it, with ()."),
-            (r"'int' object is not callable", "the value in custom_mapping is the function itself: formula, without calling it."),
+            (
+                r"'int' object is not callable",
+                "the value in custom_mapping is the function itself: formula, without calling it.",
+            ),
         ),
         mistakes=(
-            Mistake("blind", _repeated(False),
-                    "fused attention is not counted: FlopCounterMode has no formula for it on a CPU; give it one in custom_mapping, under the name without .default."),
-            Mistake("one product", _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
-                    "attention is two products, queries times keys and weights times values, but only one is counted."),
-            Mistake("square", _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * s * d)),
-                    "the queries are squared: there may be more keys than queries; key[2] has their number."),
-            Mistake("heads", _repeated(_formula(lambda b, h, s, d, t: 4 * b * s * t * d)),
-                    "only one head is counted: each head has its own two products."),
-            Mistake("the whole step", _repeated(result=lambda more, less: more),
-                    "this is the whole step with its checkpoint: what runs again is the difference from the plain step."),
-            Mistake("halves", _repeated(result=lambda more, less: (more - less) // 2),
-                    "a multiplication and an addition are counted as one operation: they are two."),
+            Mistake(
+                "blind",
+                _repeated(False),
+                (
+                    "fused attention is not counted: FlopCounterMode has no formula for it on a "
+                    "CPU; give it one in custom_mapping, under the name without .default."
+                ),
+            ),
+            Mistake(
+                "one product",
+                _repeated(_formula(lambda b, h, s, d, t: 2 * b * h * s * t * d)),
+                (
+                    "attention is two products, queries times keys and weights times values, but "
+                    "only one is counted."
+                ),
+            ),
+            Mistake(
+                "square",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * s * d)),
+                (
+                    "the queries are squared: there may be more keys than queries; key[2] has "
+                    "their number."
+                ),
+            ),
+            Mistake(
+                "heads",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * s * t * d)),
+                "only one head is counted: each head has its own two products.",
+            ),
+            Mistake(
+                "the whole step",
+                _repeated(result=lambda more, less: more),
+                (
+                    "this is the whole step with its checkpoint: what runs again is the difference "
+                    "from the plain step."
+                ),
+            ),
+            Mistake(
+                "halves",
+                _repeated(result=lambda more, less: (more - less) // 2),
+                "a multiplication and an addition are counted as one operation: they are two.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Lesson 08's exercises under a byte budget: saved tensors that move to files, and an MLP in tiles."""
+"""Lesson 08's exercises under a byte budget: saved tensors that move to files, and an MLP
+in tiles.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ DISK_CARD, DISK_LAYERS, DISK_WIDTH, DISK_ROWS = "1.6 MB", 6, 64, 256
 
 
 class Disk:
-    """Saved-tensor hooks: ``pack`` writes a tensor to a file of ``folder``, ``unpack`` reads it; ``weights`` stay where they are."""
+    """Saved-tensor hooks: ``pack`` writes a tensor to a file of ``folder``, ``unpack`` reads it;
+    ``weights`` stay where they are.
+    """
 
     def __init__(self, folder, weights):
         self.folder, self.number = folder, 0
@@ -78,7 +82,9 @@ class _Caches(Disk):
 
 class _Rounds(Disk):
     def pack(self, tensor):
-        return super().pack(tensor.half().to(tensor.dtype) if tensor.dtype == torch.float32 else tensor)
+        return super().pack(
+            tensor.half().to(tensor.dtype) if tensor.dtype == torch.float32 else tensor
+        )
 
 
 class Gated(nn.Module):
@@ -86,7 +92,10 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.three, self.out = nn.Linear(DISK_WIDTH, 3 * DISK_WIDTH), nn.Linear(DISK_WIDTH, DISK_WIDTH)
+        self.three, self.out = (
+            nn.Linear(DISK_WIDTH, 3 * DISK_WIDTH),
+            nn.Linear(DISK_WIDTH, DISK_WIDTH),
+        )
 
     def forward(self, x):
         a, b, c = self.three(x).chunk(3, -1)
@@ -115,7 +124,9 @@ def _tensors():
 
 
 def _round_trip(candidate, folder: str) -> Seen:
-    """How many tensors come back as they were, of those that are packed one after another; and how many nearly so."""
+    """How many tensors come back as they were, of those that are packed one after another; and how
+    many nearly so.
+    """
     disk, packed, before = candidate(folder, []), [], []
     for tensor in _tensors():
         before.append((tensor.dtype, tensor.shape, tensor.tolist()))
@@ -129,7 +140,9 @@ def _round_trip(candidate, folder: str) -> Seen:
         if (t.dtype, t.shape, t.tolist()) == (dtype, shape, numbers):
             same += 1
         elif t.shape == shape:
-            near += torch.allclose(t.double(), torch.tensor(numbers, dtype=torch.float64), rtol=1e-2)
+            near += torch.allclose(
+                t.double(), torch.tensor(numbers, dtype=torch.float64), rtol=1e-2
+            )
     found = {"of 28, come back as they were": same, "nearly so": int(near)}
     return Seen(found, files=files, packed=len(packed), tensors=tensors)
 
@@ -140,7 +153,11 @@ def _kept_by_shape(candidate, folder: str) -> dict[str, int]:
     weight, tensor = nn.Parameter(torch.ones(6, 4)), torch.zeros(6, 4)
     disk = candidate(folder, [weight])
     back = disk.unpack(disk.pack(tensor))
-    return {"stays (1 is yes)": int(back.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr())}
+    return {
+        "stays (1 is yes)": int(
+            back.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        )
+    }
 
 
 def _observe_disk(candidate):
@@ -173,7 +190,8 @@ def _observe_disk(candidate):
     return Seen(found | {"the card": type(step)(None, step.peak, step.budget)}, **notes)
 
 
-WRITTEN = 3_200_000  # bytes: all that is saved, with room for what torch.save adds to each file, and without the weights
+# bytes: all that is saved, with room for what torch.save adds to each file, and without the weights
+WRITTEN = 3_200_000
 
 
 def _explain_disk(got, expected):
@@ -182,12 +200,20 @@ def _explain_disk(got, expected):
         return "unpack does not return a tensor: it must read the file that pack has named."
     if "a step" not in got:
         if 0 < notes["files"] < notes["packed"]:
-            return "files are overwritten: two tensors got the same name (id(tensor) and data_ptr() are used again after a tensor is freed); number the files."
-        return "unpack does not return what pack was given: numbers, dtype and shape must be the same."
+            return (
+                "files are overwritten: two tensors got the same name (id(tensor) and "
+                "data_ptr() are used again after a tensor is freed); number the files."
+            )
+        return (
+            "unpack does not return what pack was given: numbers, dtype and shape must be the same."
+        )
     if not notes["files"]:
         return "nothing is moved: no file appears in the folder."
     if any(got["an activation of a weight's shape"].values()):
-        return "an activation that has a weight's shape stays in memory: recognise weights by their storage, tensor.untyped_storage().data_ptr()."
+        return (
+            "an activation that has a weight's shape stays in memory: recognise weights by "
+            "their storage, tensor.untyped_storage().data_ptr()."
+        )
     return None
 
 
@@ -195,7 +221,9 @@ TILED_CARD, TILED_WIDTH, TILED_TOKENS, TILES = "0.8 MB", 32, 250, 5
 
 
 def tiled_mlp(mlp, x, tiles):
-    """``mlp(x)`` for x (rows, tokens, width), computed in ``tiles`` slices of the tokens, each in a checkpoint of its own."""
+    """``mlp(x)`` for x (rows, tokens, width), computed in ``tiles`` slices of the tokens, each in a
+    checkpoint of its own.
+    """
     parts = [checkpoint(mlp, part, use_reentrant=False) for part in x.tensor_split(tiles, dim=1)]
     return torch.cat(parts, dim=1)
 
@@ -223,7 +251,9 @@ def tiled_setting(rows=2, tokens=TILED_TOKENS, *, needs=True) -> tuple[nn.Module
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         mlp = nn.Sequential(
-            nn.Linear(TILED_WIDTH, 8 * TILED_WIDTH), nn.GELU(), nn.Linear(8 * TILED_WIDTH, TILED_WIDTH)
+            nn.Linear(TILED_WIDTH, 8 * TILED_WIDTH),
+            nn.GELU(),
+            nn.Linear(8 * TILED_WIDTH, TILED_WIDTH),
         )
         return mlp, torch.randn(rows, tokens, TILED_WIDTH).requires_grad_(needs)
 
@@ -275,10 +305,16 @@ def _observe_tiled(candidate):
         "dropout": {"numbers with another mask in backward": _masks_differ(candidate)},
     }
     mlp, x = tiled_setting()
-    step = measure(lambda: candidate(mlp, x, TILES).square().sum().backward(), budget=TILED_CARD, model=mlp)
+    step = measure(
+        lambda: candidate(mlp, x, TILES).square().sum().backward(), budget=TILED_CARD, model=mlp
+    )
     return Seen(
         cases
-        | {f"the card, {TILED_TOKENS} tokens in {TILES} tiles": type(step)(None, step.peak, step.budget)},
+        | {
+            f"the card, {TILED_TOKENS} tokens in {TILES} tiles": type(step)(
+                None, step.peak, step.budget
+            )
+        },
         again=again,
     )
 
@@ -286,7 +322,10 @@ def _observe_tiled(candidate):
 def _explain_tiled(got, expected):
     mine, right = got["22 tokens in 4 tiles"], expected["22 tokens in 4 tiles"]
     if mine["output"].shape[1] < 22:
-        return "tokens are left out: where `tiles` does not divide the number of tokens, some tiles have one more."
+        return (
+            "tokens are left out: where `tiles` does not divide the number of tokens, some "
+            "tiles have one more."
+        )
     if difference(mine["output"], right["output"]):
         return "the output is not mlp(x): join the tiles in their order, along the tokens."
     if not mine["gradients of the weights"].any():
@@ -295,56 +334,159 @@ def _explain_tiled(got, expected):
         return "x gets no gradient: it is detached before or in the tiles."
     other = "an x that needs no gradient"
     if not got[other]["gradients of the weights"].any():
-        return "this is a reentrant checkpoint, which needs an input that requires a gradient: use_reentrant=False."
+        return (
+            "this is a reentrant checkpoint, which needs an input that requires a gradient: "
+            "use_reentrant=False."
+        )
     if mine["tiles beyond those asked for"]:
-        return "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and x.tensor_split(n) their number."
+        return (
+            "the MLP runs more often than asked for: x.split(n) takes the length of a tile, and "
+            "x.tensor_split(n) their number."
+        )
     if mine["runs again beyond one a tile"]:
         return "each tile runs again more than once: there is a checkpoint around the checkpoints."
     if any(got["dropout"].values()):
-        return "dropout draws other random numbers in the second run: leave preserve_rng_state at its default, True."
+        return (
+            "dropout draws other random numbers in the second run: leave preserve_rng_state at "
+            "its default, True."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="8.3", title="saved tensors that move", difficulty=2, minutes=5,
+        id="8.3",
+        title="saved tensors that move",
+        difficulty=2,
+        minutes=5,
         trains="hooks that see each tensor that autograd saves",
         reference=Disk,
         observe=_observe_disk,
         explain=_explain_disk,
-        raises=((r"BFloat16", "numpy has no bfloat16, but a model may have that dtype: torch.save writes tensors of every dtype."),),
+        raises=(
+            (
+                r"BFloat16",
+                (
+                    "numpy has no bfloat16, but a model may have that dtype: torch.save writes "
+                    "tensors of every dtype."
+                ),
+            ),
+        ),
         tolerance=0.0,
         mistakes=(
-            Mistake("keeps", _Keeps, "a list or a dict keeps each tensor alive beside its file, so nothing is freed: keep only the file's name."),
-            Mistake("whole storage", _WholeStorage,
-                    "torch.save writes the whole storage of a view, and unpack reads all of it: clone the tensor first."),
-            Mistake("weights too", _WeightsToo,
-                    "the weights are written too: they stay in memory anyway, and unpack makes copies of them; let pack return a weight as it is."),
-            Mistake("one name", _OneName, "files are overwritten: each tensor needs its own name; number the files."),
-            Mistake("caches", _Caches, "every tensor that unpack has read is kept, so backward needs more and more memory: return it, and keep nothing."),
-            Mistake("rounds", _Rounds, "the numbers are rounded to half precision: write the tensor as it is."),
+            Mistake(
+                "keeps",
+                _Keeps,
+                (
+                    "a list or a dict keeps each tensor alive beside its file, so nothing is "
+                    "freed: keep only the file's name."
+                ),
+            ),
+            Mistake(
+                "whole storage",
+                _WholeStorage,
+                (
+                    "torch.save writes the whole storage of a view, and unpack reads all of it: "
+                    "clone the tensor first."
+                ),
+            ),
+            Mistake(
+                "weights too",
+                _WeightsToo,
+                (
+                    "the weights are written too: they stay in memory anyway, and unpack makes "
+                    "copies of them; let pack return a weight as it is."
+                ),
+            ),
+            Mistake(
+                "one name",
+                _OneName,
+                "files are overwritten: each tensor needs its own name; number the files.",
+            ),
+            Mistake(
+                "caches",
+                _Caches,
+                (
+                    "every tensor that unpack has read is kept, so backward needs more and more "
+                    "memory: return it, and keep nothing."
+                ),
+            ),
+            Mistake(
+                "rounds",
+                _Rounds,
+                "the numbers are rounded to half precision: write the tensor as it is.",
+            ),
         ),
     ),
     Exercise(
-        id="8.6", title="an MLP in tiles", difficulty=2, minutes=3,
+        id="8.6",
+        title="an MLP in tiles",
+        difficulty=2,
+        minutes=3,
         trains="cutting a long sequence where tokens do not meet",
         reference=tiled_mlp,
         observe=_observe_tiled,
         explain=_explain_tiled,
-        raises=((r"'(list|tuple)' object has no attribute", "this returns the tiles as a list: join them, along the tokens."),
-                (r"Sizes of tensors must match|stack expects", "the tiles are not joined along the dimension in which they were cut: torch.cat(parts, dim=1)."),
-                (r"shapes cannot be multiplied", "the width is cut, so the MLP gets only a part of it: tokens are dimension 1.")),
+        raises=(
+            (
+                r"'(list|tuple)' object has no attribute",
+                "this returns the tiles as a list: join them, along the tokens.",
+            ),
+            (
+                r"Sizes of tensors must match|stack expects",
+                (
+                    "the tiles are not joined along the dimension in which they were cut: "
+                    "torch.cat(parts, dim=1)."
+                ),
+            ),
+            (
+                r"shapes cannot be multiplied",
+                "the width is cut, so the MLP gets only a part of it: tokens are dimension 1.",
+            ),
+        ),
         mistakes=(
-            Mistake("no checkpoint", _tiled(run=lambda mlp, part: mlp(part)),
-                    "the tiles are cut, but autograd keeps what each of them computes: run each in a checkpoint."),
-            Mistake("whole", _whole, "the whole sequence runs at once, also when it runs again in backward: cut it into tiles first."),
-            Mistake("one checkpoint", _in_one_checkpoint,
-                    "one checkpoint holds all tiles, and in backward all of them run again at once: each tile needs its own."),
-            Mistake("rows", _tiled(dim=0), "the rows are cut, but the sequence keeps its length: tokens are dimension 1."),
-            Mistake("drops the rest", _tiled(cut=lambda x, tiles: x[:, : x.shape[1] // tiles * tiles].chunk(tiles, 1)),
-                    "tokens are left out: where `tiles` does not divide the number of tokens, some tiles have one more."),
-            Mistake("detached", _tiled(run=lambda mlp, part: checkpoint(mlp, part, use_reentrant=False).detach()),
-                    "the output is detached: no weight learns."),
+            Mistake(
+                "no checkpoint",
+                _tiled(run=lambda mlp, part: mlp(part)),
+                (
+                    "the tiles are cut, but autograd keeps what each of them computes: run each "
+                    "in a checkpoint."
+                ),
+            ),
+            Mistake(
+                "whole",
+                _whole,
+                (
+                    "the whole sequence runs at once, also when it runs again in backward: cut it "
+                    "into tiles first."
+                ),
+            ),
+            Mistake(
+                "one checkpoint",
+                _in_one_checkpoint,
+                (
+                    "one checkpoint holds all tiles, and in backward all of them run again at "
+                    "once: each tile needs its own."
+                ),
+            ),
+            Mistake(
+                "rows",
+                _tiled(dim=0),
+                "the rows are cut, but the sequence keeps its length: tokens are dimension 1.",
+            ),
+            Mistake(
+                "drops the rest",
+                _tiled(cut=lambda x, tiles: x[:, : x.shape[1] // tiles * tiles].chunk(tiles, 1)),
+                (
+                    "tokens are left out: where `tiles` does not divide the number of tokens, some "
+                    "tiles have one more."
+                ),
+            ),
+            Mistake(
+                "detached",
+                _tiled(run=lambda mlp, part: checkpoint(mlp, part, use_reentrant=False).detach()),
+                "the output is detached: no weight learns.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

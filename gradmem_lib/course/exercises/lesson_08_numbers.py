@@ -1,4 +1,6 @@
-"""Lesson 08's exercises that are numbers: when moving is faster, how many layers to recompute, and a key-value cache."""
+"""Lesson 08's exercises that are numbers: when moving is faster, how many layers to recompute, and
+a key-value cache.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from .settings import quietly
 
 
 def break_even(nbytes, operations, bandwidth, speed):
-    """How many times as long moving ``nbytes`` away and back takes as computing them again, by so many ``operations``."""
+    """How many times as long moving ``nbytes`` away and back takes as computing them again, by so
+    many ``operations``.
+    """
     return (2 * nbytes / bandwidth) / (operations / speed)
 
 
@@ -33,7 +37,9 @@ MOST_CALLS = 8  # of peak, for up to 64 layers; halving needs 7
 
 
 def layers_to_recompute(peak, layers, budget):
-    """The smallest k from 0 to ``layers`` with ``peak(k)`` at most ``budget``; ``peak`` never grows with k."""
+    """The smallest k from 0 to ``layers`` with ``peak(k)`` at most ``budget``; ``peak`` never grows
+    with k.
+    """
     low, high = 0, layers
     while low < high:
         middle = (low + high) // 2
@@ -44,7 +50,9 @@ def layers_to_recompute(peak, layers, budget):
     return low
 
 
-def _search(*, fits=lambda found, budget: found <= budget, low=0, below=0, result=lambda k, layers: k):
+def _search(
+    *, fits=lambda found, budget: found <= budget, low=0, below=0, result=lambda k, layers: k
+):
     def wrong(peak, layers, budget):
         first, last = low, layers - below
         while first < last:
@@ -128,11 +136,14 @@ def _observe_layers(candidate):
 
 def _explain_layers(got, expected):
     ks, wanted = (
-        [case["layers"] for case in seen.values() if isinstance(case, dict)] for seen in (got, expected)
+        [case["layers"] for case in seen.values() if isinstance(case, dict)]
+        for seen in (got, expected)
     )
     counts = [*(len(s[0]) for s in _SAVES.values()), LAYERS]
     if any(k > layers for k, layers in zip(ks, counts, strict=True)):
-        return "this is more than the number of layers: return a number of layers, not peak's bytes."
+        return (
+            "this is more than the number of layers: return a number of layers, not peak's bytes."
+        )
     if all(k == 0 for k in ks):
         return "no layer runs again, for any budget: where peak(0) is over the budget, some must."
     gaps = [k - right for k, right in zip(ks, wanted, strict=True)]
@@ -143,8 +154,14 @@ def _explain_layers(got, expected):
     if max(gaps) <= 0 and min(gaps) == -1:
         return "one layer is missing: the step still does not fit, but it fits with the next k."
     if not any(gaps):
-        return f"the number is right, but it took more than {MOST_CALLS} calls of peak: halve the range each time, and call peak once for each middle."
-    return "the search ends in the wrong place: where the middle fits, the answer is there or below it; where not, it is above it."
+        return (
+            f"the number is right, but it took more than {MOST_CALLS} calls of peak: halve the "
+            "range each time, and call peak once for each middle."
+        )
+    return (
+        "the search ends in the wrong place: where the middle fits, the answer is there or "
+        "below it; where not, it is above it."
+    )
 
 
 def kv_cache(config, rows, tokens, bytes_per_number):
@@ -154,7 +171,12 @@ def kv_cache(config, rows, tokens, bytes_per_number):
 
 
 def _cache(
-    *, both=2, heads="num_key_value_heads", size=lambda config: config.head_dim, layers=True, rows=True
+    *,
+    both=2,
+    heads="num_key_value_heads",
+    size=lambda config: config.head_dim,
+    layers=True,
+    rows=True,
 ):
     def wrong(config, rows_, tokens, bytes_per_number):
         width = getattr(config, heads) * size(config)
@@ -169,13 +191,21 @@ def cache_configs() -> dict:
     """Configs of three models whose heads differ, by name."""
     from transformers import LlamaConfig, Qwen3Config
 
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     made = {
         "Llama-2-7B": (LlamaConfig, 32, 4096, 32, 32, 128),
         "Llama-2-70B": (LlamaConfig, 80, 8192, 64, 8, 128),
         "Qwen3-0.6B": (Qwen3Config, 28, 1024, 16, 8, 128),
     }
-    return {name: kind(**dict(zip(sizes, each, strict=True))) for name, (kind, *each) in made.items()}
+    return {
+        name: kind(**dict(zip(sizes, each, strict=True))) for name, (kind, *each) in made.items()
+    }
 
 
 @quietly
@@ -197,9 +227,15 @@ def _explain_cache(got, expected):
     if ratios == [1 / 2, 1 / 2, 1 / 4, 1]:
         return "these are numbers, not bytes: multiply by bytes_per_number."
     if ratios == [1.5] * 4:
-        return "three tensors are counted: the queries of earlier tokens are never needed again, so only keys and values are cached."
+        return (
+            "three tensors are counted: the queries of earlier tokens are never needed again, "
+            "so only keys and values are cached."
+        )
     if ratios == [2048, 2048, 500, 77]:
-        return "the tokens are squared: the cache has one key and one value for each token, and no scores."
+        return (
+            "the tokens are squared: the cache has one key and one value for each token, and no "
+            "scores."
+        )
     if ratios == [1 / 2048, 1 / 2048, 1 / 500, 1 / 77]:
         return "only one token is counted: every token so far has its own keys and values."
     if ratios == [1.5, 5, 2, 5]:
@@ -211,7 +247,8 @@ def _explain_cache(got, expected):
     if len(set(ratios)) == 1 and ratios[0] == 8:
         return "these are bits: return bytes."
     if all(
-        0 < (1 - ratio) * tokens < 1.5 for ratio, tokens in zip(ratios, (2048, 2048, 500, 77), strict=True)
+        0 < (1 - ratio) * tokens < 1.5
+        for ratio, tokens in zip(ratios, (2048, 2048, 500, 77), strict=True)
     ):
         return "the last token is missing: its keys and values are kept too."
     return None
@@ -219,64 +256,153 @@ def _explain_cache(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="8.4", title="break-even", difficulty=1, minutes=2,
+        id="8.4",
+        title="break-even",
+        difficulty=1,
+        minutes=2,
         trains="seconds on a bus against seconds of arithmetic",
         reference=break_even,
         observe=calls(
-            (64_000_000, 2e12, 25e9, 80e12), (512_000_000, 3e12, 12e9, 40e12), (7_000_000, 9e11, 450e9, 500e12),
+            (64_000_000, 2e12, 25e9, 80e12),
+            (512_000_000, 3e12, 12e9, 40e12),
+            (7_000_000, 9e11, 450e9, 500e12),
             unseen=((90_000_000, 4e11, 31e9, 150e12),),
         ),
         explain=_explain_break_even,
         mistakes=(
-            Mistake("one way", lambda n, o, b, s: n / b / (o / s),
-                    "the bytes cross the bus twice: away in forward, and back in backward."),
-            Mistake("inverse", lambda n, o, b, s: o / s / (2 * n / b),
-                    "this ratio is upside down: divide the seconds of moving by those of computing."),
-            Mistake("difference", lambda n, o, b, s: 2 * n / b - o / s,
-                    "this is a difference in seconds: return how many times as long moving takes."),
-            Mistake("swapped", lambda n, o, b, s: 2 * n / s / (o / b),
-                    "bandwidth and speed are swapped: divide bytes by bandwidth, and operations by speed."),
-            Mistake("share", lambda n, o, b, s: 2 * n / b / (2 * n / b + o / s),
-                    "this is moving's share of the sum of both: divide only by the seconds of computing."),
-            Mistake("both passes", lambda n, o, b, s: 4 * n / b / (o / s),
-                    "the bytes are counted too often: they cross the bus twice, away and back."),
+            Mistake(
+                "one way",
+                lambda n, o, b, s: n / b / (o / s),
+                "the bytes cross the bus twice: away in forward, and back in backward.",
+            ),
+            Mistake(
+                "inverse",
+                lambda n, o, b, s: o / s / (2 * n / b),
+                "this ratio is upside down: divide the seconds of moving by those of computing.",
+            ),
+            Mistake(
+                "difference",
+                lambda n, o, b, s: 2 * n / b - o / s,
+                "this is a difference in seconds: return how many times as long moving takes.",
+            ),
+            Mistake(
+                "swapped",
+                lambda n, o, b, s: 2 * n / s / (o / b),
+                (
+                    "bandwidth and speed are swapped: divide bytes by bandwidth, and operations by "
+                    "speed."
+                ),
+            ),
+            Mistake(
+                "share",
+                lambda n, o, b, s: 2 * n / b / (2 * n / b + o / s),
+                (
+                    "this is moving's share of the sum of both: divide only by the seconds of "
+                    "computing."
+                ),
+            ),
+            Mistake(
+                "both passes",
+                lambda n, o, b, s: 4 * n / b / (o / s),
+                "the bytes are counted too often: they cross the bus twice, away and back.",
+            ),
         ),
     ),
     Exercise(
-        id="8.5", title="as few layers as the budget allows", difficulty=2, minutes=4,
+        id="8.5",
+        title="as few layers as the budget allows",
+        difficulty=2,
+        minutes=4,
         trains="searching with few predictions, on a second model",
         reference=layers_to_recompute,
         observe=_observe_layers,
         explain=_explain_layers,
         mistakes=(
-            Mistake("one after another", _scan,
-                    "the number is right, but every k is tried in turn, which takes too many calls of peak: halve the range each time."),
-            Mistake("below", _search(fits=lambda found, budget: found < budget),
-                    "a peak equal to the budget fits: test for at most the budget, not for less."),
-            Mistake("all", lambda peak, layers, budget: layers,
-                    "all layers run again, for any budget: return the smallest number that fits."),
-            Mistake("straight line", _straight,
-                    "a straight line from peak(0) to peak(layers) assumes that all layers have the same size: call peak for values in between."),
-            Mistake("at least one", _search(low=1), "where the step fits as it is, the answer is 0: no layer has to run again."),
-            Mistake("never all", _search(below=1), "the answer may be all layers, the last one too: begin with high = layers."),
+            Mistake(
+                "one after another",
+                _scan,
+                (
+                    "the number is right, but every k is tried in turn, which takes too many "
+                    "calls of peak: halve the range each time."
+                ),
+            ),
+            Mistake(
+                "below",
+                _search(fits=lambda found, budget: found < budget),
+                "a peak equal to the budget fits: test for at most the budget, not for less.",
+            ),
+            Mistake(
+                "all",
+                lambda peak, layers, budget: layers,
+                "all layers run again, for any budget: return the smallest number that fits.",
+            ),
+            Mistake(
+                "straight line",
+                _straight,
+                (
+                    "a straight line from peak(0) to peak(layers) assumes that all layers have the "
+                    "same size: call peak for values in between."
+                ),
+            ),
+            Mistake(
+                "at least one",
+                _search(low=1),
+                "where the step fits as it is, the answer is 0: no layer has to run again.",
+            ),
+            Mistake(
+                "never all",
+                _search(below=1),
+                "the answer may be all layers, the last one too: begin with high = layers.",
+            ),
         ),
     ),
     Exercise(
-        id="8.7", title="the key-value cache", difficulty=1, minutes=3,
+        id="8.7",
+        title="the key-value cache",
+        difficulty=1,
+        minutes=3,
         trains="what is kept of each token, and what grouped heads share",
         reference=kv_cache,
         observe=_observe_cache,
         explain=_explain_cache,
         mistakes=(
-            Mistake("keys alone", _cache(both=1), "only keys or only values are counted: both are kept."),
-            Mistake("every head", _cache(heads="num_attention_heads"),
-                    "every query head is counted with its own keys and values: grouped heads share them, so there are only num_key_value_heads."),
-            Mistake("one layer", _cache(layers=False), "this is the cache of one layer: every layer has its own cache."),
-            Mistake("hidden / heads", _cache(size=lambda c: c.hidden_size // c.num_attention_heads),
-                    "a head is not always hidden_size / num_attention_heads wide: the config's head_dim says."),
-            Mistake("hidden / shared", _cache(size=lambda c: c.hidden_size // c.num_key_value_heads),
-                    "this assumes that all key-value heads together are hidden_size wide: sharing makes fewer heads, not wider ones; head_dim is the width of one."),
-            Mistake("one row", _cache(rows=False), "only one row is counted: each row has its own keys and values."),
+            Mistake(
+                "keys alone", _cache(both=1), "only keys or only values are counted: both are kept."
+            ),
+            Mistake(
+                "every head",
+                _cache(heads="num_attention_heads"),
+                (
+                    "every query head is counted with its own keys and values: grouped heads share "
+                    "them, so there are only num_key_value_heads."
+                ),
+            ),
+            Mistake(
+                "one layer",
+                _cache(layers=False),
+                "this is the cache of one layer: every layer has its own cache.",
+            ),
+            Mistake(
+                "hidden / heads",
+                _cache(size=lambda c: c.hidden_size // c.num_attention_heads),
+                (
+                    "a head is not always hidden_size / num_attention_heads wide: the config's "
+                    "head_dim says."
+                ),
+            ),
+            Mistake(
+                "hidden / shared",
+                _cache(size=lambda c: c.hidden_size // c.num_key_value_heads),
+                (
+                    "this assumes that all key-value heads together are hidden_size wide: sharing "
+                    "makes fewer heads, not wider ones; head_dim is the width of one."
+                ),
+            ),
+            Mistake(
+                "one row",
+                _cache(rows=False),
+                "only one row is counted: each row has its own keys and values.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -12,7 +12,9 @@ from ..exercise import Exercise, Mistake, Unseen
 
 
 def quantize(x, code, block) -> tuple[Tensor, Tensor, Tensor]:
-    """``x`` (n,) in blocks: indices (n,) uint8 of the nearest values of ``code``, each block's largest magnitude, and what is read back."""
+    """``x`` (n,) in blocks: indices (n,) uint8 of the nearest values of ``code``, each block's
+    largest magnitude, and what is read back.
+    """
     return _quantize()(x, code, block)
 
 
@@ -20,8 +22,15 @@ def _midpoints(scaled, code):
     return torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)
 
 
-def _quantize(*, whole=False, size=lambda rows: rows.abs().amax(1), pick=_midpoints, dtype=torch.uint8,
-              read=lambda values, absmax: values * absmax, even=False):  # fmt: skip
+def _quantize(
+    *,
+    whole=False,
+    size=lambda rows: rows.abs().amax(1),
+    pick=_midpoints,
+    dtype=torch.uint8,
+    read=lambda values, absmax: values * absmax,
+    even=False,
+):
     def wrong(x, code, block):
         code = torch.linspace(-1, 1, len(code)) if even else code
         block = len(x) if whole else block
@@ -42,7 +51,9 @@ def _moments() -> dict[str, tuple[Tensor, Tensor, int]]:
     generator = torch.Generator().manual_seed(9)
     m = torch.randn(1000, generator=generator) * torch.logspace(-3, 1, 1000)
     few = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0])
-    zeros = torch.cat([torch.tensor([0.3, -2.0, 0.6]), torch.zeros(3), torch.tensor([-0.011, 0.004])])
+    zeros = torch.cat(
+        [torch.tensor([0.3, -2.0, 0.6]), torch.zeros(3), torch.tensor([-0.011, 0.004])]
+    )
     minus = -m[:77].abs() - 0.1
     return {
         "8 numbers in blocks of 3, the second all 0, 5 values": (zeros, few, 3),
@@ -66,7 +77,9 @@ def _observe_quantize(candidate):
         found[name] = {
             "absmax, one a block": absmax.flatten(),
             "indices": indices.flatten().long()[live] if whole else indices.numel(),
-            "indices in blocks of zeros": indices.flatten().long()[~live] if whole else indices.numel(),
+            "indices in blocks of zeros": indices.flatten().long()[~live]
+            if whole
+            else indices.numel(),
             "bytes an index": indices.element_size(),
             "back": back,
         }
@@ -74,22 +87,31 @@ def _observe_quantize(candidate):
 
 
 _ZEROS = (
-    "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: divide such a block by "
-    "another number, as absmax.clamp(min=1e-30) does."
+    "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: "
+    "divide such a block by another number, as absmax.clamp(min=1e-30) does."
 )
 
 
 def _explain_quantize(got, expected):
     if got["returned"] != 3:
-        return "return three things: the indices, absmax, and the numbers that are read back from them."
+        return (
+            "return three things: the indices, absmax, and the numbers that are read back from "
+            "them."
+        )
     wrong = [case for case in expected if difference(got[case], expected[case])]
     zeros = "indices in blocks of zeros"
     if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
         return _ZEROS
     if any(got[case]["back"].isnan().any() for case in wrong):
-        return "back is not a number where a block is all zeros, because of 0 / 0: divide such a block by another number, as absmax.clamp(min=1e-30) does."
+        return (
+            "back is not a number where a block is all zeros, because of 0 / 0: divide such a "
+            "block by another number, as absmax.clamp(min=1e-30) does."
+        )
     if wrong and set(wrong) <= set(list(expected)[3:5]):
-        return "small numbers are lost: absmax is clamped to, or increased by, a larger number than they are; 1e-30 is small enough."
+        return (
+            "small numbers are lost: absmax is clamped to, or increased by, a larger number "
+            "than they are; 1e-30 is small enough."
+        )
     mine, right = got[wrong[0]], expected[wrong[0]]
     if len(mine["back"].flatten()) > len(right["back"]):
         return "the padding is still there: cut indices and back to the length of x."
@@ -98,7 +120,10 @@ def _explain_quantize(got, expected):
     if len(mine["absmax, one a block"]) == len(right["back"]):
         return "return indices, absmax and back, in this order."
     if difference(mine["absmax, one a block"], right["absmax, one a block"]):
-        return "these are not the blocks' absmax values: a block is `block` numbers in a row, and its absmax is their largest magnitude, so take abs() first."
+        return (
+            "these are not the blocks' absmax values: a block is `block` numbers in a row, and "
+            "its absmax is their largest magnitude, so take abs() first."
+        )
     wanted = [case for case in expected if case != "returned"]
     if all(not difference(got[case]["back"], expected[case]["back"]) for case in wanted):
         return (
@@ -107,17 +132,32 @@ def _explain_quantize(got, expected):
             else None
         )
     if not difference(mine["indices"], right["indices"]):
-        return "the indices are right, but back is not: each number is code[index] times its block's absmax."
-    return "an index is not that of the nearest value of `code`: divide by the block's absmax first, and use the middle between two values as the border."
+        return (
+            "the indices are right, but back is not: each number is code[index] times its "
+            "block's absmax."
+        )
+    return (
+        "an index is not that of the nearest value of `code`: divide by the block's absmax "
+        "first, and use the middle between two values as the border."
+    )
 
 
 def adafactor_second_moment(grad, row, column, beta2, eps) -> Tensor:
-    """Average the row sums (rows,) and column sums (columns,) of ``grad**2 + eps`` in place; the v (rows, columns) that they make."""
+    """Average the row sums (rows,) and column sums (columns,) of ``grad**2 + eps`` in place; the v
+    (rows, columns) that they make.
+    """
     return _factored()(grad, row, column, beta2, eps)
 
 
 def _factored(
-    *, square=torch.square, total=torch.sum, lerp=True, keep=True, inside=True, add=True, reduce=torch.sum
+    *,
+    square=torch.square,
+    total=torch.sum,
+    lerp=True,
+    keep=True,
+    inside=True,
+    add=True,
+    reduce=torch.sum,
 ):
     def wrong(grad, row, column, beta2, eps):
         squares = square(grad) + (eps if inside and add else 0)
@@ -145,18 +185,26 @@ def _observe_factored(candidate):
             if not hasattr(v, "shape"):
                 raise TypeError("return only v, a tensor: row and column change in place")
             found[f"({rows}, {columns}), beta2={beta2}, eps={eps}, step {number}"] = {
-                "row": row.clone(), "column": column.clone(), "v": torch.as_tensor(v).clone(),
-            }  # fmt: skip
+                "row": row.clone(),
+                "column": column.clone(),
+                "v": torch.as_tensor(v).clone(),
+            }
     return found
 
 
 def _explain_factored(got, expected):
     first = got[next(iter(got))]
     if not first["row"].any() and not first["column"].any():
-        return "row and column have not changed: change them in place, as row.copy_(…) or row.lerp_(…) do."
+        return (
+            "row and column have not changed: change them in place, as row.copy_(…) or "
+            "row.lerp_(…) do."
+        )
     for name in ("row", "column"):
         if not first[name].any():
-            return f"{name} has not changed: change it in place, as {name}.copy_(…) or {name}.lerp_(…) do."
+            return (
+                f"{name} has not changed: change it in place, as {name}.copy_(…) or "
+                f"{name}.lerp_(…) do."
+            )
     start = expected[next(iter(expected))]
     if difference(first["row"], 9 * start["row"]) is None:
         return "beta2 and 1 - beta2 are swapped: the new sums get the weight 1 - beta2."
@@ -176,52 +224,137 @@ def _explain_factored(got, expected):
     if mine.shape == right.T.shape:
         return "v has the columns' sums along its rows: torch.outer(row, column)."
     if mine.isnan().any():
-        return "v is made from the old row and column, which are 0 at first: average first, then multiply."
+        return (
+            "v is made from the old row and column, which are 0 at first: average first, then "
+            "multiply."
+        )
     if difference(10 * mine, right) is None:
-        return "the product is divided by the sum of this step's squares: divide it by the total of the averages, row.sum()."
-    if difference(mine, len(right) * right) is None or difference(mine, right.shape[1] * right) is None:
+        return (
+            "the product is divided by the sum of this step's squares: divide it by the total "
+            "of the averages, row.sum()."
+        )
+    if (
+        difference(mine, len(right) * right) is None
+        or difference(mine, right.shape[1] * right) is None
+    ):
         return "the product is divided by a mean: divide it by the total, row.sum()."
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="9.1", title="moments in 8 bits", difficulty=2, minutes=4,
+        id="9.1",
+        title="moments in 8 bits",
+        difficulty=2,
+        minutes=4,
         trains="blockwise quantization: what is stored, and what is read back",
         reference=quantize,
         observe=_observe_quantize,
         explain=_explain_quantize,
         mistakes=(
-            Mistake("one for all", _quantize(whole=True),
-                    "only one magnitude is kept for all blocks: each block of `block` numbers has its own, so a large number makes only its own block less exact."),
-            Mistake("no magnitude", _quantize(size=lambda rows: rows.amax(1)),
-                    "the largest number is not the largest magnitude if numbers are negative: take abs() first."),
-            Mistake("next above", _quantize(pick=_next_above),
-                    "this takes the next value above, not the nearest: the border between two values is their middle."),
-            Mistake("long", _quantize(dtype=torch.int64),
-                    "an index has 8 bytes here, twice a float32 number: .to(torch.uint8)."),
-            Mistake("not scaled back", _quantize(read=lambda values, absmax: values),
-                    "back is still in units of the block's largest magnitude: multiply the code's values by absmax."),
-            Mistake("even steps", _quantize(even=True),
-                    "the code's own values have no effect: find the nearest value of `code`, whose values are not evenly spaced."),
+            Mistake(
+                "one for all",
+                _quantize(whole=True),
+                (
+                    "only one magnitude is kept for all blocks: each block of `block` numbers has "
+                    "its own, so a large number makes only its own block less exact."
+                ),
+            ),
+            Mistake(
+                "no magnitude",
+                _quantize(size=lambda rows: rows.amax(1)),
+                (
+                    "the largest number is not the largest magnitude if numbers are negative: take "
+                    "abs() first."
+                ),
+            ),
+            Mistake(
+                "next above",
+                _quantize(pick=_next_above),
+                (
+                    "this takes the next value above, not the nearest: the border between two "
+                    "values is their middle."
+                ),
+            ),
+            Mistake(
+                "long",
+                _quantize(dtype=torch.int64),
+                "an index has 8 bytes here, twice a float32 number: .to(torch.uint8).",
+            ),
+            Mistake(
+                "not scaled back",
+                _quantize(read=lambda values, absmax: values),
+                (
+                    "back is still in units of the block's largest magnitude: multiply the code's "
+                    "values by absmax."
+                ),
+            ),
+            Mistake(
+                "even steps",
+                _quantize(even=True),
+                (
+                    "the code's own values have no effect: find the nearest value of `code`, whose "
+                    "values are not evenly spaced."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="9.2", title="a second moment from row and column sums", difficulty=2, minutes=4,
+        id="9.2",
+        title="a second moment from row and column sums",
+        difficulty=2,
+        minutes=4,
         trains="two vectors in place of a matrix, and what they can say of it",
         reference=adafactor_second_moment,
         observe=_observe_factored,
         explain=_explain_factored,
         changes=("row", "column"),
-        raises=((r"must match|size of tensor|shape|broadcast", "row has one number for each row: sum along the last dimension, squares.sum(1); for column, sum along the first."),),
+        raises=(
+            (
+                r"must match|size of tensor|shape|broadcast",
+                (
+                    "row has one number for each row: sum along the last dimension, "
+                    "squares.sum(1); for column, sum along the first."
+                ),
+            ),
+        ),
         mistakes=(
-            Mistake("no total", _factored(total=lambda row: 1.0),
-                    "the product of a row sum and a column sum includes the matrix's whole sum once too often: divide by the total, row.sum()."),
-            Mistake("not squared", _factored(square=torch.abs), "these are sums of the gradient's magnitude, not of its square."),
-            Mistake("not kept", _factored(keep=False), "row and column have not changed: change them in place, as row.copy_(…) or row.lerp_(…) do."),
-            Mistake("sums up", _factored(lerp=False), "the new sums are added whole: an average takes 1 - beta2 of them."),
-            Mistake("eps outside", _factored(inside=False), "eps is added to v at the end: add it to every square, before the sums."),
-            Mistake("means", _factored(reduce=torch.mean), "row and column hold means: use sums, torch.sum along one dimension."),
+            Mistake(
+                "no total",
+                _factored(total=lambda row: 1.0),
+                (
+                    "the product of a row sum and a column sum includes the matrix's whole sum "
+                    "once too often: divide by the total, row.sum()."
+                ),
+            ),
+            Mistake(
+                "not squared",
+                _factored(square=torch.abs),
+                "these are sums of the gradient's magnitude, not of its square.",
+            ),
+            Mistake(
+                "not kept",
+                _factored(keep=False),
+                (
+                    "row and column have not changed: change them in place, as row.copy_(…) or "
+                    "row.lerp_(…) do."
+                ),
+            ),
+            Mistake(
+                "sums up",
+                _factored(lerp=False),
+                "the new sums are added whole: an average takes 1 - beta2 of them.",
+            ),
+            Mistake(
+                "eps outside",
+                _factored(inside=False),
+                "eps is added to v at the end: add it to every square, before the sums.",
+            ),
+            Mistake(
+                "means",
+                _factored(reduce=torch.mean),
+                "row and column hold means: use sums, torch.sum along one dimension.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

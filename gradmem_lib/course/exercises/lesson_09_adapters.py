@@ -1,4 +1,6 @@
-"""Lesson 09's exercises about adapters: LoRA from its formula, and the bytes of a base in 4 bits."""
+"""Lesson 09's exercises about adapters: LoRA from its formula, and the bytes of a base in
+4 bits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ADAPTER_CARD = 1_400_000  # bytes: a matrix of 1,048,576 and what rank 8 needs b
 
 
 class LoRA(nn.Module):
-    """``base(x) + alpha / rank * B(A(x))``; ``base``, an ``nn.Linear``, is frozen, and B starts at zero."""
+    """``base(x) + alpha / rank * B(A(x))``; ``base``, an ``nn.Linear``, is frozen, and B starts at
+    zero.
+    """
 
     def __init__(self, base, rank, alpha):
         super().__init__()
@@ -58,7 +62,9 @@ def _case(inside: int, outside: int, bias: bool) -> tuple[nn.Linear, torch.Tenso
 
 
 def _addition(layer: nn.Module, trained: list, base: nn.Linear, x: torch.Tensor, rank: int):
-    """What ``layer`` adds to ``base`` with known numbers in A and B, whatever their names and whichever way round they lie."""
+    """What ``layer`` adds to ``base`` with known numbers in A and B, whatever their names and
+    whichever way round they lie.
+    """
     generator = torch.Generator().manual_seed(rank)
     for size in (base.in_features, base.out_features):
         known = torch.randn(rank, size, generator=generator)
@@ -74,10 +80,14 @@ def _begins(trained: list, base: nn.Linear) -> str:
     """How A and B start, told apart by their shapes."""
     words = []
     for name, size in (("A", base.in_features), ("B", base.out_features)):
-        numbers = torch.cat([p.detach().flatten() for p in trained if size in p.shape] or [torch.zeros(0)])
-        words.append(
-            f"{name} {('zero' if not numbers.any() else 'all the same') if len(numbers.unique()) < 2 else 'random'}"
+        numbers = torch.cat(
+            [p.detach().flatten() for p in trained if size in p.shape] or [torch.zeros(0)]
         )
+        if len(numbers.unique()) > 1:
+            kind = "random"
+        else:
+            kind = "all the same" if numbers.any() else "zero"
+        words.append(f"{name} {kind}")
     return ", ".join(words)
 
 
@@ -88,8 +98,11 @@ def _observe_lora(candidate):
         right = base(x.requires_grad_()).detach()
         layer = candidate(base, rank, alpha)
         trained = [p for p in layer.parameters() if p.requires_grad]
-        seen = {"numbers trained": sum(p.numel() for p in trained), "of the base": sum(p.requires_grad for p in base.parameters()),
-                "output before the first update": layer(x)}  # fmt: skip
+        seen = {
+            "numbers trained": sum(p.numel() for p in trained),
+            "of the base": sum(p.requires_grad for p in base.parameters()),
+            "output before the first update": layer(x),
+        }
         name = f"{inside} to {outside}, rank {rank}, alpha {alpha}"
         found[name] = seen
         if not trained:
@@ -104,7 +117,9 @@ def _observe_lora(candidate):
                 p.grad is not None and bool(p.grad.any()) for p in trained
             )
             if step == 1:
-                seen["x gets a gradient (1 is yes)"] = int(x.grad is not None and bool(x.grad.any()))
+                seen["x gets a gradient (1 is yes)"] = int(
+                    x.grad is not None and bool(x.grad.any())
+                )
             optimizer.step()
             optimizer.zero_grad()
         seen["what A and B add"] = _addition(layer, trained, base, x, rank)
@@ -116,20 +131,30 @@ def _observe_lora(candidate):
     return found | {"the card": type(run)(None, run.peak, run.budget)}
 
 
-_FROM_THE_BASE = "the model has changed before its first update: B must start at zero, so that training starts from the base."
-_WRITTEN = "B @ A makes a matrix as large as the base, and its gradient is as large: multiply x by A first, then by B."
+_FROM_THE_BASE = (
+    "the model has changed before its first update: B must start at zero, so that "
+    "training starts from the base."
+)
+_WRITTEN = (
+    "B @ A makes a matrix as large as the base, and its gradient is as large: multiply x by A "
+    "first, then by B."
+)
 
 
 def _explain_lora(got, expected):
     name = next(iter(expected))
     mine, right = got[name], expected[name]
     if not mine["numbers trained"]:
-        return "there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter."
+        return (
+            "there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter."
+        )
     if mine["of the base"]:
         return "the base is trained as well: base.requires_grad_(False)."
     if mine["numbers trained"] < right["numbers trained"]:
         return "only one of the two matrices is trained: both A and B must be parameters."
-    if (got["the card"].over and not expected["the card"].over) and difference(mine, right, 1e-4) is None:
+    if (got["the card"].over and not expected["the card"].over) and difference(
+        mine, right, 1e-4
+    ) is None:
         return _WRITTEN
     changed = difference(
         mine["output before the first update"], right["output before the first update"], 1e-4
@@ -137,15 +162,25 @@ def _explain_lora(got, expected):
     if changed and mine["matrices with a gradient, step 1"] == 2:
         return _FROM_THE_BASE
     if changed:
-        return "before the first update the output must be base(x) itself: with its bias, and not scaled."
+        return (
+            "before the first update the output must be base(x) itself: with its bias, and not "
+            "scaled."
+        )
     if mine["at the start"] != right["at the start"]:
-        return f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that its rows differ, and B is zero."
+        return (
+            f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that "
+            "its rows differ, and B is zero."
+        )
     if not mine["x gets a gradient (1 is yes)"]:
-        return "x gets no gradient from the base, so the layers before it learn nothing: the base must be frozen, but not under no_grad."
+        return (
+            "x gets no gradient from the base, so the layers before it learn nothing: the base "
+            "must be frozen, but not under no_grad."
+        )
     factors = []
     for case in got:
         added, wanted = (
-            seen[case].get("what A and B add") if case != "the card" else None for seen in (got, expected)
+            seen[case].get("what A and B add") if case != "the card" else None
+            for seen in (got, expected)
         )
         if added is not None and wanted is not None:
             factors.append((added * wanted).sum() / wanted.square().sum())
@@ -153,15 +188,19 @@ def _explain_lora(got, expected):
                 return None
     wrong = [factor.item() for factor in factors if abs(factor - 1) > 1e-3]
     return (
-        f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / rank, a fraction."
+        (
+            f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / "
+            "rank, a fraction."
+        )
         if wrong
         else None
     )
 
 
 def nf4_bytes(numbers, block, group) -> int:
-    """The bytes of a matrix of ``numbers`` in NF4 with double quantization: 4 bits each; a byte for each ``block`` of them; a
-    float32 for each ``group`` of these bytes; and one for their mean."""
+    """The bytes of a matrix of ``numbers`` in NF4 with double quantization: 4 bits each; a byte for
+    each ``block`` of them; a float32 for each ``group`` of these bytes; and one for their mean.
+    """
     return _nf4()(numbers, block, group)
 
 
@@ -169,7 +208,10 @@ def _nf4(*, first=2, second=1, scale=4, mean=4, up=lambda n, by: -(-n // by), of
     def wrong(numbers, block, group):
         blocks = up(numbers, block)
         return (
-            up(numbers, first) + second * blocks + scale * up(numbers if of_weights else blocks, group) + mean
+            up(numbers, first)
+            + second * blocks
+            + scale * up(numbers if of_weights else blocks, group)
+            + mean
         )
 
     return wrong
@@ -179,7 +221,8 @@ def _explain_nf4(got, expected):
     over = [mine - right for mine, right in zip(got.values(), expected.values(), strict=True)]
     blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_UNSEEN)]
     groups = [
-        -(-count // group) for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_UNSEEN), strict=True)
+        -(-count // group)
+        for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_UNSEEN), strict=True)
     ]
     if over == [-count for count in blocks]:
         return "each block's absmax is missing, one byte."
@@ -190,43 +233,100 @@ def _explain_nf4(got, expected):
     if over == [-3] * len(over):
         return "the mean is a float32, of 4 bytes."
     if min(over) >= -8 and max(over) <= 0:
-        return "bytes are lost in rounding: an odd number, a last block and a last group that are not full count too, so round up each."
+        return (
+            "bytes are lost in rounding: an odd number, a last block and a last group that are "
+            "not full count too, so round up each."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="9.5", title="LoRA from its formula", difficulty=2, minutes=4,
+        id="9.5",
+        title="LoRA from its formula",
+        difficulty=2,
+        minutes=4,
         trains="what trains, where it starts, and what the first step moves",
         reference=LoRA,
         observe=_observe_lora,
         explain=_explain_lora,
         tolerance=1e-4,
         mistakes=(
-            Mistake("B random", _but(lambda layer, rank, alpha: nn.init.normal_(layer.B)), _FROM_THE_BASE),
-            Mistake("both zero", _but(lambda layer, rank, alpha: nn.init.zeros_(layer.A)),
-                    "A and B are both zero, so that neither ever gets a gradient: A starts random."),
-            Mistake("alpha alone", _but(_alpha_alone), "what A and B add is multiplied by alpha: multiply by alpha / rank, so that another rank does not change the learning rate."),
-            Mistake("no scale", _but(lambda layer, rank, alpha: setattr(layer, "scale", 1.0)), "alpha has no effect: multiply what A and B add by alpha / rank."),
+            Mistake(
+                "B random",
+                _but(lambda layer, rank, alpha: nn.init.normal_(layer.B)),
+                _FROM_THE_BASE,
+            ),
+            Mistake(
+                "both zero",
+                _but(lambda layer, rank, alpha: nn.init.zeros_(layer.A)),
+                "A and B are both zero, so that neither ever gets a gradient: A starts random.",
+            ),
+            Mistake(
+                "alpha alone",
+                _but(_alpha_alone),
+                (
+                    "what A and B add is multiplied by alpha: multiply by alpha / rank, so that "
+                    "another rank does not change the learning rate."
+                ),
+            ),
+            Mistake(
+                "no scale",
+                _but(lambda layer, rank, alpha: setattr(layer, "scale", 1.0)),
+                "alpha has no effect: multiply what A and B add by alpha / rank.",
+            ),
             Mistake("written out", _but(forward=_written_out), _WRITTEN),
-            Mistake("alone", _but(forward=lambda self, x: self.scale * F.linear(F.linear(x, self.A), self.B)),
-                    "the base has no effect on the output: add A and B's part to base(x)."),
+            Mistake(
+                "alone",
+                _but(forward=lambda self, x: self.scale * F.linear(F.linear(x, self.A), self.B)),
+                "the base has no effect on the output: add A and B's part to base(x).",
+            ),
         ),
     ),
     Exercise(
-        id="9.6", title="the bytes of NF4", difficulty=1, minutes=3,
+        id="9.6",
+        title="the bytes of NF4",
+        difficulty=1,
+        minutes=3,
         trains="adding up what a quantized matrix keeps beside its 4 bits",
         reference=nf4_bytes,
         observe=calls(*NF4_CASES, unseen=NF4_UNSEEN),
         explain=_explain_nf4,
         mistakes=(
-            Mistake("once", lambda numbers, block, group: -(-numbers // 2) + 4 * -(-numbers // block),
-                    "a block's magnitude has 4 bytes here: double quantization makes it one byte, and keeps one float32 for each group of magnitudes."),
-            Mistake("no mean", _nf4(mean=0), "the mean of the magnitudes, one float32 of 4 bytes, is missing."),
-            Mistake("rounded down", _nf4(up=lambda n, by: n // by), "a last block or group that is not full counts too: round up."),
-            Mistake("a byte each", _nf4(first=1), "a number takes one byte here: two numbers of 4 bits share one byte."),
-            Mistake("groups of weights", _nf4(of_weights=True), "a group is made of magnitudes, not of weights: there is one float32 for each `group` blocks."),
-            Mistake("half", _nf4(scale=2), "a group's scale has 2 bytes here: it is a float32, of 4."),
+            Mistake(
+                "once",
+                lambda numbers, block, group: -(-numbers // 2) + 4 * -(-numbers // block),
+                (
+                    "a block's magnitude has 4 bytes here: double quantization makes it one byte, "
+                    "and keeps one float32 for each group of magnitudes."
+                ),
+            ),
+            Mistake(
+                "no mean",
+                _nf4(mean=0),
+                "the mean of the magnitudes, one float32 of 4 bytes, is missing.",
+            ),
+            Mistake(
+                "rounded down",
+                _nf4(up=lambda n, by: n // by),
+                "a last block or group that is not full counts too: round up.",
+            ),
+            Mistake(
+                "a byte each",
+                _nf4(first=1),
+                "a number takes one byte here: two numbers of 4 bits share one byte.",
+            ),
+            Mistake(
+                "groups of weights",
+                _nf4(of_weights=True),
+                (
+                    "a group is made of magnitudes, not of weights: there is one float32 for each "
+                    "`group` blocks."
+                ),
+            ),
+            Mistake(
+                "half", _nf4(scale=2), "a group's scale has 2 bytes here: it is a float32, of 4."
+            ),
         ),
     ),
-)  # fmt: skip
+)

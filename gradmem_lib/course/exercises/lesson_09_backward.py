@@ -16,12 +16,16 @@ LAYERS, WIDTH = 8, 256
 
 
 def clip_in_backward(model, loss_of, lr, max_norm) -> float:
-    """One step of gradient descent by the gradient, clipped to ``max_norm``, that never exists as a whole; its norm."""
+    """One step of gradient descent by the gradient, clipped to ``max_norm``, that never exists as a
+    whole; its norm.
+    """
     return _two_passes()(model, loss_of, lr, max_norm)
 
 
 def _in_backward(model, loss_of, hook, unhook=True) -> None:
-    """A backward in which ``hook(p)`` gets every gradient of a trained parameter when it is complete."""
+    """A backward in which ``hook(p)`` gets every gradient of a trained parameter when it is
+    complete.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
     loss_of(model).backward()
@@ -83,7 +87,9 @@ def _waiting(model, loss_of, lr, max_norm):
 
 
 def clip_setting() -> tuple[nn.Module, torch.Tensor]:
-    """Eight linear layers of which the last is the first once more and the third is frozen, and rows (16, 256)."""
+    """Eight linear layers of which the last is the first once more and the third is frozen, and
+    rows (16, 256).
+    """
     generator = torch.Generator().manual_seed(4)
     layers = [nn.Linear(WIDTH, WIDTH, bias=i == 5) for i in range(LAYERS)]
     with torch.no_grad():
@@ -110,11 +116,14 @@ def _observe(candidate):
         max_norm = share * math.sqrt(squares)
         run = measure(
             lambda m=model, f=loss_of, lr=lr, most=max_norm: candidate(m, f, lr, most),
-            budget=CLIP_CARD, model=model,
-        )  # fmt: skip
+            budget=CLIP_CARD,
+            model=model,
+        )
         found[name] = {
             "norm": plain(run.value),
-            "change of the weights, in learning rates": (flat(model.parameters()) - before)[:: WIDTH + 3]
+            "change of the weights, in learning rates": (flat(model.parameters()) - before)[
+                :: WIDTH + 3
+            ]
             / lr,
         }
         if share < 1:
@@ -124,12 +133,17 @@ def _observe(candidate):
         loss_of(model).backward()
         found[f"{name}, afterwards"] = {
             "gradients left in .grad": left,
-            "a later backward moves weights (1 is yes)": int(not torch.equal(now, flat(model.parameters()))),
+            "a later backward moves weights (1 is yes)": int(
+                not torch.equal(now, flat(model.parameters()))
+            ),
         }
     return found
 
 
-_WAITS = "every gradient waits until the norm is known: measure the norm in one backward that frees each gradient at once, and step in a second backward."
+_WAITS = (
+    "every gradient waits until the norm is known: measure the norm in one backward that "
+    "frees each gradient at once, and step in a second backward."
+)
 
 
 def _explain(got, expected):
@@ -145,7 +159,10 @@ def _explain(got, expected):
     if abs(norm / whole - 0.1) < 1e-3:
         return "this is the norm after clipping: return the norm before it."
     if difference(norm, whole, 1e-3):
-        return "the norm is that of all gradients as one vector: add up the squares of all numbers, then take the root."
+        return (
+            "the norm is that of all gradients as one vector: add up the squares of all "
+            "numbers, then take the root."
+        )
     along = (moves @ wanted / wanted.square().sum()).item()
     if abs(along + 1) < 1e-3:
         return "the step has the wrong sign: it increases the loss."
@@ -156,13 +173,19 @@ def _explain(got, expected):
     if abs(along - 100) < 0.1:
         return "lr has no effect: each parameter moves by lr * factor * gradient."
     if difference(moves, wanted, 1e-3) and not got["the card"].over:
-        return "the weights are wrong: the first pass only measures, and the second moves each weight by lr * factor * gradient."
+        return (
+            "the weights are wrong: the first pass only measures, and the second moves each "
+            "weight by lr * factor * gradient."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="9.4", title="clipping where no gradient waits", difficulty=3, minutes=6,
+        id="9.4",
+        title="clipping where no gradient waits",
+        difficulty=3,
+        minutes=6,
         trains="steps in backward, and what the whole norm costs where gradients are freed",
         reference=clip_in_backward,
         observe=_observe,
@@ -170,22 +193,67 @@ EXERCISES = (
         changes=("model.hook",),
         tolerance=1e-4,
         raises=(
-            ("modified by an inplace", "the second pass needs a forward of its own: call loss_of(model) again, since a graph cannot run twice once its weights have moved."),
-            ("not NoneType|'NoneType'", "p.grad is None here: a hook of the first pass is still there and frees it, or the parameter is frozen."),
-            ("cannot register a hook|does not require grad", "a hook was put on a frozen parameter, which gets no gradient: use only parameters with requires_grad."),
+            (
+                "modified by an inplace",
+                (
+                    "the second pass needs a forward of its own: call loss_of(model) again, since "
+                    "a graph cannot run twice once its weights have moved."
+                ),
+            ),
+            (
+                "not NoneType|'NoneType'",
+                (
+                    "p.grad is None here: a hook of the first pass is still there and frees it, "
+                    "or the parameter is frozen."
+                ),
+            ),
+            (
+                "cannot register a hook|does not require grad",
+                (
+                    "a hook was put on a frozen parameter, which gets no gradient: use only "
+                    "parameters with requires_grad."
+                ),
+            ),
         ),
         mistakes=(
             Mistake("waits", _waiting, _WAITS),
-            Mistake("each its own", _one_pass(False),
-                    "each gradient is clipped by its own norm: all gradients must shrink by the same factor, that of the whole norm."),
-            Mistake("so far", _one_pass(True),
-                    "each gradient is clipped by the norm of the gradients so far: the whole norm is known when backward has ended, so it needs a separate first pass."),
-            Mistake("hooks stay", _two_passes(unhook=False),
-                    "the hooks are still on the parameters, so every later backward steps too: remove each handle."),
-            Mistake("not freed", _two_passes(free=False),
-                    "the first pass leaves its gradients in p.grad, where they wait, and the second adds to them: set p.grad = None in both hooks."),
-            Mistake("always", _two_passes(always=True),
-                    "a gradient whose norm is below max_norm is made larger: the factor is at most 1."),
+            Mistake(
+                "each its own",
+                _one_pass(False),
+                (
+                    "each gradient is clipped by its own norm: all gradients must shrink by the "
+                    "same factor, that of the whole norm."
+                ),
+            ),
+            Mistake(
+                "so far",
+                _one_pass(True),
+                (
+                    "each gradient is clipped by the norm of the gradients so far: the whole norm "
+                    "is known when backward has ended, so it needs a separate first pass."
+                ),
+            ),
+            Mistake(
+                "hooks stay",
+                _two_passes(unhook=False),
+                (
+                    "the hooks are still on the parameters, so every later backward steps too: "
+                    "remove each handle."
+                ),
+            ),
+            Mistake(
+                "not freed",
+                _two_passes(free=False),
+                (
+                    "the first pass leaves its gradients in p.grad, where they wait, and the "
+                    "second adds to them: set p.grad = None in both hooks."
+                ),
+            ),
+            Mistake(
+                "always",
+                _two_passes(always=True),
+                "a gradient whose norm is below max_norm is made larger: the factor is at most 1.",
+            ),
         ),
     ),
-)  # fmt: skip
+)

@@ -25,7 +25,9 @@ def _config():
 
 @lru_cache(maxsize=32)
 def smollm2_peak(layers: int, recipe: Recipe):
-    """The peak (a ``MemorySnapshot``) that is predicted for SmolLM2 with so many layers, on 8 rows of 128 tokens."""
+    """The peak (a ``MemorySnapshot``) that is predicted for SmolLM2 with so many layers, on 8 rows
+    of 128 tokens.
+    """
     from ...prediction.predict import predict
 
     config = copy.deepcopy(_config())
@@ -34,7 +36,9 @@ def smollm2_peak(layers: int, recipe: Recipe):
 
 
 def under_300() -> tuple[tuple[int, Recipe], tuple[int, Recipe]]:
-    """(layers, recipe) that trains every weight under 300 MiB, and (layers, recipe) that trains adapters."""
+    """(layers, recipe) that trains every weight under 300 MiB, and (layers, recipe) that trains
+    adapters.
+    """
     small = {"precision": "bf16", "checkpointing": "per-layer", "chunked_loss": True}
     every_weight = Recipe(optimizer="adafactor-torch", in_backward=True, **small)
     adapters = Recipe(optimizer="adamw-8bit", lora_rank=RANK, quantized_base=True, **small)
@@ -42,22 +46,47 @@ def under_300() -> tuple[tuple[int, Recipe], tuple[int, Recipe]]:
 
 
 _SAYS = {
-    "not every weight": "the first recipe has adapters, but it must train every weight: leave lora_rank out.",
-    "no adapters": "the second recipe trains every weight: give it adapters of rank 16, lora_rank=16.",
-    "few layers": f"the model is too small: {FULL_LAYERS} layers fit with every weight, and {ADAPTER_LAYERS} with adapters.",
+    ("not every weight"): (
+        "the first recipe has adapters, but it must train every weight: leave lora_rank out."
+    ),
+    "no adapters": (
+        "the second recipe trains every weight: give it adapters of rank 16, lora_rank=16."
+    ),
+    "few layers": (
+        f"the model is too small: {FULL_LAYERS} layers fit with every weight, and "
+        f"{ADAPTER_LAYERS} with adapters."
+    ),
     "rank": "the adapters must have rank 16, lora_rank=16.",
-    "targets": "the adapters are only on some linear layers: every linear layer must have one, so leave lora_targets out.",
-    "float32": "weights and the embedding's gradient alone take more than 300 MiB in float32: precision='bf16'.",
-    "states": "weights and optimizer states take more than 300 MiB: choose an optimizer that keeps less.",
-    "gradients": "the gradients wait for the end of backward, or of the last micro-batch, beside the weights: in_backward=True frees each one after its step.",
-    "16 bits": "the frozen weights alone take more than 300 MiB: keep the base in 4 bits, quantized_base=True.",
-    "logits": "8 rows have logits of 96 MiB in bf16, and the loss makes larger copies: chunked_loss=True.",
+    "targets": (
+        "the adapters are only on some linear layers: every linear layer must have one, so "
+        "leave lora_targets out."
+    ),
+    "float32": (
+        "weights and the embedding's gradient alone take more than 300 MiB in float32: "
+        "precision='bf16'."
+    ),
+    "states": (
+        "weights and optimizer states take more than 300 MiB: choose an optimizer that keeps less."
+    ),
+    "gradients": (
+        "the gradients wait for the end of backward, or of the last micro-batch, beside "
+        "the weights: in_backward=True frees each one after its step."
+    ),
+    "16 bits": (
+        "the frozen weights alone take more than 300 MiB: keep the base in 4 bits, "
+        "quantized_base=True."
+    ),
+    "logits": (
+        "8 rows have logits of 96 MiB in bf16, and the loss makes larger copies: chunked_loss=True."
+    ),
     "activations": "the activations of all layers are kept: checkpointing='per-layer'.",
-}  # fmt: skip
+}
 
 
 def what_is_in_the_way(layers: int, recipe: Recipe) -> str:
-    """A key of ``_SAYS``, a peak in words, or nothing where ``recipe`` fits: by sums first, and by ``predict`` where they fit."""
+    """A key of ``_SAYS``, a peak in words, or nothing where ``recipe`` fits: by sums first, and by
+    ``predict`` where they fit.
+    """
     from ...planning.cost import count, resident_bytes
 
     config = copy.deepcopy(_config())
@@ -79,7 +108,11 @@ def what_is_in_the_way(layers: int, recipe: Recipe) -> str:
         return "gradients"
     if recipe.checkpointing is None and recipe.every_n_layers is None:
         return "activations"
-    return f"{layers} layers: the peak is {peak.total:,} bytes, and 300 MiB are {CARD_300:,}; it is in {peak.phase}, and the largest part is {max(peak.by_category, key=peak.by_category.get)}"
+    return (
+        f"{layers} layers: the peak is {peak.total:,} bytes, and 300 MiB are {CARD_300:,}; it is "
+        f"in {peak.phase}, and the largest part is "
+        f"{max(peak.by_category, key=peak.by_category.get)}"
+    )
 
 
 def _wrong_with(layers: int, recipe: Recipe, adapters: bool) -> str:
@@ -106,7 +139,8 @@ def _observe(candidate):
     given = candidate()
     pairs = list(given) if isinstance(given, (tuple, list)) else []
     shaped = len(pairs) == 2 and all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Recipe) for pair in pairs
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Recipe)
+        for pair in pairs
     )
     pairs = [(plain(layers), recipe) for layers, recipe in pairs] if shaped else []
     if not pairs or not all(isinstance(layers, int) and layers > 0 for layers, _ in pairs):
@@ -126,7 +160,10 @@ def _explain(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="9.8", title="SmolLM2's task under 300 MiB", difficulty=3, minutes=4,
+        id="9.8",
+        title="SmolLM2's task under 300 MiB",
+        difficulty=3,
+        minutes=4,
         trains="choosing by the parts of the peak, twice on the same card",
         reference=under_300,
         observe=_observe,
@@ -140,4 +177,4 @@ EXERCISES = (
             Mistake("some layers", _pair(None, {"lora_targets": ("q_proj",)}), _SAYS["targets"]),
         ),
     ),
-)  # fmt: skip
+)

@@ -16,7 +16,9 @@ STEPS = 4  # with one renewal of P in each case
 def adam_update(
     g: Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> Tensor:
-    """Adam's update (without lr) for a gradient ``g`` of any shape, whose moments live in ``state``."""
+    """Adam's update (without lr) for a gradient ``g`` of any shape, whose moments live in
+    ``state``.
+    """
     state["t"] = t = state.get("t", 0) + 1
     m = state.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
     v = state.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
@@ -24,7 +26,9 @@ def adam_update(
 
 
 def galore_step(p, state, rank, every, lr, scale) -> None:
-    """Adam on ``p``'s gradient, projected to ``rank`` directions of its shorter side (Zhao et al. 2024, algorithm 2)."""
+    """Adam on ``p``'s gradient, projected to ``rank`` directions of its shorter side (Zhao et al.
+    2024, algorithm 2).
+    """
     _galore()(p, state, rank, every, lr, scale)
 
 
@@ -32,9 +36,18 @@ def _first(directions: Tensor, rank: int) -> Tensor:
     return directions[:, :rank].clone()
 
 
-def _galore(*, left=lambda rows, columns: rows <= columns, pick=_first, new=lambda call, every: call % every == 0,
-            update=lambda g, P, state: P @ adam_update(P.T @ g, state), forget=False, by=lambda lr, scale: lr * scale):  # fmt: skip
-    """``galore_step``, or a wrong one: which side is projected, which directions are kept, when they are renewed, the update."""
+def _galore(
+    *,
+    left=lambda rows, columns: rows <= columns,
+    pick=_first,
+    new=lambda call, every: call % every == 0,
+    update=lambda g, P, state: P @ adam_update(P.T @ g, state),
+    forget=False,
+    by=lambda lr, scale: lr * scale,
+):
+    """``galore_step``, or a wrong one: which side is projected, which directions are kept, when
+    they are renewed, the update.
+    """
 
     @torch.no_grad()
     def step(p, state, rank, every, lr, scale):
@@ -95,13 +108,17 @@ def _moves(step, name: str) -> list[Tensor]:
 
 
 def _signed(signs: tuple[int, ...]):
-    """``galore_step`` with another sign of each new direction, which a decomposition is free to choose."""
+    """``galore_step`` with another sign of each new direction, which a decomposition is free to
+    choose.
+    """
     drawn = iter([(1,) * len(signs), signs])
     return _galore(pick=lambda U, rank: U[:, :rank] * torch.tensor(next(drawn), dtype=U.dtype))
 
 
 def _whatever_the_signs(name: str, moves: list[Tensor]) -> list[Tensor]:
-    """A right answer's ``moves`` as the reference has them: the old moments meet each new direction with either sign."""
+    """A right answer's ``moves`` as the reference has them: the old moments meet each new direction
+    with either sign.
+    """
     for signs in product((1, -1), repeat=CASES[name][2]):
         if not difference(moves, _moves(_signed(signs), name), 1e-6):
             return _moves(_galore(), name)
@@ -134,21 +151,57 @@ def _observe(candidate):
     return Seen(found, own=own)
 
 
-_SIDE = "P is on the wrong side of the gradient: P has a row for each number of the shorter side, as (rows, rank) for a wide matrix."
-_FULL = "the moments are as large as the whole matrix: pass the small gradient to adam_update, and map its update back."
+_SIDE = (
+    "P is on the wrong side of the gradient: P has a row for each number of the shorter side, "
+    "as (rows, rank) for a wide matrix."
+)
+_FULL = (
+    "the moments are as large as the whole matrix: pass the small gradient to adam_update, and "
+    "map its update back."
+)
 # What fits no known mistake, and what is said of it.
 _OTHERS = (
     (_galore(update=_full_moments), _FULL),
-    (_galore(forget=True), "the moments begin again with each new P: replace only P, and keep the moments."),
-    (_galore(pick=lambda U, rank: U[:, -rank:].clone()), "these are the smallest singular directions: the largest come first."),
-    (_galore(new=lambda call, every: call > 0 and (call + 1) % every == 0), "P is renewed one step too early: renew it in the first call, and then in every `every`-th after it."),
-    (_galore(new=lambda call, every: call > 1 and call % every == 1), "P is renewed one step too late: renew it in the first call, and then in every `every`-th after it."),
-    (_galore(update=lambda g, P, state: P @ (P.T @ g)), "the projected gradient itself is the step: pass it to adam_update first."),
-    (_galore(by=lambda lr, scale: -lr * scale), "the step has the wrong sign: it increases the loss."),
+    (
+        _galore(forget=True),
+        "the moments begin again with each new P: replace only P, and keep the moments.",
+    ),
+    (
+        _galore(pick=lambda U, rank: U[:, -rank:].clone()),
+        "these are the smallest singular directions: the largest come first.",
+    ),
+    (
+        _galore(new=lambda call, every: call > 0 and (call + 1) % every == 0),
+        (
+            "P is renewed one step too early: renew it in the first call, and then in every "
+            "`every`-th after it."
+        ),
+    ),
+    (
+        _galore(new=lambda call, every: call > 1 and call % every == 1),
+        (
+            "P is renewed one step too late: renew it in the first call, and then in every "
+            "`every`-th after it."
+        ),
+    ),
+    (
+        _galore(update=lambda g, P, state: P @ (P.T @ g)),
+        "the projected gradient itself is the step: pass it to adam_update first.",
+    ),
+    (
+        _galore(by=lambda lr, scale: -lr * scale),
+        "the step has the wrong sign: it increases the loss.",
+    ),
     (_galore(by=lambda lr, scale: scale), "lr has no effect: p moves by lr * scale * update."),
-    (_galore(by=lambda lr, scale: 1.0), "lr and scale have no effect: p moves by lr * scale * update."),
-    (_galore(by=lambda lr, scale: lr / scale), "the update is divided by scale: p moves by lr * scale * update."),
-)  # fmt: skip
+    (
+        _galore(by=lambda lr, scale: 1.0),
+        "lr and scale have no effect: p moves by lr * scale * update.",
+    ),
+    (
+        _galore(by=lambda lr, scale: lr / scale),
+        "the update is divided by scale: p moves by lr * scale * update.",
+    ),
+)
 
 
 def _explain(got, expected):
@@ -156,38 +209,65 @@ def _explain(got, expected):
         return "the step changes p.grad: read it, and leave it to the caller."
     names = list(CASES)
     if not any(got[name]["bytes kept in state"] for name in names):
-        return "`state` has no tensor: keep P and both moments in `state`, which is the same dict in each call for one matrix."
+        return (
+            "`state` has no tensor: keep P and both moments in `state`, which is the same dict "
+            "in each call for one matrix."
+        )
     first = "step 1, in lr * scale"
     if not any(got[name][first].any() for name in names):
-        return "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+        return (
+            "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+        )
     for wrong, says in _OTHERS:
         if difference(got, _observe(wrong), 1e-4) is None:
             return says
-    kept, wanted = ([seen[name]["bytes kept in state"] for name in names] for seen in (got, expected))
+    kept, wanted = (
+        [seen[name]["bytes kept in state"] for name in names] for seen in (got, expected)
+    )
     moves = [key for key in got[names[0]] if key.startswith("step")]
     alike = {
-        name: [key for key in moves if difference(got[name][key], expected[name][key], 1e-4) is None]
+        name: [
+            key for key in moves if difference(got[name][key], expected[name][key], 1e-4) is None
+        ]
         for name in names
     }
     everywhere = all(alike[name] == moves for name in names)
     if kept != wanted and list(got.notes["own"].values()) == wanted:
         return "P is a view, and a view keeps all of the storage that it was cut from: .clone() it."
     if everywhere and any(mine > right for mine, right in zip(kept, wanted, strict=True)):
-        return "the weights are right, but more is kept than P and two moments of the small gradient: free the rest after the step."
+        return (
+            "the weights are right, but more is kept than P and two moments of the small "
+            "gradient: free the rest after the step."
+        )
     if everywhere:
-        return "the weights are right, but P or a moment is not in `state`: keep them there, because the next call gets the same dict."
+        return (
+            "the weights are right, but P or a moment is not in `state`: keep them there, "
+            "because the next call gets the same dict."
+        )
     if all(first in alike[name] for name in names):
-        return "the first step is right, but a later one is not: look at how P, its renewal and the moments change from call to call."
+        return (
+            "the first step is right, but a later one is not: look at how P, its renewal and "
+            "the moments change from call to call."
+        )
     if first in alike[names[0]] and not alike[names[1]]:
-        return "the wide matrix is right, but the tall one is not: there the small gradient is G @ P, and P comes from Vh, which has the directions in its rows."
+        return (
+            "the wide matrix is right, but the tall one is not: there the small gradient is G @ "
+            "P, and P comes from Vh, which has the directions in its rows."
+        )
     if first in alike[names[1]] and not alike[names[0]]:
-        return "the tall matrix is right, but the wide one is not: there the small gradient is P.T @ G, and P has a row for each row."
+        return (
+            "the tall matrix is right, but the wide one is not: there the small gradient is P.T @ "
+            "G, and P has a row for each row."
+        )
     return "the first step is wrong: project, then adam_update, then back, then lr * scale."
 
 
 EXERCISES = (
     Exercise(
-        id="9.9", title="GaLore: moments of a small gradient", difficulty=3, minutes=6,
+        id="9.9",
+        title="GaLore: moments of a small gradient",
+        difficulty=3,
+        minutes=6,
         trains="a projection, and the bytes of the states behind it",
         reference=galore_step,
         observe=_observe,
@@ -195,18 +275,47 @@ EXERCISES = (
         changes=("p", "state"),
         raises=(
             (r"KeyError", "`state` is empty in the first call: make P there before you read it."),
-            (r"must match|cannot be multiplied|size mismatch|broadcast", "the shapes do not fit together: a wide matrix is projected as P.T @ G and mapped back as P @ update, a tall one as G @ P and update @ P.T; Vh has the directions in its rows."),
+            (
+                r"must match|cannot be multiplied|size mismatch|broadcast",
+                (
+                    "the shapes do not fit together: a wide matrix is projected as P.T @ G and "
+                    "mapped back as P @ update, a tall one as G @ P and update @ P.T; Vh has the "
+                    "directions in its rows."
+                ),
+            ),
         ),
         mistakes=(
             Mistake("the long side", _galore(left=lambda rows, columns: rows > columns), _SIDE),
-            Mistake("always left", _galore(left=lambda rows, columns: True),
-                    "a tall matrix is projected from the left too, along its longer side: for a tall matrix P comes from Vh, and the small gradient is G @ P."),
-            Mistake("no scale", _galore(by=lambda lr, scale: lr), "scale has no effect: p moves by lr * scale * update."),
-            Mistake("each step", _galore(new=lambda call, every: True),
-                    "P is renewed in each step: each time this costs an SVD, and the moments belong to the old directions; renew it in every `every`-th call."),
-            Mistake("once", _galore(new=lambda call, every: False),
-                    "P is never renewed: the gradient's directions change, so take new ones in every `every`-th call."),
+            Mistake(
+                "always left",
+                _galore(left=lambda rows, columns: True),
+                (
+                    "a tall matrix is projected from the left too, along its longer side: for a "
+                    "tall matrix P comes from Vh, and the small gradient is G @ P."
+                ),
+            ),
+            Mistake(
+                "no scale",
+                _galore(by=lambda lr, scale: lr),
+                "scale has no effect: p moves by lr * scale * update.",
+            ),
+            Mistake(
+                "each step",
+                _galore(new=lambda call, every: True),
+                (
+                    "P is renewed in each step: each time this costs an SVD, and the moments "
+                    "belong to the old directions; renew it in every `every`-th call."
+                ),
+            ),
+            Mistake(
+                "once",
+                _galore(new=lambda call, every: False),
+                (
+                    "P is never renewed: the gradient's directions change, so take new ones in "
+                    "every `every`-th call."
+                ),
+            ),
             Mistake("full moments", _galore(update=_of_what_is_kept), _FULL),
         ),
     ),
-)  # fmt: skip
+)

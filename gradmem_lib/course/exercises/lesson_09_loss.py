@@ -15,7 +15,9 @@ CHUNK = 64
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """``apply(hidden, weight, labels, cap)``: the mean cross-entropy of ``cap * tanh(hidden @ weight.T / cap)``, in chunks."""
+    """``apply(hidden, weight, labels, cap)``: the mean cross-entropy of ``cap * tanh(hidden @
+    weight.T / cap)``, in chunks.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, cap):
@@ -30,7 +32,11 @@ class ChunkedLoss(torch.autograd.Function):
 def _forward(*, chunk=CHUNK, slope=True, capped=True, everyone=False, of_means=False):
     def forward(ctx, hidden, weight, labels, cap):
         count = len(labels) if everyone else (labels != IGNORED).sum()
-        total, d_hidden, d_weight = hidden.new_zeros(()), torch.empty_like(hidden), torch.zeros_like(weight)
+        total, d_hidden, d_weight = (
+            hidden.new_zeros(()),
+            torch.empty_like(hidden),
+            torch.zeros_like(weight),
+        )
         for start in range(0, len(hidden), chunk):
             rows, target = hidden[start : start + chunk], labels[start : start + chunk]
             counted = (target != IGNORED)[:, None]
@@ -58,7 +64,9 @@ def _but(backward=ChunkedLoss.backward, **wrong):
 
 
 def _batch(tokens: int, width: int, vocab: int, dtype: torch.dtype, seed: int):
-    """Hidden states, output matrix and labels, of which some, and all of the second 50, are -100."""
+    """Hidden states, output matrix and labels, of which some, and all of the second 50,
+    are -100.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator, dtype=dtype)
     weight = torch.randn(vocab, width, generator=generator, dtype=dtype) / width**0.5
@@ -101,8 +109,14 @@ def _observe(candidate):
     return found
 
 
-_WHOLE = "too many logits exist at once: take fewer rows of hidden at a time, and free their logits before the next rows."
-_MEANS = "every chunk has the same weight (a mean of means): divide each sum by the number of labels in all chunks, not in its own."
+_WHOLE = (
+    "too many logits exist at once: take fewer rows of hidden at a time, and free their "
+    "logits before the next rows."
+)
+_MEANS = (
+    "every chunk has the same weight (a mean of means): divide each sum by the number of "
+    "labels in all chunks, not in its own."
+)
 
 
 def _explain(got, expected):
@@ -110,11 +124,17 @@ def _explain(got, expected):
     mine, right = got[name], expected[name]
     for part in ("hidden.grad", "weight.grad"):
         if mine[part] is None:
-            return f"{part} is None: backward returns the gradients of hidden and weight, then None for labels and cap."
+            return (
+                f"{part} is None: backward returns the gradients of hidden and weight, then "
+                "None for labels and cap."
+            )
     ratio = (mine["loss"] / right["loss"]).item()
     labels = _batch(150, 6, 20, torch.float64, 3)[2]
     if abs(ratio / int((labels != IGNORED).sum()) - 1) < 1e-6:
-        return "this is the sum over the tokens: divide it, and the gradients, by the number of labels that are not -100."
+        return (
+            "this is the sum over the tokens: divide it, and the gradients, by the number of "
+            "labels that are not -100."
+        )
     hidden, weight, _ = _batch(150, 6, 20, torch.float64, 3)
     with torch.no_grad():
         z = hidden @ weight.T
@@ -123,24 +143,33 @@ def _explain(got, expected):
             F.cross_entropy(other, labels)
             for other in (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
         ]
-        every = F.cross_entropy(logits, labels.clamp(min=0), reduction="sum") / (labels != IGNORED).sum()
+        every = (
+            F.cross_entropy(logits, labels.clamp(min=0), reduction="sum")
+            / (labels != IGNORED).sum()
+        )
     if any(difference(mine["loss"], other) is None for other in bent):
         return "the logits are wrong: use cap * tanh(z / cap), with the given cap."
     if difference(mine["loss"], every) is None:
-        return "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
+        return (
+            "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
+        )
     if got["the card"].over and difference(got[name], expected[name]) is None:
         return _WHOLE
     if mine["matrix products in backward"]:
         return (
-            "backward computes again: forward makes both gradients, and backward multiplies them by a number."
+            "backward computes again: forward makes both gradients, and backward multiplies "
+            "them by a number."
         )
     if right["hidden.grad"][-1].any() and not mine["hidden.grad"][-1].any():
         return "the last rows are left out: the last chunk may be shorter than the others."
     if difference(mine["hidden.grad"], 2 * right["hidden.grad"]) is None:
-        return "the gradients are added twice, by backward and by the chunks: detach() hidden and weight in forward."
-    if all(difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")) and difference(
-        mine["weight.grad"], right["weight.grad"]
-    ):
+        return (
+            "the gradients are added twice, by backward and by the chunks: detach() hidden and "
+            "weight in forward."
+        )
+    if all(
+        difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")
+    ) and difference(mine["weight.grad"], right["weight.grad"]):
         return "weight.grad is not the sum over all chunks: every chunk adds its own."
     mine, right = mine["hidden.grad"], right["hidden.grad"]
     there = right.abs().amax(1) > 0
@@ -151,24 +180,53 @@ def _explain(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="9.7", title="a loss in chunks", difficulty=3, minutes=5,
+        id="9.7",
+        title="a loss in chunks",
+        difficulty=3,
+        minutes=5,
         trains="a gradient made on the way forward, so that the logits need not come back",
         reference=ChunkedLoss,
         observe=_observe,
         explain=_explain,
         tolerance=1e-4,
         raises=(
-            (r"incorrect number of gradients", "backward returns one thing for each argument of forward: two gradients, and None for labels and cap."),
+            (
+                r"incorrect number of gradients",
+                (
+                    "backward returns one thing for each argument of forward: two gradients, and "
+                    "None for labels and cap."
+                ),
+            ),
         ),
         mistakes=(
             Mistake("whole", _but(chunk=1000), _WHOLE),
-            Mistake("cap not derived", _but(slope=False),
-                    "the loss is right, but its gradient leaves out the cap: the derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)**2."),
-            Mistake("no cap", _but(capped=False), "the cap has no effect: the logits are cap * tanh(hidden @ weight.T / cap)."),
-            Mistake("upstream", _but(lambda ctx, d_loss: (*ctx.saved_tensors, None, None)),
-                    "backward leaves out the gradient that it is given: multiply by it, or scaling the loss afterwards has no effect on the gradients."),
-            Mistake("all rows", _but(everyone=True), "this divides by all rows: labels of -100 are ignored, so do not count them."),
+            Mistake(
+                "cap not derived",
+                _but(slope=False),
+                (
+                    "the loss is right, but its gradient leaves out the cap: the derivative of "
+                    "cap * tanh(z / cap) is 1 - tanh(z / cap)**2."
+                ),
+            ),
+            Mistake(
+                "no cap",
+                _but(capped=False),
+                "the cap has no effect: the logits are cap * tanh(hidden @ weight.T / cap).",
+            ),
+            Mistake(
+                "upstream",
+                _but(lambda ctx, d_loss: (*ctx.saved_tensors, None, None)),
+                (
+                    "backward leaves out the gradient that it is given: multiply by it, or "
+                    "scaling the loss afterwards has no effect on the gradients."
+                ),
+            ),
+            Mistake(
+                "all rows",
+                _but(everyone=True),
+                "this divides by all rows: labels of -100 are ignored, so do not count them.",
+            ),
             Mistake("mean of means", _but(of_means=True), _MEANS),
         ),
     ),
-)  # fmt: skip
+)

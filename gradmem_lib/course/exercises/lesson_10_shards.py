@@ -1,4 +1,6 @@
-"""Lesson 10's exercises about weights that are cut: a layer that gathers its own, and PyTorch's engine around a model."""
+"""Lesson 10's exercises about weights that are cut: a layer that gathers its own, and PyTorch's
+engine around a model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from .settings import flat, quietly
 from .several_ranks import APART, on_ranks
 
 SHARD_CARD = (
-    1_700_000  # bytes: a rank's quarter of six matrices of 262,144, its gradients, and a few whole matrices
+    # bytes: a rank's quarter of six matrices of 262,144, its gradients, and a few whole matrices
+    1_700_000
 )
 SIDE, LAYERS = 256, 6
 WRAP_CARD = 2_550_000  # bytes, of a forward and a backward on a rank of two
@@ -34,14 +37,18 @@ def gather(shard) -> Tensor:
 
 
 def own_mean(whole) -> Tensor:
-    """This rank's rows of the mean of ``whole`` over the ranks: (ranks * rows, columns) to (rows, columns)."""
+    """This rank's rows of the mean of ``whole`` over the ranks: (ranks * rows, columns) to (rows,
+    columns).
+    """
     parts = list(whole.chunk(dist.get_world_size()))
     own = torch.empty_like(parts[0])
     dist.reduce_scatter(own, parts)
     return own / dist.get_world_size()
 
 
-def _gathered(*, again=True, reduce=own_mean, back=lambda d_out, weight: d_out @ weight, x_too=True):
+def _gathered(
+    *, again=True, reduce=own_mean, back=lambda d_out, weight: d_out @ weight, x_too=True
+):
     """The function of a sharded layer; the switches make it wrong."""
 
     class Gathered(torch.autograd.Function):
@@ -64,7 +71,9 @@ _Gathered = _gathered()
 
 
 class ShardedLinear(nn.Module):
-    """This rank's rows of ``linear``'s weight (outputs, inputs), which has no bias: whole in forward and backward alone."""
+    """This rank's rows of ``linear``'s weight (outputs, inputs), which has no bias: whole in
+    forward and backward alone.
+    """
 
     def __init__(self, linear):
         super().__init__()
@@ -82,9 +91,15 @@ def _layer(*, keep=lambda part, weight: part.clone(), run=None, **wrong):
     def init(self, linear):
         nn.Module.__init__(self)
         weight = linear.weight.detach()
-        self.shard = nn.Parameter(keep(weight.chunk(dist.get_world_size())[dist.get_rank()], weight))
+        self.shard = nn.Parameter(
+            keep(weight.chunk(dist.get_world_size())[dist.get_rank()], weight)
+        )
 
-    return type("ShardedLinear", (nn.Module,), {"__init__": init, "forward": run or (lambda self, x: function.apply(x, self.shard))})  # fmt: skip
+    return type(
+        "ShardedLinear",
+        (nn.Module,),
+        {"__init__": init, "forward": run or (lambda self, x: function.apply(x, self.shard))},
+    )
 
 
 def _plain_gather(self, x):
@@ -151,19 +166,31 @@ def _chain(candidate) -> tuple[nn.Sequential, Tensor]:
 def _observe_layer(candidate):
     found: dict = {}
     for name, ranks, inside, outside in (
-        ("2 ranks", 2, 3, 4), ("3 ranks, x of (2, 3, 5)", 3, 5, 6), (Unseen("another shape"), 2, 4, 10),
-    ):  # fmt: skip
+        ("2 ranks", 2, 3, 4),
+        ("3 ranks, x of (2, 3, 5)", 3, 5, 6),
+        (Unseen("another shape"), 2, 4, 10),
+    ):
         generator = torch.Generator().manual_seed(ranks + outside)
-        linears = [nn.Linear(inside, outside, bias=False, dtype=torch.float64) for _ in range(ranks)]
+        linears = [
+            nn.Linear(inside, outside, bias=False, dtype=torch.float64) for _ in range(ranks)
+        ]
         weight = torch.randn(outside, inside, generator=generator, dtype=torch.float64)
         for linear in linears:
             linear.weight.data = weight.clone()
         x = torch.randn(
-            ranks, *((2, 3) if ranks == 3 else (4,)), inside, generator=generator, dtype=torch.float64
+            ranks,
+            *((2, 3) if ranks == 3 else (4,)),
+            inside,
+            generator=generator,
+            dtype=torch.float64,
         )
-        seen = on_ranks(lambda rank, own=(linears, x): _rows(candidate, own[0][rank], own[1][rank]), ranks)
+        seen = on_ranks(
+            lambda rank, own=(linears, x): _rows(candidate, own[0][rank], own[1][rank]), ranks
+        )
         found[name] = {
-            f"{part} on rank {rank}": seen[rank][part] for rank in (0, ranks - 1) for part in seen[rank]
+            f"{part} on rank {rank}": seen[rank][part]
+            for rank in (0, ranks - 1)
+            for part in seen[rank]
         }
     with one_of(4, 0):
         chain, x = _chain(candidate)
@@ -177,22 +204,35 @@ def _observe_layer(candidate):
 def _explain_layer(got, expected):
     mine, right = got["2 ranks"], expected["2 ranks"]
     if mine["numbers held on rank 0"] > right["numbers held on rank 0"]:
-        return "the layer holds more than this rank's rows: keep only weight.chunk(ranks)[rank].clone()."
+        return (
+            "the layer holds more than this rank's rows: keep only "
+            "weight.chunk(ranks)[rank].clone()."
+        )
     for part in mine:
         if mine[part] is None:
             return f"{part} is None: backward returns a gradient for x and one for the shard."
     name = next((part for part in right if difference(mine[part], right[part])), "")
     if "output" in name:
         if "second" in name:
-            return "the first output is right, but the output after an update is not: gather the weight again each time."
-        return "the output differs from that of the whole layer: gather the shards in the order of the ranks, and multiply by the transpose."
+            return (
+                "the first output is right, but the output after an update is not: gather the "
+                "weight again each time."
+            )
+        return (
+            "the output differs from that of the whole layer: gather the shards in the order of "
+            "the ranks, and multiply by the transpose."
+        )
     if "x.grad" in name:
-        return "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean over ranks, since x belongs to this rank."
+        return (
+            "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean "
+            "over ranks, since x belongs to this rank."
+        )
     if "gradient" in name:
         if not len(mine[name]) or not mine[name].any():
             return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
         return (
-            "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks of d_out.T @ x."
+            "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks "
+            "of d_out.T @ x."
         )
     return None
 
@@ -222,7 +262,9 @@ def _checkpointed(sharded):
 
 def wrap_setting(layers: int = 6, hidden: int = 64, dtype: torch.dtype = torch.float32):
     """A tiny Llama, and token ids for 4 rows of 32."""
-    model = models.tiny_llama(layers=layers, hidden=hidden, heads=4, intermediate=172, vocab=257).to(dtype)
+    model = models.tiny_llama(
+        layers=layers, hidden=hidden, heads=4, intermediate=172, vocab=257
+    ).to(dtype)
     return model.train(), torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
 
 
@@ -269,59 +311,176 @@ def _observe_wrap(candidate):
 
 def _explain_wrap(got, expected):
     if got["weights that stay whole"]:
-        return "some weights stay whole on every rank, and nobody averages their gradients: fully_shard(model) takes what the layers leave."
+        return (
+            "some weights stay whole on every rank, and nobody averages their gradients: "
+            "fully_shard(model) takes what the layers leave."
+        )
     if difference(got["two ranks"], expected["two ranks"]):
-        return "the gradients differ from those of one process: fully_shard each layer, then the model, in float32, and do not change how the model runs."
+        return (
+            "the gradients differ from those of one process: fully_shard each layer, then the "
+            "model, in float32, and do not change how the model runs."
+        )
     if not got["gathered again in backward (1 is yes)"]:
-        return "weights stay gathered from forward to backward, or all are gathered at once: each layer is a unit, and frees its weights after forward."
+        return (
+            "weights stay gathered from forward to backward, or all are gathered at once: each "
+            "layer is a unit, and frees its weights after forward."
+        )
     if got["all-gathers beyond 20"]:
-        return "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
+        return (
+            "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
+        )
     return None
 
 
 EXERCISES = (
     Exercise(
-        id="10.3", title="a linear layer that is cut over ranks", difficulty=3, minutes=6,
+        id="10.3",
+        title="a linear layer that is cut over ranks",
+        difficulty=3,
+        minutes=6,
         trains="all-gather in forward and in backward, reduce-scatter after",
         reference=ShardedLinear,
         observe=_observe_layer,
         explain=_explain_layer,
-        raises=((rf"{APART}", "the ranks do not make the same calls: each gathers once in forward, and gathers and reduces once in backward."),
-                (r"shapes cannot be multiplied|size mismatch|must match the size", "x may have more than two dimensions, and the weight is (outputs, inputs): x @ weight.T, and d_out.flatten(0, -2).T @ x.flatten(0, -2).")),
+        raises=(
+            (
+                rf"{APART}",
+                (
+                    "the ranks do not make the same calls: each gathers once in forward, and "
+                    "gathers and reduces once in backward."
+                ),
+            ),
+            (
+                r"shapes cannot be multiplied|size mismatch|must match the size",
+                (
+                    "x may have more than two dimensions, and the weight is (outputs, inputs): x @ "
+                    "weight.T, and d_out.flatten(0, -2).T @ x.flatten(0, -2)."
+                ),
+            ),
+        ),
         mistakes=(
-            Mistake("keeps it", _layer(again=False), "the whole weight of every layer is kept from forward to backward: save the shard, and gather again."),
-            Mistake("not reduced", _layer(reduce=lambda whole: whole.chunk(dist.get_world_size())[dist.get_rank()].clone()),
-                    "each rank keeps its rows of its own gradient: the gradients from the other ranks' batches are missing. reduce_scatter adds them up."),
-            Mistake("sum", _layer(reduce=lambda whole: own_mean(whole) * dist.get_world_size()), "the gradient is the sum over the ranks: return the mean."),
-            Mistake("all-reduce", _layer(reduce=_all_reduced),
-                    "the numbers are right, but every rank receives the whole gradient: reduce_scatter sends each rank only its own rows, half as many bytes."),
-            Mistake("plain autograd", _layer(run=_plain_gather),
-                    "autograd does not follow an all_gather, so the shard gets no gradient: write forward and backward of a torch.autograd.Function."),
-            Mistake("x averaged", _layer(back=lambda d_out, weight: d_out @ weight / dist.get_world_size()),
-                    "x.grad is divided by the number of ranks: x belongs to this rank, and so does its gradient."),
+            Mistake(
+                "keeps it",
+                _layer(again=False),
+                (
+                    "the whole weight of every layer is kept from forward to backward: save the "
+                    "shard, and gather again."
+                ),
+            ),
+            Mistake(
+                "not reduced",
+                _layer(
+                    reduce=lambda whole: whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
+                ),
+                (
+                    "each rank keeps its rows of its own gradient: the gradients from the other "
+                    "ranks' batches are missing. reduce_scatter adds them up."
+                ),
+            ),
+            Mistake(
+                "sum",
+                _layer(reduce=lambda whole: own_mean(whole) * dist.get_world_size()),
+                "the gradient is the sum over the ranks: return the mean.",
+            ),
+            Mistake(
+                "all-reduce",
+                _layer(reduce=_all_reduced),
+                (
+                    "the numbers are right, but every rank receives the whole gradient: "
+                    "reduce_scatter sends each rank only its own rows, half as many bytes."
+                ),
+            ),
+            Mistake(
+                "plain autograd",
+                _layer(run=_plain_gather),
+                (
+                    "autograd does not follow an all_gather, so the shard gets no gradient: write "
+                    "forward and backward of a torch.autograd.Function."
+                ),
+            ),
+            Mistake(
+                "x averaged",
+                _layer(back=lambda d_out, weight: d_out @ weight / dist.get_world_size()),
+                (
+                    "x.grad is divided by the number of ranks: x belongs to this rank, and so "
+                    "does its gradient."
+                ),
+            ),
         ),
     ),
     Exercise(
-        id="10.4", title="a model of sharded layers", difficulty=2, minutes=4,
+        id="10.4",
+        title="a model of sharded layers",
+        difficulty=2,
+        minutes=4,
         trains="units of FSDP2, and checkpoints under them",
         reference=wrap,
         observe=_observe_wrap,
         explain=_explain_wrap,
         tolerance=1e-9,
         changes=("model.mode", "model.hook", "model.config"),
-        raises=((r"Invariant encountered|already", "fully_shard(model) takes all that is not sharded yet: the layers come first, the model last."),
-                (r"comm\.cpp", "DistributedDataParallel leaves a whole copy of the model on every rank: fully_shard cuts it.")),
+        raises=(
+            (
+                r"Invariant encountered|already",
+                (
+                    "fully_shard(model) takes all that is not sharded yet: the layers come first, "
+                    "the model last."
+                ),
+            ),
+            (
+                r"comm\.cpp",
+                (
+                    "DistributedDataParallel leaves a whole copy of the model on every rank: "
+                    "fully_shard cuts it."
+                ),
+            ),
+        ),
         mistakes=(
-            Mistake("no checkpoints", _sharded(), "every layer's activations are kept: switch on checkpointing before you shard the layers."),
-            Mistake("root only", _checkpointed(_sharded(layers=False)),
-                    "the whole model is one unit, gathered at once: shard each layer separately, so that only one or two are whole at a time."),
-            Mistake("layers only", _checkpointed(_sharded(root=False)),
-                    "embeddings, the last norm and the head stay whole on every rank, and nobody averages their gradients: fully_shard(model) takes what the layers leave."),
-            Mistake("kept gathered", _checkpointed(_sharded(reshard_after_forward=False)),
-                    "every layer stays whole from forward to backward (ZeRO-2): leave reshard_after_forward as it is."),
-            Mistake("bf16", _checkpointed(_sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
-                    "the layers compute in bf16: use no mixed precision here."),
-            Mistake("checkpoints alone", _checkpointed(lambda model, mesh: model), "nothing is sharded: every rank has the whole model, and learns only from its own rows."),
+            Mistake(
+                "no checkpoints",
+                _sharded(),
+                (
+                    "every layer's activations are kept: switch on checkpointing before you shard "
+                    "the layers."
+                ),
+            ),
+            Mistake(
+                "root only",
+                _checkpointed(_sharded(layers=False)),
+                (
+                    "the whole model is one unit, gathered at once: shard each layer separately, "
+                    "so that only one or two are whole at a time."
+                ),
+            ),
+            Mistake(
+                "layers only",
+                _checkpointed(_sharded(root=False)),
+                (
+                    "embeddings, the last norm and the head stay whole on every rank, and nobody "
+                    "averages their gradients: fully_shard(model) takes what the layers leave."
+                ),
+            ),
+            Mistake(
+                "kept gathered",
+                _checkpointed(_sharded(reshard_after_forward=False)),
+                (
+                    "every layer stays whole from forward to backward (ZeRO-2): leave "
+                    "reshard_after_forward as it is."
+                ),
+            ),
+            Mistake(
+                "bf16",
+                _checkpointed(_sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+                "the layers compute in bf16: use no mixed precision here.",
+            ),
+            Mistake(
+                "checkpoints alone",
+                _checkpointed(lambda model, mesh: model),
+                (
+                    "nothing is sharded: every rank has the whole model, and learns only from its "
+                    "own rows."
+                ),
+            ),
         ),
     ),
-)  # fmt: skip
+)

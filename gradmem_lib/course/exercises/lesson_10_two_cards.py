@@ -13,7 +13,9 @@ RANKS = 2
 
 
 def two_cards() -> Recipe:
-    """A recipe with which Llama-2-70B learns on two cards of 24 GB, a row of 1,024 tokens on each, by adapters of rank 16."""
+    """A recipe with which Llama-2-70B learns on two cards of 24 GB, a row of 1,024 tokens on each,
+    by adapters of rank 16.
+    """
     return _but()()
 
 
@@ -25,12 +27,14 @@ def _but(**changed):
         "quantized_base": True,
         "checkpointing": "per-layer",
     }
-    return lambda: Recipe(**fields | changed)  # fmt: skip
+    return lambda: Recipe(**fields | changed)
 
 
 @lru_cache(maxsize=32)
 def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
-    """The peak (a ``MemorySnapshot``) that is predicted for one of two ranks of Llama-2-70B, on a row of ``tokens``."""
+    """The peak (a ``MemorySnapshot``) that is predicted for one of two ranks of Llama-2-70B, on a
+    row of ``tokens``.
+    """
     from ...planning.models import known_model
     from ...prediction.predict import predict
 
@@ -40,18 +44,37 @@ def seventy_peak(recipe: Recipe, tokens: int = TOKENS):
 
 _SAYS = {
     "one card": "no sharding is chosen, so one card must hold everything: 35 GB in 4 bits alone.",
-    "copied": "every card has a copy of the frozen base, 35 GB in 4 bits: only sharding='fsdp' cuts it.",
-    "gathered": "zero2 keeps every layer gathered from forward to backward, so a card holds the whole base: sharding='fsdp' frees each layer.",
-    "every weight": "every weight is trained, and so needs a gradient and states: choose adapters, lora_rank=16.",
-    "16 bits": "half of the base in bf16 is 69 GB on each card: keep it in 4 bits, quantized_base=True.",
-    "activations": "the activations of 80 layers are kept, more than 15 GB: checkpointing='per-layer'.",
-    "float32": "embeddings, head and activations are not in 4 bits but in float32: precision='bf16'.",
-    "rank": "the adapters must have rank 16 and be on every linear layer: lora_rank=16, and no lora_targets.",
-}  # fmt: skip
+    "copied": (
+        "every card has a copy of the frozen base, 35 GB in 4 bits: only sharding='fsdp' cuts it."
+    ),
+    "gathered": (
+        "zero2 keeps every layer gathered from forward to backward, so a card holds the "
+        "whole base: sharding='fsdp' frees each layer."
+    ),
+    "every weight": (
+        "every weight is trained, and so needs a gradient and states: choose adapters, "
+        "lora_rank=16."
+    ),
+    "16 bits": (
+        "half of the base in bf16 is 69 GB on each card: keep it in 4 bits, quantized_base=True."
+    ),
+    "activations": (
+        "the activations of 80 layers are kept, more than 15 GB: checkpointing='per-layer'."
+    ),
+    "float32": (
+        "embeddings, head and activations are not in 4 bits but in float32: precision='bf16'."
+    ),
+    "rank": (
+        "the adapters must have rank 16 and be on every linear layer: lora_rank=16, and no "
+        "lora_targets."
+    ),
+}
 
 
 def what_is_in_the_way(recipe: Recipe) -> str:
-    """A key of ``_SAYS``, a peak in words, or nothing where ``recipe`` fits: by its choices first, and by ``predict`` where they could."""
+    """A key of ``_SAYS``, a peak in words, or nothing where ``recipe`` fits: by its choices first,
+    and by ``predict`` where they could.
+    """
     from ...planning.cards import CARDS
 
     checkpointed = recipe.checkpointing is not None or recipe.every_n_layers is not None
@@ -70,7 +93,11 @@ def what_is_in_the_way(recipe: Recipe) -> str:
     # Claim C17 asks it, so that a first check predicts nothing for the usual answer.
     if recipe == two_cards() or (peak := seventy_peak(recipe)).total <= CARDS[TWO_CARDS].nbytes:
         return ""
-    return f"the peak of a card is {peak.total:,} bytes, but the card has {CARDS[TWO_CARDS].nbytes:,}; the largest part is {max(peak.by_category, key=peak.by_category.get)}"
+    return (
+        f"the peak of a card is {peak.total:,} bytes, but the card has "
+        f"{CARDS[TWO_CARDS].nbytes:,}; the largest part is "
+        f"{max(peak.by_category, key=peak.by_category.get)}"
+    )
 
 
 @quietly
@@ -88,7 +115,10 @@ def _explain(got, expected):
 
 EXERCISES = (
     Exercise(
-        id="10.7", title="a 70B on two cards", difficulty=2, minutes=3,
+        id="10.7",
+        title="a 70B on two cards",
+        difficulty=2,
+        minutes=3,
         trains="which part of a card's memory each choice cuts",
         reference=two_cards,
         observe=_observe,
@@ -98,8 +128,10 @@ EXERCISES = (
             Mistake("ddp", _but(sharding="ddp"), _SAYS["copied"]),
             Mistake("zero2", _but(sharding="zero2"), _SAYS["gathered"]),
             Mistake("16 bits", _but(quantized_base=False), _SAYS["16 bits"]),
-            Mistake("every weight", _but(lora_rank=None, quantized_base=False), _SAYS["every weight"]),
+            Mistake(
+                "every weight", _but(lora_rank=None, quantized_base=False), _SAYS["every weight"]
+            ),
             Mistake("no checkpoints", _but(checkpointing=None), _SAYS["activations"]),
         ),
     ),
-)  # fmt: skip
+)

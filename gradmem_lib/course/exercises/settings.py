@@ -1,4 +1,7 @@
-"""What the exercises run on: small models, their batches and their cards, made afresh on each call. Lessons show them too."""
+"""What the exercises run on: small models, their batches and their cards, made afresh on each call.
+
+Lessons show them too.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ def gradients_of(module: nn.Module) -> torch.Tensor:
 
 
 def quietly(observe):
-    """``observe``, or ``explain``, without what transformers says on the way, which is not the learner's output.
+    """``observe``, or ``explain``, without what transformers says on the way, which is not the
+    learner's output.
 
-    ``Trainer`` has the garbage collector look at all that lives, at the end of each run, which in a kernel is most of its time:
-    it is shown what the run has made alone.
+    ``Trainer`` has the garbage collector look at all that lives, at the end of each run, which in a
+    kernel is most of its time: it is shown what the run has made alone.
     """
 
     @wraps(observe)
@@ -48,25 +52,42 @@ def quietly(observe):
 
 
 def rows(*lengths: int, seed: int = 0, vocab: int = 11) -> torch.Tensor:
-    """Token ids (batch, longest) of sequences of these lengths, with -100 where a sequence has ended."""
-    ids = torch.randint(0, vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    """Token ids (batch, longest) of sequences of these lengths, with -100 where a sequence has
+    ended.
+    """
+    ids = torch.randint(
+        0, vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
+    )
     return ids.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], IGNORED)
 
 
 def text_batch(*lengths: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels`` of sequences of these lengths, padded on the right."""
+    """``input_ids``, ``attention_mask`` and ``labels`` of sequences of these lengths, padded on the
+    right.
+    """
     labels = rows(*lengths, seed=seed, vocab=vocab)
-    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels != IGNORED).long(), "labels": labels}
+    return {
+        "input_ids": labels.clamp(min=0),
+        "attention_mask": (labels != IGNORED).long(),
+        "labels": labels,
+    }
 
 
 class Bigrams(nn.Module):
-    """The smallest language model: the next token from this one. Ids (batch, sequence) to logits, in float64."""
+    """The smallest language model: the next token from this one.
+
+    Ids (batch, sequence) to logits, in float64.
+    """
 
     def __init__(self, vocab: int = 11, hidden: int = 4):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(torch.randn(vocab, hidden, generator=generator, dtype=torch.float64))
-        self.head = nn.Parameter(torch.randn(hidden, vocab, generator=generator, dtype=torch.float64))
+        self.table = nn.Parameter(
+            torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+        )
+        self.head = nn.Parameter(
+            torch.randn(hidden, vocab, generator=generator, dtype=torch.float64)
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: (batch, sequence); the result: (batch, sequence, vocabulary)."""
@@ -102,14 +123,17 @@ def batch_setting() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.T
     return model, optimizer, text_batch(*(2 + i * i % 31 for i in range(64)), vocab=1024)
 
 
-DEPTH, KEEPS, VOCAB = 64, 5, 5  # the last layer is a head, whose logits are VOCAB times as wide as a boundary
+# the last layer is a head, whose logits are VOCAB times as wide as a boundary
+DEPTH, KEEPS, VOCAB = 64, 5, 5
 CHAIN_ROWS, CHAIN_WIDTH = 256, 32
 CHAIN_BOUNDARY = CHAIN_ROWS * CHAIN_WIDTH * 4
 CHAIN_CARD = 41.5  # boundaries beside the weights
 
 
 def chain_setting() -> tuple[nn.Sequential, torch.Tensor]:
-    """63 frozen layers that keep 5 boundaries each (their input is one), a frozen head, and the input, which is what is trained."""
+    """63 frozen layers that keep 5 boundaries each (their input is one), a frozen head, and the
+    input, which is what is trained.
+    """
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(CHAIN_ROWS, CHAIN_WIDTH, generator=generator)
     head = nn.Linear(CHAIN_WIDTH, VOCAB * CHAIN_WIDTH, bias=False).requires_grad_(False)
@@ -165,7 +189,9 @@ BACKWARD_CARD = "6 MiB"
 
 
 def backward_setting(tied: bool) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
-    """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one embedding, the first layer frozen."""
+    """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one
+    embedding, the first layer frozen.
+    """
     model = models.tiny_llama(
         layers=2 if tied else 8, hidden=64, heads=4, intermediate=172, vocab=256, tied=tied
     )
@@ -179,12 +205,15 @@ EVAL_ROWS = 4  # which fit
 
 
 def evaluation_setting() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A tiny GPT-2 with dropout and a key-value cache, in the middle of its training, and 18 rows of unequal lengths."""
+    """A tiny GPT-2 with dropout and a key-value cache, in the middle of its training, and 18 rows
+    of unequal lengths.
+    """
     model = models.tiny_gpt2(layers=4, hidden=64, heads=4, positions=64, vocab=256)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
     model.config.use_cache = True
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(20)  # rows that differ in their loss, as after training
+        # rows that differ in their loss, as after training
+        model.get_input_embeddings().weight.mul_(20)
     return model.train(), text_batch(*(2 + i * i % 61 for i in range(17)), 64, vocab=256)

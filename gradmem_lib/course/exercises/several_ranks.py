@@ -1,5 +1,7 @@
-"""Several ranks for a check, as threads of the notebook's own process: no port is opened, and no process group that the learner
-has is touched. Numbers are those of real ranks; bytes are measured on one rank of a group whose others are not there."""
+"""Several ranks for a check, as threads of the notebook's own process: no port is opened, and no
+process group that the learner has is touched. Numbers are those of real ranks; bytes are measured
+on one rank of a group whose others are not there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ APART = "the ranks do not make the same calls"
 
 
 class _Ended:
-    """What a rank that has ended hands to a call which the others still make: no tensors, so that the call fails at once."""
+    """What a rank that has ended hands to a call which the others still make: no tensors, so that
+    the call fails at once.
+    """
 
     def _raise(self, *_):
         raise RuntimeError(f"{APART}: one has ended, and another waits for it")
@@ -41,7 +45,9 @@ def _compare(one, other) -> None:
 
 
 def _end(threads: list[threading.Thread]) -> None:
-    """Wait half a second for the ranks that follow rank 0 to their end, then end those that compute on and on."""
+    """Wait half a second for the ranks that follow rank 0 to their end, then end those that compute
+    on and on.
+    """
     end = time.monotonic() + 0.5
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -53,10 +59,11 @@ def _end(threads: list[threading.Thread]) -> None:
 
 
 def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
-    """``function(rank)`` on so many ranks at once, each a thread with a process group; what each returns.
+    """``function(rank)`` on so many ranks at once, each a thread with a process group; what each
+    returns.
 
-    Rank 0 is the calling thread. Where ranks raise, the first of them does here. Models are made outside: threads share the
-    generator of random numbers.
+    Rank 0 is the calling thread. Where ranks raise, the first of them does here. Models are made
+    outside: threads share the generator of random numbers.
     """
     results: list[Any] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks
@@ -75,7 +82,9 @@ def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group()
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, ranks)]
+        threads = [
+            threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, ranks)
+        ]
         for thread in threads:
             thread.start()
         run(0)

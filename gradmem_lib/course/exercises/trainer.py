@@ -1,4 +1,6 @@
-"""Hugging Face's ``Trainer`` in one update of a tiny model: what exercise 3.8 and two lessons look at."""
+"""Hugging Face's ``Trainer`` in one update of a tiny model: what exercise 3.8 and two lessons look
+at.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ import torch
 
 from ...names import IGNORED
 
-TINY = dict(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+TINY = dict(
+    vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+)
 
 
 def trainer_setting(kind: str):
-    """A tiny model and four training examples: ``"BertForSequenceClassification"``, ``"LlamaForSequenceClassification"``
-    or ``"LlamaForCausalLM"``, whose examples have 4, 6, 10 and 16 tokens."""
+    """A tiny model and four training examples: ``"BertForSequenceClassification"``,
+    ``"LlamaForSequenceClassification"`` or ``"LlamaForCausalLM"``, whose examples have 4, 6, 10 and
+    16 tokens.
+    """
     import transformers
 
-    config = transformers.BertConfig(**TINY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(
+        **TINY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     if kind.startswith("Llama"):
         config = transformers.LlamaConfig(**TINY, pad_token_id=0)
     with torch.random.fork_rng(devices=[]):
@@ -37,7 +45,9 @@ def trainer_setting(kind: str):
 
 @contextlib.contextmanager
 def quiet_arguments(**given: Any) -> Any:
-    """``TrainingArguments`` for the CPU that print, write and report nothing; the random numbers outside stay what they are."""
+    """``TrainingArguments`` for the CPU that print, write and report nothing; the random numbers
+    outside stay what they are.
+    """
     from transformers import TrainingArguments
 
     fixed = dict(save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)
@@ -50,7 +60,9 @@ def quiet_arguments(**given: Any) -> Any:
 
 
 def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
-    """What Hugging Face's ``Trainer`` logs, ``loss`` and ``grad_norm``, in its one update on four examples."""
+    """What Hugging Face's ``Trainer`` logs, ``loss`` and ``grad_norm``, in its one update on four
+    examples.
+    """
     from transformers import Trainer, default_data_collator
 
     with quiet_arguments(
@@ -68,9 +80,11 @@ def trainer_logs(model, examples, accumulation_steps: int) -> dict[str, float]:
 
 
 def trainer_factors(kind: str, steps: int, prepare: Any = None) -> dict[str, float]:
-    """How many times larger ``Trainer`` logs ``loss`` and ``grad_norm`` in ``steps`` accumulation steps than in one.
+    """How many times larger ``Trainer`` logs ``loss`` and ``grad_norm`` in ``steps`` accumulation
+    steps than in one.
 
-    ``prepare(model, batch)`` returns the model of the run in steps; all that differ by rounding only are 1.0.
+    ``prepare(model, batch)`` returns the model of the run in steps; all that differ by rounding
+    only are 1.0.
     """
     from transformers import default_data_collator
 
