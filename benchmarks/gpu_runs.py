@@ -17,7 +17,7 @@ import torch
 import transformers
 from gpu_predict import WARM_UP, TooSlow
 
-from gradmem_lib.course.compat_course import model_from_config
+from gradmem_lib.course.machine.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict

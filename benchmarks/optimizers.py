@@ -28,7 +28,7 @@ from record import record
 # A plain checkout: the library is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gradmem_lib.course.exercises.lesson_09_lion import Lion
+from gradmem_lib.course.lessons.lesson_09.exercises_lion import Lion
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.training.prepare import make_optimizer
 from gradmem_lib.training.recipe import Recipe
@@ -94,7 +94,7 @@ class Subject:
 
 
 def subject(dry: bool, steps: int) -> Subject:
-    from gradmem_lib.course import models, texts
+    from gradmem_lib.course.material import models, texts
 
     if dry:
         tiny = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 512}

@@ -33,7 +33,7 @@ import torch
 from record import record
 
 from gradmem_lib.compat import attention_by_values
-from gradmem_lib.course.shapes import SHAPES, Shape
+from gradmem_lib.course.material.shapes import SHAPES, Shape
 from gradmem_lib.prediction import fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 from record import record
 
-from gradmem_lib.course import published
+from gradmem_lib.course.ledger import published
 from gradmem_lib.view.peaks import off_by
 
 FAMILIES = ("peft", "answer", "litgpt", "torchtune")  # in the order of the table

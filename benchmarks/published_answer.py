@@ -37,7 +37,7 @@ from published_layers import FourBits, on_meta
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradmem_lib.course.published import Row
+from gradmem_lib.course.ledger.published import Row
 from gradmem_lib.planning.cards import CARDS
 from gradmem_lib.prediction.allocator import CONTEXT, Allocator, rounded, workspace
 from gradmem_lib.prediction.predict import predict

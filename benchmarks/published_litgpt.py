@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from published_layers import FourBits, on_meta
 from torch import Tensor, nn
 
-from gradmem_lib.course.published import Row
+from gradmem_lib.course.ledger.published import Row
 from gradmem_lib.prediction.allocator import workspace
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradmem_lib.course import published
+from gradmem_lib.course.ledger import published
 from gradmem_lib.prediction.allocator import Allocator, workspace
 from gradmem_lib.prediction.predict import Prediction, predict
 from gradmem_lib.training.recipe import Recipe

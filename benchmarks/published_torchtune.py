@@ -26,7 +26,7 @@ from published_layers import on_meta
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from gradmem_lib.course.published import Row
+from gradmem_lib.course.ledger.published import Row
 from gradmem_lib.planning.models import known_model
 from gradmem_lib.prediction.allocator import workspace
 from gradmem_lib.prediction.predict import predict

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpointing import SETTINGS, Setting, now
 
-from gradmem_lib.course.operations import count_operations
+from gradmem_lib.course.material.flops import count_operations
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.offload import offload_activations
@@ -150,7 +150,7 @@ def compare(setting: Setting, rounds: int) -> dict:
 
 def tiny(name: str) -> Setting:
     """As small as it gets, for a dry run."""
-    from gradmem_lib.course import models
+    from gradmem_lib.course.material import models
 
     if name == "chain":
         net, x = models.chain(8, width=16, keeps=5), torch.randn(32, 16, requires_grad=True)

@@ -40,7 +40,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from gradmem_lib import MemoryTracker
-    from gradmem_lib.course import models
+    from gradmem_lib.course.material import models
 
     model = models.tiny_llama() if name == "tiny_llama" else models.smollm2()[0]
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from . import display, moved
+from . import display
 
 _HOMES = {
     "measure.tracker": "MemoryTracker",
@@ -36,20 +36,19 @@ _HOMES = {
     "view.schedule_record": "record_schedule",
     "view.schedules": "show_schedule",
     "view.waterfall": "Waterfall",
-    "course.check": "check",
-    "course.doctor": "doctor",
-    "course.dtypes": "operation_dtypes",
-    "course.explorer": "explore",
-    "course.failure": "OutOfMemory out_of_memory",
-    "course.guesses": "predict_first",
-    "course.operations": "count_operations",
+    "course.learner.check": "check",
+    "course.setup.doctor": "doctor",
+    "course.material.dtypes": "operation_dtypes",
+    "course.learner.explorer": "explore",
+    "course.material.out_of_memory": "OutOfMemory out_of_memory",
+    "course.learner.guesses": "predict_first",
+    "course.material.flops": "count_operations",
     "units": "format_bytes parse_bytes",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = {"accounting": "course.accounting"}
+_MODULES = {"accounting": "course.material.accounting"}
 __all__ = sorted([*_HOME, *_MODULES])
 
-moved.register()
 display.register(lambda: import_module(".view.pictures", __package__))
 
 

@@ -15,7 +15,7 @@ from .names import ATTENTION, CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SE
 
 
 def _lab(options: argparse.Namespace) -> int:
-    from .course.lab import lab
+    from .course.setup.lab import lab
 
     try:
         return lab(options.folder, copy_only=options.copy)
@@ -25,7 +25,7 @@ def _lab(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .course import doctor
+    from .course.setup import doctor
 
     findings = doctor.examine()
     print(doctor.report(findings))
@@ -33,8 +33,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _progress(options: argparse.Namespace) -> int:
-    from .course import progress
-    from .course.summary import summary
+    from .course.learner import progress
+    from .course.learner.summary import summary
 
     try:
         print(progress.reset() if options.reset else summary())
@@ -46,7 +46,7 @@ def _progress(options: argparse.Namespace) -> int:
 
 def _class(options: argparse.Namespace) -> int:
     try:
-        from .course.board import keep
+        from .course.teacher.class_board import keep
 
         look = {"names": options.names, "hide": options.hide}
         keep(options.folder, options.out, once=options.once, **look)

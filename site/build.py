@@ -6,7 +6,7 @@ network.
     requirements-site.txt
 
 The pages' sources are gathered in build/site/source: those of site/pages, and what has its home
-elsewhere: the README, the solutions' notebooks with their stored outputs, LEDGER.md, and the
+elsewhere: the README, the solutions' notebooks with their stored outputs, docs/ledger.md, and the
 library's docstrings, which Sphinx reads by itself.
 """
 
@@ -32,8 +32,9 @@ MARK = re.compile(r"^ *### (BEGIN|END) SOLUTION *\n?| *# SOLUTION *$", re.MULTIL
 MOVED = (
     (r"(?:lessons|solutions)/(\d\d_\w+)\.ipynb", r"lessons/\1.ipynb"),
     (r"docs/sheets/?", "sheets.md"),
-    (r"LEDGER\.md", "ledger.md"),
-    (r"TEACHING\.md", "teaching.md"),
+    (r"sheets/(\d\d\.svg)", r"docs/sheets/\1"),
+    (r"(?:docs/)?ledger\.md", "ledger.md"),
+    (r"docs/teaching\.md", "teaching.md"),
     (r"CONTRIBUTING\.md", "contributing.md"),
     (r"README\.md", "index.md"),
     (r"gradmem_lib/(\w+)/(\w+)\.py", r"#gradmem_lib.\1.\2"),
@@ -157,7 +158,7 @@ def sheets() -> str:
 
 
 def ledger(page: str) -> str:
-    """LEDGER.md with the place above its table into which the page's script puts search and
+    """docs/ledger.md with the place above its table into which the page's script puts search and
     filters.
     """
     return page.replace("\n| Claim |", '\n<div id="ledger-filter" hidden></div>\n\n| Claim |', 1)
@@ -172,14 +173,15 @@ def gather() -> None:
     shutil.copytree(HERE / "pages", source)
     shutil.copytree(HERE / "static", images.parent)
     images.mkdir()
-    shutil.copytree(ROOT / "docs", source / "docs")
+    # Its pages become pages of the site; the rest is what pages show.
+    shutil.copytree(ROOT / "docs", source / "docs", ignore=shutil.ignore_patterns("*.md"))
     shutil.copy(ROOT / "LICENSE", source)
     _, first, rest = relinked(_read("README.md")).split("\n\n", 2)
     _insert(source / "index.md", rest)
     _insert(source / "index.md", first, "FIRST")
     _insert(source / "contributing.md", relinked(_read("CONTRIBUTING.md")))
-    _insert(source / "ledger.md", relinked(ledger(_read("LEDGER.md"))))
-    _insert(source / "teaching.md", relinked(_read("TEACHING.md")))
+    _insert(source / "ledger.md", relinked(ledger(_read("docs/ledger.md"))))
+    _insert(source / "teaching.md", relinked(_read("docs/teaching.md")))
     _insert(source / "sheets.md", sheets())
     (source / "lessons").mkdir()
     for path in sorted((ROOT / "solutions").glob("*.ipynb")):

@@ -149,7 +149,7 @@ print(resident_bytes(model) == residents)
 
 # %% [markdown]
 # The two agree to the byte. The course tests what five documents about fine-tuning memory claim. Two claims are about
-# these bytes: click to open them. (`LEDGER.md` has all claims.)
+# these bytes: click to open them. (`docs/ledger.md` has all claims.)
 
 # %%
 claims.show("C02", "C03")

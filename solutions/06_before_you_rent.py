@@ -700,7 +700,7 @@ for name, option in options.items():
 # - **Spend what is left**: unused memory is time given away.
 #
 # Lesson 07 is about mixed precision, lesson 08 about recomputing and moving. `python -m gradmem_lib plan --help` is for
-# your model and your card. `LEDGER.md` has every claim that these lessons put to the test.
+# your model and your card. `docs/ledger.md` has every claim that these lessons put to the test.
 
 # %% [markdown]
 # ## More practice

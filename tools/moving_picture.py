@@ -3,9 +3,9 @@ JupyterLab, until its budget is full.
 
     PYTHONPATH=. python tools/moving_picture.py
 
-Each frame is what Chromium shows while the cell runs, as in ``tests/test_browser.py``. Only the
-time between frames is ours: a frame of the film is a change of the plot, however long this machine
-needed for it.
+Each frame is what Chromium shows while the cell runs, as in ``tests/notebooks/test_browser.py``.
+Only the time between frames is ours: a frame of the film is a change of the plot, however long this
+machine needed for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import Lab, Notebook, chromium  # noqa: E402
+from notebooks.browser import Lab, Notebook, chromium  # noqa: E402
 
 PICTURE = ROOT / "docs" / "live-plot.gif"
 BEFORE = """

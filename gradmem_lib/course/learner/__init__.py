@@ -1,0 +1,1 @@
+"""What a learner touches: check, guesses, the explorer, the progress file."""

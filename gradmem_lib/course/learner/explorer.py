@@ -1,0 +1,382 @@
+"""The memory explorer: controls for a training step, and its peak as one stacked bar against a
+card.
+
+Every control is an argument of the closed form, ``accounting.estimate``, and of the exact trace,
+``predict``. The closed form answers while a control moves. A trace takes about a second, so it
+begins when the controls rest, and its answer is kept. No model is run or loaded: a 70B model is as
+quick to explore as a small one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...names import ATTENTION
+from ...planning.cards import CARDS, find_card
+from ...planning.cost import beside
+from ...units import format_bytes
+from ...view.bars import bar_svg, plot_bars
+from ...view.live import show_explorer
+from ...view.style import display_size, png
+from ..material import accounting
+
+PLAIN_TEXT = "Memory explorer"
+REST = 0.15  # seconds without a change, before a trace begins
+BATCH_SIZES = tuple(2**k for k in range(9))
+SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
+# The entry of a menu, and its value in a recipe: a number is the number of layers in a segment.
+CHECKPOINTING = {"none": None, "per-layer": "per-layer", "sqrt": "sqrt"} | {
+    f"{k} layers a segment": k for k in (2, 4, 8, 16)
+}
+OPTIMIZERS = {name: name for name in accounting.OPTIMIZERS} | {"none: no step": None}
+DEFAULTS = {
+    "model": "SmolLM2-135M",
+    "batch_size": 4,
+    "seq_len": 512,
+    "precision": "bf16",
+    "optimizer": "adamw",
+    "attention": "fused",
+    "checkpointing": None,
+    "card": "RTX 3070 8GB",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The bytes at the peak by category; and in words, where the peak is and how it was found.
+    ``reserved``: the bytes that a card's allocator holds for them, if it was replayed.
+    """
+
+    by_category: dict[str, int]
+    words: str
+    reserved: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_category.values())
+
+
+def shape_of(settings: dict) -> accounting.Shape:
+    """The model's shape. A learned position table is made as long as the sequence needs."""
+    shape = _known(accounting.SHAPES, settings["model"], "model")
+    return (
+        replace(shape, positions=max(shape.positions, settings["seq_len"]))
+        if shape.positions
+        else shape
+    )
+
+
+def _options(settings: dict) -> dict:
+    """The options that closed forms and recipes share. A segment is at most the whole model."""
+    options = {
+        name: settings[name] for name in ("precision", "optimizer", "attention", "checkpointing")
+    }
+    if type(options["checkpointing"]) is int:
+        options["checkpointing"] = min(options["checkpointing"], shape_of(settings).layers)
+    return options
+
+
+def recipe_of(settings: dict):
+    """The settings as a ``Recipe``.
+
+    Raises ``ValueError`` for settings that closed forms can add up but no recipe can train.
+    """
+    from ...training.recipe import Recipe
+
+    options = _options(settings)
+    return Recipe(
+        **options | {"optimizer": options["optimizer"] or "sgd"}
+    )  # SGD keeps and makes no bytes, like no step
+
+
+def estimate(settings: dict) -> accounting.Estimate:
+    """The closed form's peak of a step under ``settings`` (keys as in ``DEFAULTS``)."""
+    sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
+    return accounting.estimate(shape_of(settings), **sizes, **_options(settings))
+
+
+def trace(settings: dict):
+    """The exact peak on a card, as a ``Prediction``.
+
+    Errors are those of ``predict`` and ``recipe_of``.
+    """
+    from ...prediction.predict import predict
+
+    sizes = {"batch_size": settings["batch_size"], "seq_len": settings["seq_len"]}
+    return predict(shape_of(settings).config(), **sizes, recipe=recipe_of(settings), target="cuda")
+
+
+def preview(settings: dict) -> Answer:
+    """The closed form's answer, without delay."""
+    found = estimate(settings)
+    return Answer(found.by_category, f"By the closed form, the peak is in: {found.moment}.")
+
+
+def answer(settings: dict) -> Answer:
+    """The trace's answer, and how far off the closed form is.
+
+    If no trace is possible, the closed form and the reason.
+    """
+    from ...prediction.question import CannotTrace
+
+    formula = estimate(settings)
+    try:
+        found = trace(settings)
+    except (ValueError, CannotTrace) as error:
+        closed = preview(settings)
+        return replace(closed, words=f"{closed.words} There is no exact figure: {error}.")
+    off = formula.total - found.peak.total
+    compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}" if off else "equal"
+    return Answer(
+        found.peak.by_category,
+        (
+            f"The peak is in {found.peak.phase.replace('_', ' ')}, by an exact trace; the closed "
+            f"form is {compared}."
+        ),
+        found.replay_allocator(),
+    )
+
+
+def room(found: Answer, card: str) -> int:
+    """Bytes that ``card`` has for the tensors of ``found``: by ``plan``'s rule, without allocator,
+    workspace and context.
+    """
+    known = find_card(card)
+    return known.nbytes - sum(beside(found.total, known.capability, found.reserved).values())
+
+
+def fits(found: Answer, card: str) -> bool:
+    return found.total <= room(found, card)
+
+
+def verdict(found: Answer, card: str) -> str:
+    """Says in words whether the tensors, and what a card holds besides, fit ``card``."""
+    known, spare = find_card(card), room(found, card) - found.total
+    fit = (
+        f"Fits with {format_bytes(spare)} to spare"
+        if spare >= 0
+        else f"Exceeds by {format_bytes(-spare)}"
+    )
+    needs, there = format_bytes(known.nbytes - spare), format_bytes(known.nbytes)
+    return f"{fit}: {needs} needed, {there} on the card ({known.name})."
+
+
+def detail(found: Answer, settings: dict) -> str:
+    """The bar in words: its exact bytes, its largest part, and remarks about the peak."""
+    parts = found.by_category
+    main = max(parts, key=parts.get)
+    words = (
+        f"Largest part: {main}, {format_bytes(parts[main])} ({parts[main] / found.total:.0%} of "
+        f"{found.total:,} bytes). {found.words}"
+    )
+    known = find_card(settings["card"])
+    extra = beside(found.total, known.capability, found.reserved)
+    words += (
+        " Beside the tensors: "
+        f"{', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."
+    )
+    positions = accounting.SHAPES[settings["model"]].positions
+    if positions and settings["seq_len"] > positions:
+        words += (
+            f" {settings['model']} knows only {positions:,} positions: a longer table is counted."
+        )
+    return words
+
+
+def _bars(settings: dict, found: Answer) -> dict:
+    """The bar, and the line up to which the card has room for tensors."""
+    card = settings["card"]
+    line = {f"{find_card(card).name}: room for tensors": max(room(found, card), 0)}
+    return {"bars": {_label(settings): found.by_category}, "cards": line}
+
+
+def picture(settings: dict, found: Answer) -> str:
+    """The stacked bar as an inline SVG."""
+    words = verdict(found, settings["card"])
+    return bar_svg(
+        **_bars(settings, found),
+        title=f"{settings['model']} at the peak of a training step. {words}",
+    )
+
+
+def _label(settings: dict) -> str:
+    labels = {value: label for label, value in CHECKPOINTING.items()}
+    kept = labels.get(settings["checkpointing"], f"{settings['checkpointing']} layers a segment")
+    return (
+        f"{settings['model']} · {settings['batch_size']} × {settings['seq_len']:,} tokens · "
+        f"{settings['precision']} · {settings['optimizer'] or 'no step'} · {settings['attention']} "
+        f"attention · checkpointing: {kept}"
+    )
+
+
+def _known(table: dict, key: str, what: str):
+    if key not in table:
+        raise ValueError(f"{what} is {key!r}: choose one of {', '.join(map(repr, table))}")
+    return table[key]
+
+
+@cache
+def _picture_class():
+    import anywidget
+    import traitlets
+
+    class ExplorerPicture(anywidget.AnyWidget):
+        _esm = Path(__file__).with_name("explorer.js")
+        _css = Path(__file__).with_name("explorer.css")
+        svg = traitlets.Unicode("").tag(sync=True)
+        verdict = traitlets.Unicode("").tag(sync=True)
+        detail = traitlets.Unicode("").tag(sync=True)
+        fits = traitlets.Bool(True).tag(sync=True)
+        pending = traitlets.Bool(False).tag(sync=True)
+
+    return ExplorerPicture
+
+
+class Explorer:
+    """The explorer's settings, and its widgets once they are shown.
+
+    Arguments are the starting settings; their names and values are those of
+    ``accounting.estimate``, with ``model`` a key of ``accounting.SHAPES`` and ``card`` an argument
+    of ``find_card``. Raises ``ValueError`` for an unknown value, and ``TypeError`` for an unknown
+    setting.
+    """
+
+    def __init__(self, **settings):
+        unknown = set(settings) - set(DEFAULTS)
+        if unknown:
+            raise TypeError(
+                f"no setting named {', '.join(sorted(unknown))}: choose from {', '.join(DEFAULTS)}"
+            )
+        self.settings = DEFAULTS | settings
+        # a mistake shows here, not in a callback
+        verdict(preview(self.settings), self.settings["card"])
+        self.controls: dict = {}
+        self._picture = None
+        self._answers: dict[tuple, Answer] = {}
+        self._drawing = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        try:
+            self._loop = asyncio.get_running_loop()  # the kernel's, where cells run
+        except RuntimeError:
+            self._loop = None
+
+    def still_bundle(self) -> tuple[dict, dict]:
+        """The picture of the starting settings as a mimebundle: (data, metadata)."""
+        settings, found = self.settings, self._answer(self.settings)
+        words = verdict(found, settings["card"])
+        figure = plot_bars(**_bars(settings, found), title=words.split(":")[0])
+        data = {"image/png": base64.b64encode(png(figure)).decode(), "text/plain": PLAIN_TEXT}
+        alt = f"{_label(settings)}. {words} {detail(found, settings)}"
+        return data, {"image/png": {**display_size(figure), "alt": alt}}
+
+    def widget(self):
+        """The controls over the picture, as one ipywidget."""
+        import ipywidgets
+
+        start, made = self.settings, self.controls
+
+        def looks() -> dict:
+            layout = ipywidgets.Layout(width="auto", margin="2px 14px 2px 0")
+            return {"style": {"description_width": "96px"}, "layout": layout}
+
+        def slider(name: str, label: str, values) -> None:
+            options = [(f"{v:,}", v) for v in sorted({*values, start[name]})]
+            made[name] = ipywidgets.SelectionSlider(
+                options=options, value=start[name], description=label, **looks()
+            )
+
+        def menu(name: str, label: str, options) -> None:
+            pairs = (
+                list(options.items()) if isinstance(options, dict) else [(o, o) for o in options]
+            )
+            if start[name] not in dict(pairs).values():
+                pairs.append((str(start[name]), start[name]))
+            # Chosen by position: ipywidgets takes the value None for no choice, and shows nothing.
+            place = [value for _, value in pairs].index(start[name])
+            made[name] = ipywidgets.Dropdown(
+                options=pairs, index=place, description=label, **looks()
+            )
+
+        menu("model", "model", tuple(accounting.SHAPES))
+        menu("card", "card", tuple(CARDS))
+        slider("batch_size", "micro-batch", BATCH_SIZES)
+        slider("seq_len", "sequence", SEQUENCE_LENGTHS)
+        menu("precision", "precision", tuple(accounting.PRECISIONS))
+        menu("optimizer", "optimizer", OPTIMIZERS)
+        menu("attention", "attention", tuple(ATTENTION))
+        menu("checkpointing", "checkpointing", CHECKPOINTING)
+        self._picture = _picture_class()()
+        for control in made.values():
+            control.observe(self._changed, "value")
+        self._changed()
+        grid = ipywidgets.Layout(
+            grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", max_width="820px"
+        )
+        return ipywidgets.VBox(
+            [ipywidgets.GridBox(list(made.values()), layout=grid), self._picture]
+        )
+
+    def _now(self) -> dict:
+        return {name: control.value for name, control in self.controls.items()}
+
+    def _changed(self, _=None) -> None:
+        now = self._now()
+        known = self._answers.get(_key(now))
+        self._draw(now, known or preview(now), pending=known is None)
+        if known is not None:
+            return
+        if self._loop is None:
+            self._settle()
+        else:
+            # JupyterLab may deliver changes on another thread, and a trace must not run beside a
+            # cell's training step.
+            self._loop.call_soon_threadsafe(self._wait_for_rest)
+
+    def _wait_for_rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(REST, self._settle)
+
+    def _settle(self) -> None:
+        """Trace the current settings.
+
+        If the controls have moved meanwhile, only the next trace draws.
+        """
+        now = self._now()
+        found = self._answer(now)
+        if now == self._now():
+            self._draw(now, found, pending=False)
+
+    def _answer(self, settings: dict) -> Answer:
+        key = _key(settings)
+        if key not in self._answers:
+            self._answers[key] = answer(settings)
+        return self._answers[key]
+
+    def _draw(self, now: dict, found: Answer, *, pending: bool) -> None:
+        with self._drawing, self._picture.hold_sync():
+            self._picture.svg = picture(now, found)
+            self._picture.verdict = verdict(found, now["card"])
+            self._picture.detail = detail(found, now)
+            self._picture.fits = fits(found, now["card"])
+            self._picture.pending = pending
+
+
+def _key(settings: dict) -> tuple:
+    """The settings that an answer depends on: all but the card."""
+    return tuple(settings[name] for name in DEFAULTS if name != "card")
+
+
+def explore(**settings: Any) -> None:
+    """Display the explorer, starting from ``settings`` (see ``Explorer``).
+
+    With ``GRADMEM_LIVE=0``: a still picture.
+    """
+    explorer = Explorer(**settings)
+    show_explorer(explorer, PLAIN_TEXT)

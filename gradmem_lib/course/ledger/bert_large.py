@@ -1,0 +1,354 @@
+"""The BERT-large table of 2022, and how to reproduce its figures without the card that it was
+measured on.
+
+Transformers' documentation (v4.18, "Performance and Scalability") trained bert-large-uncased as a
+sequence classifier on 512 rows of 512 tokens on a V100 with 16 GB, nine ways, and printed what NVML
+said after each run: everything that the process held on the card. That is the driver's context, and
+every segment that PyTorch's allocator had ever taken from the driver. NVML's "MB" are MiB, and so
+are this module's.
+
+``predicted`` is today's step. ``replay`` runs the first steps of a cold start on fake tensors and
+hands each request for memory to the allocator's rules. It has switches for four things that the
+software of January 2022 did differently. All runs take some minutes, so results are kept in
+``bert_large.json`` (``python -m gradmem_lib.course.ledger.bert_large`` writes it).
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...measure.timeline import TOTAL
+from ...prediction import allocator, cuda_kernels, fakes
+from ...prediction.copies import fake_copy
+from ...prediction.predict import Prediction, predict
+from ...prediction.trace import CudaRecorder
+from ...training.prepare import prepare
+from ...training.recipe import Recipe
+from ...training.step import step
+from ...units import MiB
+from ..machine.compat import softmax_backward
+
+SOURCE = (
+    "Transformers documentation v4.18, Performance and Scalability; Tesla V100-SXM2 16 GB, "
+    "January 2022"
+)
+SAMPLES = SEQ_LEN = 512
+BATCH_SIZE = 4  # rows of one optimizer step, in every run
+CONTEXT_MIB, LOADED_MIB = 1343, 2631  # after a tensor of one number, and after the model was loaded
+RECORD = Path(__file__).with_name("bert_large.json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the table: its ``recipe``, and the published figures: ``seconds`` for 512 rows,
+    ``per_second`` (rows a second), and ``mib`` (all MiB on the card).
+    """
+
+    name: str
+    recipe: Recipe
+    seconds: float
+    per_second: float
+    mib: int
+
+
+def _run(name: str, seconds: float, per_second: float, mib: int, **changes) -> Run:
+    return Run(name, Recipe(attention="eager", **changes), seconds, per_second, mib)
+
+
+_CUT = {"accumulation": 4}
+_CHECKPOINTED = {**_CUT, "checkpointing": "per-layer"}
+_ALL = {**_CHECKPOINTED, "precision": "autocast-fp16"}
+RUNS = (
+    _run("batch 4", 57.82, 8.86, 14949),
+    _run("1 x 4", 66.03, 7.75, 8681, **_CUT),
+    _run("1 x 4, checkpointing", 85.47, 5.99, 6775, **_CHECKPOINTED),
+    _run("batch 4, fp16", 27.46, 18.64, 13939, precision="autocast-fp16"),
+    _run("1 x 4, checkpointing, fp16", 50.76, 10.09, 7275, **_ALL),
+    _run("batch 4, Adafactor", 64.31, 7.96, 12295, optimizer="adafactor"),
+    _run("1 x 4, checkpointing, fp16, Adafactor", 56.54, 9.06, 4847, **_ALL, optimizer="adafactor"),
+    _run("batch 4, 8-bit Adam", 55.95, 9.15, 13085, optimizer="adamw-8bit"),
+    _run(
+        "1 x 4, checkpointing, fp16, 8-bit Adam", 49.46, 10.35, 5363, **_ALL, optimizer="adamw-8bit"
+    ),
+)
+
+
+def config():
+    """bert-large-uncased with a head of two classes, as a transformers config."""
+    from transformers import BertConfig
+
+    sizes = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+    return BertConfig(
+        vocab_size=30522, num_labels=2, architectures=["BertForSequenceClassification"], **sizes
+    )
+
+
+def model(device: str = "meta"):
+    """The model of ``config()``, with random weights; on "meta", without memory."""
+    from transformers import BertForSequenceClassification
+
+    with torch.device(device):
+        return BertForSequenceClassification(config())
+
+
+def batch(rows: int = BATCH_SIZE, device: str = "meta") -> dict[str, Tensor]:
+    """Token ids (rows, 512) and a class for each row, as the documentation's data set has them;
+    without values on "meta".
+    """
+    ids = torch.randint(100, 30000, (rows, SEQ_LEN), device=device)
+    return {"input_ids": ids, "labels": torch.zeros(rows, dtype=torch.long, device=device)}
+
+
+def loaded() -> int:
+    """Bytes that the allocator takes from the driver for the weights alone."""
+    return allocator.replayed(
+        tensor.nbytes for tensor in [*model().parameters(), *model().buffers()]
+    )
+
+
+@cache
+def predicted(run: Run) -> Prediction:
+    """The second or later step of ``run`` with today's software, on a card."""
+    return predict(config(), batch=batch(), recipe=run.recipe, target="cuda")
+
+
+class Replayed(NamedTuple):
+    """Bytes: the most live bytes, and all that the allocator had reserved at the end."""
+
+    live: int
+    reserved: int
+
+
+class _SoftmaxOf2022(torch.autograd.Function):
+    """Until PyTorch 1.11 (pull request 65242) softmax kept its input for backward as well, of which
+    only the dtype was used.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.softmax(x, -1)
+        ctx.save_for_backward(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out, x = ctx.saved_tensors
+        return softmax_backward(grad, out, -1, x.dtype)
+
+
+class _AdamWOf2022(Optimizer):
+    """The memory of transformers' own AdamW, then the Trainer's default: one temporary of a
+    parameter's size (torch's: two).
+    """
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-1e-4)
+
+
+def replay(
+    run: Run, *, zeroed: bool = True, softmax: bool = True, gelu: bool = True, adamw: bool = True
+) -> Replayed:
+    """A cold start: the weights, then two steps, with every request answered by the allocator's
+    rules.
+
+    ``zeroed``: gradients are set to zero after a step and stay, as ``zero_grad`` did until PyTorch
+    2.0; ``gelu``: autocast runs GELU in float32, as up to PyTorch 1.9 (pull request 59639 took it
+    off the list); ``softmax`` and ``adamw``: those of 2022. With all of them off, it is today's
+    software. Two micro-batches stand for four: the second is like the third and fourth.
+    """
+
+    recipe, rows = run.recipe, BATCH_SIZE
+    if recipe.accumulation > 1:
+        recipe, rows = replace(recipe, accumulation=2), 2 * BATCH_SIZE // recipe.accumulation
+    with ExitStack() as stack:
+        if softmax:
+            stack.enter_context(
+                patch.object(F, "softmax", lambda x, dim, **_: _SoftmaxOf2022.apply(x))
+            )
+        if gelu:  # before the model is made, whose layers remember the function
+            stack.enter_context(patch.object(F, "gelu", cuda_kernels.in_float32(F.gelu)))
+        mode = stack.enter_context(fakes.QuickFakeMode())
+        mode.value = 1.0  # of labels that are counted; BERT reads none
+        prepared = prepare(fake_copy(model()), recipe)
+        stack.callback(prepared.undo.close)
+        optimizer = prepared.optimizer
+        if adamw and recipe.optimizer == "adamw":
+            optimizer = _AdamWOf2022(prepared.model.parameters())
+        if zeroed:
+            optimizer.zero_grad = _zeroing(optimizer)
+        stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
+        with CudaRecorder(prepared.model, optimizer) as recorder:
+            for _ in range(2):
+                step(prepared.model, optimizer, batch(rows, "cpu"), recipe)
+        trace = recorder.trace()
+    return Replayed(int(trace.rows[:, TOTAL].max()), allocator.replayed(trace.requests))
+
+
+def _zeroing(optimizer: Optimizer) -> Callable:
+    zero_grad = optimizer.zero_grad
+    return lambda set_to_none=True: zero_grad(set_to_none=False)
+
+
+# Each stage switches on one more thing than the stage before it.
+STAGES = {
+    "today": {"zeroed": False, "softmax": False, "gelu": False, "adamw": False},
+    "gradients zeroed": {"zeroed": True, "softmax": False, "gelu": False, "adamw": False},
+    "softmax input": {"zeroed": True, "softmax": True, "gelu": False, "adamw": False},
+    "GELU in float32": {"zeroed": True, "softmax": True, "gelu": True, "adamw": False},
+    "old AdamW": {"zeroed": True, "softmax": True, "gelu": True, "adamw": True},
+}
+
+
+def replayed(run: Run) -> dict[str, Replayed]:
+    """The record of ``run``: live and reserved bytes at each stage from today's software to that of
+    2022.
+    """
+    found = json.loads(RECORD.read_text(encoding="utf-8"))["replayed"][run.name]
+    return {stage: Replayed(**values) for stage, values in found.items()}
+
+
+def write_record(path: Path = RECORD, say: Callable[[str], None] = print) -> None:
+    """Replay every run at every stage, and keep the bytes."""
+    found = {}
+    for run in RUNS:
+        stages = {stage: replay(run, **options)._asdict() for stage, options in STAGES.items()}
+        found[run.name] = stages
+        say(f"{run.name}: {stages['old AdamW']['reserved'] / MiB:,.0f} MiB reserved, as of 2022")
+    record = {"source": SOURCE, "torch": torch.__version__.partition("+")[0], "replayed": found}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+CAUSES = {
+    "today": (
+        "most bytes alive in a later step with today's software and the same (eager) attention"
+    ),
+    "zeroed": (
+        "gradients were set to zero after a step, not freed: they are there while "
+        "activations pile up"
+    ),
+    "softmax": (
+        "until PyTorch 1.11 softmax kept its input for backward, one more copy of the "
+        "scores in each layer"
+    ),
+    "GELU": "up to PyTorch 1.9 autocast ran GELU in float32, and its input was kept so",
+    "AdamW": "transformers' own AdamW had one temporary of a parameter's size, torch's has two",
+    "cached": "blocks that the allocator holds and nothing uses; NVML counts them",
+    "context": (
+        "the driver's own: as published, less the segment of 2 MiB that the first tensor was put in"
+    ),
+}
+
+LEFT = (
+    "published less the sum: cuBLAS and other libraries had memory of their own then, beside "
+    "PyTorch's allocator"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run beside what explains its published figure. All in MiB.
+
+    ``parts``: by name in ``CAUSES``, in order; they add up to ``total``. ``measured``: on a card
+    today, the most bytes alive, ``None`` where that has not been done.
+    """
+
+    run: Run
+    parts: dict[str, float]
+    measured: float | None = None
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def difference(self) -> float:
+        """Published less explained."""
+        return self.run.mib - self.total
+
+
+def rows(measured: dict[str, int] | None = None) -> list[Row]:
+    """The table's rows. ``measured``: bytes by a run's name, ``torch.cuda.max_memory_allocated()``
+    of a later step.
+    """
+    found = []
+    for run in RUNS:
+        at = replayed(run)
+        live = [at[stage].live / MiB for stage in STAGES]
+        bytes_now = (measured or {}).get(run.name)
+        parts = {
+            "today": live[0],
+            "zeroed": live[1] - live[0],
+            "softmax": live[2] - live[1],
+            "GELU": live[3] - live[2],
+            "AdamW": live[4] - live[3],
+            "cached": (at["old AdamW"].reserved - at["old AdamW"].live) / MiB,
+            "context": CONTEXT_MIB - allocator.SMALL_SEGMENT / MiB,
+        }
+        found.append(Row(run, parts, None if bytes_now is None else bytes_now / MiB))
+    return found
+
+
+def table(found: list[Row] | None = None) -> str:
+    """The rows as plain text, with a line on what each column is."""
+    found = rows() if found is None else found
+    measured = any(row.measured is not None for row in found)
+    heads = [*CAUSES, "sum", "published", "left", *(["measured today"] if measured else [])]
+    lines = [["MiB", *heads]]
+    for row in found:
+        left = _whole(row.difference)
+        cells = [
+            row.run.name.replace(", checkpointing", " + ckpt"),
+            *map(_whole, row.parts.values()),
+            _whole(row.total),
+            _whole(row.run.mib),
+            left,
+        ]
+        if measured:
+            cells.append("-" if row.measured is None else _whole(row.measured))
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    printed = [
+        line[0].ljust(widths[0])
+        + "".join(f" {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    ]
+    says = CAUSES | {"left": LEFT}
+    return "\n".join(
+        [*printed, "", *(textwrap.fill(f"{n}: {what}.", 100) for n, what in says.items())]
+    )
+
+
+def _whole(value: float) -> str:
+    return f"{round(value):,}"
+
+
+if __name__ == "__main__":
+    write_record()

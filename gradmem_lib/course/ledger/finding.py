@@ -1,0 +1,191 @@
+"""A finding: the figures that a claim's verdict is computed from, and the sentence that says it.
+
+No verdict is written down anywhere. A claim is first judged in the setting of its own document
+(``own``), then under the condition that it needs (``where``). Other figures that a reader should
+see, but that decide nothing, are ``beyond``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+from ...units import MiB
+
+VERDICTS = ("holds", "holds only if", "does not hold")
+MOST_SHOWN = 3  # figures beside a sentence that is read in ten seconds
+GB = 10**9  # the documents' own unit
+OTHER_SENTENCE = (
+    "The figures found here differ from those that this entry was written for; read "
+    "the figures, not the explanation."
+)
+
+
+def in_unit(value: float, unit: str) -> str:
+    """``value`` as text. ``unit``: "GB" for bytes in powers of 1000, "MB" for bytes in MiB (as NVML
+    writes them), "%" for a share, "times" for a ratio, "yes" for a truth value, or any other word
+    behind a plain number.
+    """
+    if unit == "yes":
+        return "yes" if value else "no"
+    if unit == "GB":
+        return f"{value / GB:,.{1 if value >= GB else 2}f} GB"
+    if unit == "MB":
+        return f"{value / MiB:,.0f} MB"
+    if unit == "%":
+        return f"{100 * value:.3g}%"
+    if unit == "times":
+        return f"{value:.{2 if value < 10 else 1}f}×"
+    number = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{number} {unit}".rstrip()
+
+
+def gb(nbytes: float) -> str:
+    """Bytes in the documents' own unit, powers of 1000."""
+    return in_unit(nbytes, "GB")
+
+
+def _claimed(value: float, unit: str) -> str:
+    """As ``in_unit``, without the decimals that a document leaves out."""
+    return f"{value:g}×" if unit == "times" else in_unit(value, unit).replace(".0 ", " ")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number beside the claimed one; they agree where ``low`` <= ``found`` <= ``high``.
+
+    ``what``: what was counted; ``claimed``: as the document has it; ``found``: computed, and
+    written in ``unit``.
+    """
+
+    what: str
+    claimed: str
+    found: float
+    low: float = -inf
+    high: float = inf
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if isnan(self.found):
+            raise ValueError(
+                f"{self.what!r}: found is not a number, so that nothing can be judged by it"
+            )
+
+    @property
+    def agrees(self) -> bool:
+        return self.low <= self.found <= self.high
+
+    @property
+    def text(self) -> str:
+        return in_unit(self.found, self.unit)
+
+
+def about(what: str, claimed: float, found: float, unit: str = "", within: float = 0.1) -> Figure:
+    """A claimed number, met where ``found`` is at most the share ``within`` of it away."""
+    room = abs(claimed) * within
+    return Figure(what, _claimed(claimed, unit), found, claimed - room, claimed + room, unit)
+
+
+def between(
+    what: str, low: float, high: float, found: float, unit: str = "", within: float = 0.0
+) -> Figure:
+    """A claimed range; ``within``: how far beyond its ends is still "about" it, as a share
+    of each.
+    """
+    words = f"{_claimed(low, unit).partition(' ')[0].rstrip('%×')} to {_claimed(high, unit)}"
+    return Figure(what, words, found, low * (1 - within), high * (1 + within), unit)
+
+
+def at_least(what: str, claimed: float, found: float, unit: str = "") -> Figure:
+    return Figure(what, f"at least {_claimed(claimed, unit)}", found, low=claimed, unit=unit)
+
+
+def fits(what: str, claimed: str, room: int, found: float) -> Figure:
+    """Bytes of which the document says ``claimed``, "to fit 80 GB", of a card that has ``room``
+    bytes.
+    """
+    return Figure(what, claimed, found, high=room, unit="GB")
+
+
+def more(what: str, found: float, unit: str = "times", than: float = 1.0) -> Figure:
+    """Claimed to be more than ``than``; a thousandth counts."""
+    return Figure(what, "more", found, low=than * 1.001, unit=unit)
+
+
+def less(what: str, found: float, unit: str = "times", than: float = 1.0) -> Figure:
+    """Claimed to be less than ``than``; a thousandth counts."""
+    return Figure(what, "less", found, high=than * 0.999, unit=unit)
+
+
+def yes(what: str, found: bool) -> Figure:
+    """Something that is claimed to be so."""
+    return Figure(what, "yes", found, low=1, high=1, unit="yes")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to a claim.
+
+    ``own``, ``where``, ``beyond``: figures, three in all; the first two decide. ``holds``,
+    ``only_if``, ``fails``: the sentence for each verdict that can be met; ``only_if`` goes on after
+    "Holds only if". ``why``: what explains it; ``figures``: all else that was computed, bytes
+    unless the name says otherwise; ``needs``: what the answer needs beyond a CPU, empty for
+    nothing.
+    """
+
+    own: tuple[Figure, ...]
+    where: tuple[Figure, ...] = ()
+    beyond: tuple[Figure, ...] = ()
+    holds: str = ""
+    only_if: str = ""
+    fails: str = ""
+    why: str = ""
+    figures: dict[str, int | float | str] = field(default_factory=dict)
+    needs: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.own:
+            raise ValueError(
+                "own=() leaves nothing to judge by: give at least one Figure of the claim's "
+                "own setting"
+            )
+        if len(self.shown) > MOST_SHOWN:
+            raise ValueError(
+                f"{len(self.shown)} figures are too many to read at a glance: keep "
+                f"{MOST_SHOWN}, and put the others in figures"
+            )
+
+    @property
+    def shown(self) -> tuple[Figure, ...]:
+        return (*self.own, *self.where, *self.beyond)
+
+    @property
+    def verdict(self) -> str:
+        """One of ``VERDICTS``: true in its own setting; true under a condition that is not met
+        there; or neither.
+        """
+        if all(figure.agrees for figure in self.own):
+            return "holds"
+        if self.where and all(figure.agrees for figure in self.where):
+            return "holds only if"
+        return "does not hold"
+
+    @property
+    def summary(self) -> str:
+        """The sentence that goes with the verdict, or one that says that there is none."""
+        sentences = {
+            "holds": self.holds,
+            "holds only if": self.only_if,
+            "does not hold": self.fails,
+        }
+        return sentences[self.verdict] or OTHER_SENTENCE
+
+    @property
+    def sentence(self) -> str:
+        """Verdict and summary in one.
+
+        "Holds only if" goes on with its condition, and so does a summary in lower case.
+        """
+        condition = self.verdict.endswith("if") and self.only_if
+        joined = " " if condition or self.summary[0].islower() else ". "
+        return f"{self.verdict.capitalize()}{joined}{self.summary}"

@@ -1,0 +1,1 @@
+"""The lessons: a folder each, with what its exercises and claims are made of."""

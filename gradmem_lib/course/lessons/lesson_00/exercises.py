@@ -1,0 +1,103 @@
+"""Lesson 00's one exercise: the bytes of one tensor, the sum that every other sum in the course is
+made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...judge.exercise import Exercise, Mistake, calls
+
+
+def tensor_bytes(shape: Sequence[int], bytes_per_element: int) -> int:
+    """Bytes of a dense tensor of ``shape``: its number of elements times the bytes of one."""
+    return math.prod(shape) * bytes_per_element
+
+
+def _in_bits(shape, bytes_per_element):
+    return math.prod(shape) * bytes_per_element * 8
+
+
+def _elements_only(shape, bytes_per_element):
+    return math.prod(shape)
+
+
+def _sum_of_sides(shape, bytes_per_element):
+    return sum(shape) * bytes_per_element
+
+
+def _product_from_zero(shape, bytes_per_element):
+    total = 0
+    for side in shape:
+        total *= side
+    return total * bytes_per_element
+
+
+def _two_sides(shape, bytes_per_element):
+    return shape[0] * shape[1] * bytes_per_element
+
+
+def _explain(got, expected):
+    wrong = [case for case in expected if got[case] != expected[case]]
+    if wrong == ["((0, 5), 4)"]:
+        return "a side of 0 leaves no elements: a tensor of shape (0, 5) takes no bytes."
+    if wrong == ["((), 4)"]:
+        return "the empty shape () is one number, and takes the bytes of one."
+    sides = got["((2, 3), 4)"], got["((8, 128, 256), 2)"]
+    if sides == (3 * 4, 256 * 2):
+        return "this uses only the last side: multiply all of them."
+    if sides == (3 * 4, 128 * 256 * 2):
+        return "the first side is left out: multiply all of them."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="0.1",
+        title="the bytes of one tensor",
+        difficulty=1,
+        minutes=2,
+        trains="turning a shape and a dtype into bytes",
+        reference=tensor_bytes,
+        # The empty shape is a single number, and a side of 0 leaves no elements at all.
+        observe=calls(
+            *(((2, 3), 4), ((1024,), 2), ((8, 128, 256), 2), ((), 4), ((0, 5), 4)),
+            unseen=(((5, 3, 7, 2), 8), ((6, 1), 1)),
+        ),
+        explain=_explain,
+        raises=(
+            (
+                "IndexError|empty",
+                "a shape may have any number of sides, none, one or three: go through all of them.",
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "bits",
+                _in_bits,
+                "this counts bits: a byte is 8 of them, and the element size is in bytes already.",
+            ),
+            Mistake(
+                "elements only",
+                _elements_only,
+                "this counts elements: each of them takes bytes_per_element bytes.",
+            ),
+            Mistake(
+                "sum of the sides",
+                _sum_of_sides,
+                "this adds the sides of the shape: a 2 × 3 tensor has 6 elements, not 5.",
+            ),
+            Mistake(
+                "a product that starts at 0",
+                _product_from_zero,
+                "this is always 0: a product that starts at 0 stays 0, so start from 1.",
+            ),
+            Mistake(
+                "two sides",
+                _two_sides,
+                "this multiplies exactly two sides: a shape may have one, three or none.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,134 @@
+"""Lesson 01's answers about one block of a Transformer: its scores, its feed-forward part, and what
+it really keeps.
+
+Blocks of full size are run under fake tensors, which carry shapes and storages but no numbers:
+their saved bytes stand beside the closed forms of ``accounting``.
+"""
+
+from __future__ import annotations
+
+from ....units import GiB
+from ...ledger import Finding, answers
+from ...ledger.finding import GB, about, gb, in_unit
+from ...ledger.saved_tensors import block_saves
+from ...material import accounting
+from .claims import SEVEN
+
+
+def _halves(batch_size: int, seq_len: int, attention: str) -> tuple[int, int]:
+    """Saved bytes of the attention half and of the MLP half of a Llama-2-7B block in bf16."""
+    options = {"attention": attention, "precision": "bf16"}
+    first = accounting.attention_activations(SEVEN, batch_size, seq_len, **options)
+    second = accounting.mlp_activations(SEVEN, batch_size, seq_len, precision="bf16")
+    return sum(first.values()), sum(second.values())
+
+
+@answers("C37")
+def one_layer() -> Finding:
+    batch, seq, width, heads, layers = 8, 2048, 4096, 32, 32
+    qkv, scores, ffn = (
+        3 * batch * seq * width * 2,
+        batch * heads * seq**2 * 2,
+        batch * seq * 4 * width * 2,
+    )
+    real = {attention: sum(_halves(batch, seq, attention)) for attention in ("fused", "eager")}
+    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in real}
+    eager = accounting.block_activations(SEVEN, batch, seq, attention="eager")
+    softmax = sum(n for name, n in eager.items() if "softmax" in name)
+    return Finding(
+        own=(
+            about("a layer's feed-forward product", 8 * GB // 10, ffn, "GB", within=0.2),
+            about(
+                "32 layers that store scores", 100 * GB, layers * traced["eager"], "GB", within=0.2
+            ),
+        ),
+        beyond=(
+            about(
+                "32 layers, fused attention", 100 * GB, layers * traced["fused"], "GB", within=0.2
+            ),
+        ),
+        fails=(
+            "Layers that store scores keep three times that much. Fused attention comes near the "
+            "sum, but stores no scores."
+        ),
+        holds="A layer of that size stores what is claimed.",
+        why=f"The document's products are {gb(qkv)}, {gb(scores)} and {gb(ffn)}: "
+        f"{gb(layers * (qkv + scores + ffn))} over 32 layers. Eager "
+        f"attention keeps the softmax twice, in float32 and in bf16: {gb(softmax)} a layer. A "
+        "layer also keeps more of its feed-forward "
+        "part than that product counts.",
+        figures={
+            "queries, keys and values by the document's product": qkv,
+            "scores by its product": scores,
+            "feed-forward by its product": ffn,
+            "block with fused attention, closed form": real["fused"],
+            "block with fused attention, traced": traced["fused"],
+            "block with eager attention, closed form": real["eager"],
+            "block with eager attention, traced": traced["eager"],
+            "of which softmax": softmax,
+        },
+    )
+
+
+@answers("C38")
+def long_sequence() -> Finding:
+    heads, seq = SEVEN.heads, 8192
+    one_copy = {batch: batch * heads * seq**2 * 2 for batch in (1, 2, 8)}
+    eager = accounting.attention_activations(SEVEN, 8, seq, attention="eager", precision="bf16")
+    softmax = sum(n for name, n in eager.items() if "softmax" in name)
+    lse = accounting.attention_activations(SEVEN, 8, seq, precision="bf16")[
+        "attention: log-sum-exp"
+    ]
+    return Finding(
+        own=(about("scores of a layer at its batch of 8", 8 * GB, one_copy[8], "GB"),),
+        beyond=(about("at a batch of 2", 8 * GB, one_copy[2], "GB"),),
+        fails=(
+            "Its own batch of 8 needs four times as much: 4 times the sequence makes the scores "
+            "16 times as large, not 4."
+        ),
+        holds="One copy of the scores at its own batch is that large.",
+        why=f"For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused "
+        "attention keeps no scores, only one number for "
+        f"each row: {lse:,} bytes.",
+        figures={f"one bf16 copy of the scores, batch {batch}": n for batch, n in one_copy.items()}
+        | {
+            "saved by eager attention, batch 8: softmax": softmax,
+            "saved by fused attention, batch 8: log-sum-exp": lse,
+        },
+    )
+
+
+@answers("C52")
+def attention_over_mlp() -> Finding:
+    batch, seq, width = 8, 4096, 4096
+    head, ffn = seq * seq * batch * 2, batch * seq * 4 * width * 2
+    scores = SEVEN.heads * head
+    halves = {attention: _halves(batch, seq, attention) for attention in ("fused", "eager")}
+    traced = {attention: block_saves(SEVEN, batch, seq, attention) for attention in halves}
+    ratio = {attention: a / m for attention, (a, m) in halves.items()}
+    same = all(traced[name] == sum(halves[name]) for name in halves)
+    return Finding(
+        own=(
+            about("scores / feed-forward, 4096 tokens", 8, scores / ffn, "times"),
+            about("halves of a real layer, eager", 8, ratio["eager"], "times", within=0.15),
+        ),
+        beyond=(about("halves of a real layer, fused", 8, ratio["fused"], "times"),),
+        holds=(
+            "for eager attention, which its example counts; with fused attention the "
+            "feed-forward half is larger."
+        ),
+        fails="The scores are not 8 times the feed-forward part.",
+        why=f"One head takes {head // 2**20} MiB, 32 heads take {scores / GiB:.0f} GiB, and the "
+        f"feed-forward part takes {ffn / GiB:.0f} GiB. "
+        "This counts one copy of each; a real layer keeps several copies of both.",
+        figures={
+            "one head": head,
+            "all heads": scores,
+            "feed-forward by the document's product": ffn,
+        }
+        | {
+            f"{name}: attention half / MLP half": f"{a:,} / {m:,}"
+            for name, (a, m) in halves.items()
+        }
+        | {"equal to the real block traced at this size": in_unit(same, "yes")},
+    )

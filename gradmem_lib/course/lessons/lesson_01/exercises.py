@@ -1,0 +1,469 @@
+"""Lesson 01's exercises on models: count what stays, what autograd saves, and fit a step into a
+budget.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...judge.exercise import Exercise, Mistake, measure
+from ...judge.hints import shares
+from ..shared.settings import flat
+from .settings import train_setting
+
+
+def resident_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of parameters, gradients and AdamW's states of a model in training."""
+    parameters = list(model.parameters())  # a tied weight comes once
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in parameters),
+        "gradients": gradients,
+        "optimizer": 2 * gradients + 4 * len(trained),
+    }
+
+
+def _resident(parameters, trained, *, moments=2, moment_bytes=None, counters=True, size=None):
+    def nbytes(tensors, per=None):
+        return sum(p.numel() * (per or p.element_size()) for p in tensors)
+
+    return {
+        "parameters": nbytes(parameters, size),
+        "gradients": nbytes(trained, size),
+        "optimizer": moments * nbytes(trained, moment_bytes or size) + 4 * len(trained) * counters,
+    }
+
+
+def _split(model, *, duplicates=False, frozen_too=False):
+    parameters = [p for _, p in model.named_parameters(remove_duplicate=not duplicates)]
+    return parameters, [p for p in parameters if p.requires_grad or frozen_too]
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.table.weight
+
+
+def _models() -> dict[str, nn.Module]:
+    frozen = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    frozen[0].requires_grad_(False)
+    two = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(torch.bfloat16)
+    two[1].float()
+    return {
+        "a float32 MLP": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        "a bf16 MLP": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(torch.bfloat16),
+        "a model with a tied table": _Tied(),
+        "an MLP whose first layer is frozen": frozen,
+        "a bf16 MLP whose norm has another dtype, float32": two,
+    }
+
+
+def _observe_resident(candidate):
+    return {name: candidate(model) for name, model in _models().items()}
+
+
+def _explain_resident(got, expected):
+    if not all(isinstance(found, dict) for found in got.values()):
+        return "return a dict with three entries: parameters, gradients and optimizer."
+    right = {
+        entry: [got[case].get(entry) == expected[case][entry] for case in expected]
+        for entry in ENTRIES
+    }
+    if all(ok for each in right.values() for ok in each[:-1]):
+        return (
+            "the parameters of a model may have different dtypes: ask each parameter for its "
+            "element_size()."
+        )
+    frozen = [*expected].index("an MLP whose first layer is frozen")
+    wrong = [entry for entry, each in right.items() if not each[frozen]]
+    if all(ok for each in right.values() for i, ok in enumerate(each) if i != frozen):
+        if wrong == ["parameters"]:
+            return (
+                "frozen parameters need no gradient, but they take memory too: count them with "
+                "the parameters."
+            )
+        return (
+            "frozen parameters have neither gradient nor moments: only those with requires_grad do."
+        )
+    if not all(right["parameters"]):
+        return None
+    if not all(right["gradients"]):
+        whole = all(found["gradients"] == found["parameters"] for found in got.values())
+        return (
+            "frozen parameters get no gradient: only those with requires_grad do."
+            if whole
+            else None
+        )
+    return _why_states({case: found.get("optimizer") for case, found in got.items()}, expected)
+
+
+ENTRIES = ("parameters", "gradients", "optimizer")
+
+
+def _why_states(got, expected):
+    tensors = {
+        case: sum(p.requires_grad for p in model.parameters()) for case, model in _models().items()
+    }
+    gradients = {case: right["gradients"] for case, right in expected.items()}
+    found = shares(got, gradients, tensors, dict.fromkeys(tensors, 1))
+    if found is None:
+        return None
+    moments, counter, once = found
+    if moments == 0:
+        return "the moments are missing: Adam keeps two for every trained parameter."
+    if moments != 2:
+        return (
+            f"the optimizer has {moments:g} × the gradients here: Adam keeps two moments, each "
+            "as large as the gradient, and one step counter for each tensor."
+        )
+    if once:
+        return "this has one step counter in all: each trained tensor has its own, of 4 bytes."
+    return (
+        f"the moments are right; your step counters have {counter:g} bytes each: a counter is "
+        "one float32, 4 bytes, for each tensor."
+    )
+
+
+def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of the storages that ``model(x)`` saves for backward, each once, without the model's
+    parameters.
+    """
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(saved.values())
+
+
+def _saves(nbytes=lambda t: t.untyped_storage().nbytes(), *, each=False, parameters=False):
+    """A wrong ``saved_bytes``: what a saved tensor counts, every time or once a storage, with or
+    without parameters.
+    """
+
+    def wrong(model, x):
+        kept, own = [], {p.untyped_storage().data_ptr() for p in model.parameters()}
+        with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            model(x)
+        counted = [(t.untyped_storage().data_ptr(), nbytes(t)) for t in kept]
+        counted = [(key, n) for key, n in counted if parameters or key not in own]
+        return sum(n for _, n in counted) if each else sum(dict(counted).values())
+
+    return wrong
+
+
+def _outputs_of_layers(model, x):
+    outputs = []
+    layers = [m for m in model.modules() if not list(m.children())]
+    handles = [
+        m.register_forward_hook(lambda m, args, out: outputs.append(out.nbytes)) for m in layers
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return sum(outputs)
+
+
+class _FirstColumnSquared(nn.Module):
+    def forward(self, x):
+        return x[:, :1] * x[:, :1]
+
+
+def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    five = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+    sliced = nn.Sequential(nn.Linear(4, 8), _FirstColumnSquared())
+    wide = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(torch.bfloat16)
+    return {
+        "five modules": (five, torch.randn(1, 2)),
+        "a slice of a large tensor": (sliced, torch.randn(6, 4)),
+        "a bf16 MLP": (wide, torch.randn(32, 16, dtype=torch.bfloat16)),
+    }
+
+
+def _observe_saved(candidate):
+    return {name: candidate(model, x) for name, (model, x) in _saving().items()}
+
+
+_EACH = (
+    "this counts a storage as often as it is saved: a ReLU and the Linear after it save the "
+    "same one."
+)
+_PARAMETERS = (
+    "this counts the parameters too: they are saved, but they were there before and stay "
+    "afterwards."
+)
+_VIEW = "this counts the view: a saved slice keeps its whole storage alive."
+_ELEMENTS = "this counts elements, not bytes."
+
+
+def _several(got) -> str:
+    """The sentences of the mistakes that together count what ``got`` has."""
+    sizes = {
+        lambda t: t.untyped_storage().nbytes(): "",
+        lambda t: t.nbytes: _VIEW,
+        lambda t: t.untyped_storage().nbytes() // t.itemsize: _ELEMENTS,
+        torch.numel: f"{_VIEW} And {_ELEMENTS}",
+    }
+    for each, parameters, size in product((False, True), (False, True), sizes):
+        if _observe_saved(_saves(size, each=each, parameters=parameters)) == got:
+            return " And ".join(filter(None, (each * _EACH, parameters * _PARAMETERS, sizes[size])))
+    return ""
+
+
+def _explain_saved(got, expected):
+    numbers = {case: value for case, value in got.items() if isinstance(value, (int, float))}
+    if len(numbers) < len(expected):
+        return None
+    if says := _several(numbers):
+        return says
+    given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
+    for what, size, says in (
+        (
+            "input",
+            {case: x.nbytes for case, (_, x) in given.items()},
+            "the first layer saves it, for its weight's gradient.",
+        ),
+        (
+            "output",
+            {case: model(x).nbytes for case, (model, x) in given.items()},
+            "a last Linear's backward does not need it.",
+        ),
+        (
+            "parameters",
+            {case: sum(p.nbytes for p in model.parameters()) for case, (model, _) in given.items()},
+            "they were there before and stay afterwards.",
+        ),
+    ):
+        if (shares(numbers, size) or [0]) != [0]:
+            return (
+                f"this counts only the model's {what}: autograd saves what backward needs, "
+                "layer by layer."
+            )
+        if (factor := shares(off, size)) and factor != [0]:
+            how = "left out" if factor[0] < 0 else "counted too"
+            return f"the model's {what} {'are' if what == 'parameters' else 'is'} {how}: {says}"
+    return None
+
+
+def train(model, optimizer, batches) -> list[float]:
+    """The losses of one step on each batch of token ids, holding no more than the step needs."""
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        del loss
+    return losses
+
+
+def _trains(*, keeps=None, steps=True, set_to_none=True, **backward):
+    """A wrong ``train``: what of the output it ``keeps``, and how it steps, zeroes (``None``: not
+    at all) and goes back.
+    """
+
+    def wrong(model, optimizer, batches):
+        losses, kept = [], []
+        for ids in batches:
+            output = model(input_ids=ids, labels=ids)
+            loss = output.loss
+            if keeps == "logits":
+                kept.append(output.logits.detach())
+            if keeps != "output":
+                del output
+            losses.append(loss.item())
+            loss.backward(**backward)
+            if steps:
+                optimizer.step()
+            if set_to_none is not None:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        return losses
+
+    return wrong
+
+
+@cache
+def train_budget() -> int:
+    """Bytes that the three steps of exercise 1.6 need, in whole KiB: the peak of a loop that keeps
+    nothing but numbers.
+    """
+    model, optimizer, batches = train_setting()
+    peak = measure(
+        lambda: train(model, optimizer, batches), budget=1, model=model, optimizer=optimizer
+    ).peak
+    return -(-peak // 1024) * 1024  # room for losses that are kept as detached tensors
+
+
+def _observe_train(candidate):
+    budget = train_budget()
+    model, optimizer, batches = train_setting()
+    updates: list[None] = []
+    optimizer.register_step_post_hook(lambda *_: updates.append(None))
+    measured = measure(
+        lambda: candidate(model, optimizer, batches),
+        budget=budget,
+        model=model,
+        optimizer=optimizer,
+    )
+    moved = flat(model.parameters())
+    return {
+        "three steps": measured,
+        "afterwards": {"weights": moved, "calls of optimizer.step()": len(updates)},
+    }
+
+
+def _explain_train(got, expected):
+    unmoved = flat(train_setting()[0].parameters())
+    if got["afterwards"]["calls of optimizer.step()"] and torch.equal(
+        got["afterwards"]["weights"], unmoved
+    ):
+        return "optimizer.step() finds no gradients: zero_grad() has removed them before the step."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="1.1",
+        title="the bytes that stay",
+        difficulty=1,
+        minutes=6,
+        trains="adding up parameters, gradients and AdamW's states",
+        reference=resident_bytes,
+        observe=_observe_resident,
+        explain=_explain_resident,
+        mistakes=(
+            Mistake(
+                "one moment",
+                lambda model: _resident(*_split(model), moments=1),
+                "this counts one moment: Adam keeps two for every parameter.",
+            ),
+            Mistake(
+                "float32 moments",
+                lambda model: _resident(*_split(model), moment_bytes=4),
+                (
+                    "for a bf16 MLP, entry 'optimizer' is 4 bytes a number too large: PyTorch "
+                    "keeps two moments in the parameter's own dtype, 2 bytes each in bf16, and no "
+                    "float32 copy."
+                ),
+            ),
+            Mistake(
+                "frozen parameters",
+                lambda model: _resident(*_split(model, frozen_too=True)),
+                "this gives frozen parameters a gradient and moments: they have neither.",
+            ),
+            Mistake(
+                "tied twice",
+                lambda model: _resident(*_split(model, duplicates=True)),
+                "this counts a tied weight twice: two names, one storage.",
+            ),
+            Mistake(
+                "elements",
+                lambda model: _resident(*_split(model), size=1),
+                "this counts elements: multiply each by its element_size().",
+            ),
+            Mistake(
+                "no counters",
+                lambda model: _resident(*_split(model), counters=False),
+                (
+                    "the moments are right; AdamW also keeps a step counter, one float32 for each "
+                    "trained tensor."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="1.2",
+        title="the bytes that autograd saves",
+        difficulty=2,
+        minutes=8,
+        trains="saved-tensor hooks, and thinking in storages rather than tensors",
+        reference=saved_bytes,
+        observe=_observe_saved,
+        explain=_explain_saved,
+        mistakes=(
+            Mistake("every time", _saves(each=True), _EACH),
+            Mistake("with parameters", _saves(parameters=True), _PARAMETERS),
+            Mistake("size of the view", _saves(lambda t: t.nbytes), _VIEW),
+            Mistake(
+                "elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), _ELEMENTS
+            ),
+            Mistake(
+                "outputs of layers",
+                _outputs_of_layers,
+                (
+                    "this adds up the layers' outputs: autograd saves what backward needs, which "
+                    "is not the same."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="1.6",
+        title="three steps under a budget",
+        difficulty=3,
+        minutes=10,
+        trains="finding what a training loop holds without needing it",
+        reference=train,
+        observe=_observe_train,
+        explain=_explain_train,
+        mistakes=(
+            Mistake(
+                "keeps the output",
+                _trains(keeps="output"),
+                (
+                    "the model's output is still alive in backward (and, unless deleted, in the "
+                    "next forward), and it holds the logits."
+                ),
+            ),
+            Mistake(
+                "collects logits",
+                _trains(keeps="logits"),
+                (
+                    "every batch's logits stay in a list: detached logits keep no graph, but they "
+                    "still take bytes."
+                ),
+            ),
+            Mistake(
+                "zeroes in place",
+                _trains(set_to_none=False),
+                (
+                    "set_to_none=False keeps the gradients, filled with zeros, through the next "
+                    "forward."
+                ),
+            ),
+            Mistake(
+                "retains the graph",
+                _trains(retain_graph=True),
+                "retain_graph=True keeps every saved activation until the loss itself is freed.",
+            ),
+            Mistake(
+                "never zeroes",
+                _trains(set_to_none=None),
+                (
+                    "without zero_grad the gradients of all batches add up, and they stay through "
+                    "the next forward."
+                ),
+            ),
+            Mistake(
+                "never steps",
+                _trains(steps=False),
+                "the losses show that nothing was learned: optimizer.step() is missing.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,362 @@
+"""Lesson 04's exercises about one checkpoint: by hand, and with its random numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake
+from ..shared.settings import gradients_of
+from .layers import count_calls, first_input, kept_boundaries, one_by_one, trained_layers
+
+
+class Checkpoint(torch.autograd.Function):
+    """``Checkpoint.apply(run, x)`` is ``run(x)``, of which nothing is kept but ``x``."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.run(x)
+        torch.autograd.backward(out, gradient)
+        return None, x.grad
+
+
+def _but(made, **members):
+    """A wrong ``Checkpoint`` or ``SafeCheckpoint``, of the same name, which PyTorch puts into its
+    messages.
+    """
+    members = {name: staticmethod(function) for name, function in members.items()}
+    given = {name: staticmethod(getattr(made, name)) for name in ("forward", "backward")}
+    return type(torch.autograd.Function)(made.__name__, (torch.autograd.Function,), given | members)
+
+
+def _keeps_the_graph():
+    def forward(ctx, run, x):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.out = run(ctx.x)
+        return ctx.out.detach()
+
+    def backward(ctx, gradient):
+        torch.autograd.backward(ctx.out, gradient)
+        return None, ctx.x.grad
+
+    return _but(Checkpoint, forward=forward, backward=backward)
+
+
+def _backward_without_grad(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    torch.autograd.backward(ctx.run(x), gradient)
+    return None, x.grad
+
+
+def _backward_without_detach(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    with torch.enable_grad():
+        out = ctx.run(x)
+    torch.autograd.backward(out, gradient)
+    return None, x.grad
+
+
+def _backward_for_the_input_alone(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    return None, torch.autograd.grad(out, x, gradient)[0]
+
+
+def _backward_without_requires_grad(ctx, gradient):
+    x = ctx.saved_tensors[0].detach()
+    with torch.enable_grad():
+        out = ctx.run(x)
+    torch.autograd.backward(out, gradient)
+    return None, x.grad
+
+
+def _backward_of_one(ctx, gradient):
+    return Checkpoint.backward(ctx, gradient)[1]
+
+
+def _observe_checkpoint(candidate):
+    layers, x = trained_layers(4), first_input()
+    with count_calls(layers) as order:
+        out = one_by_one(candidate.apply, layers, x)
+        out.square().sum().backward()
+    found = {
+        "four layers": {
+            "output": out,
+            "gradient of the input": torch.zeros_like(x) if x.grad is None else x.grad,
+            "gradients of the weights": gradients_of(layers),
+        }
+    }
+    kept = kept_boundaries(
+        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8)
+    )
+    found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    found["four layers, forward calls"] = {"in forward and backward": len(order)}
+    return found
+
+
+_KEPT = "what 8 layers keep"
+
+
+def _explain_kept(got, expected):
+    kept, right = (seen[_KEPT]["boundaries alive after forward"] for seen in (got, expected))
+    if kept > 2 * right:
+        return "the graph of the first run is kept: keep only x, and run again in backward."
+    if kept > right:
+        return (
+            "more than x is kept for each layer: save x itself, no clone or copy of it, and not "
+            "the output."
+        )
+    return None
+
+
+def _explain_checkpoint(got, expected):
+    mine, right = got["four layers"], expected["four layers"]
+    if difference(mine["output"], right["output"]):
+        return "the output is not that of run(x): forward returns what run(x) returns."
+    if not mine["gradients of the weights"].any():
+        return (
+            "the weights inside run get no gradient: torch.autograd.backward(out, gradient) "
+            "reaches them, and x."
+        )
+    if difference(mine["gradient of the input"], right["gradient of the input"]):
+        return (
+            "the gradient that backward returns is not that of x: run again from "
+            "x.detach().requires_grad_(), call backward once on the output with the incoming "
+            "gradient, and return x.grad."
+        )
+    calls, wanted = (
+        seen["four layers, forward calls"]["in forward and backward"] for seen in (got, expected)
+    )
+    if calls > wanted:
+        return "layers run more often than needed: once in forward, and once more in backward."
+    return _explain_kept(got, expected)
+
+
+class SafeCheckpoint(torch.autograd.Function):
+    """``Checkpoint``, whose second run draws the random numbers of the first."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.state = torch.get_rng_state()
+        return Checkpoint.forward(ctx, run, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.random.fork_rng():
+            torch.set_rng_state(ctx.state)
+            return Checkpoint.backward(ctx, gradient)
+
+
+def _one_seed_for_all(ctx, *arguments, run):
+    torch.manual_seed(0)
+    return run(ctx, *arguments)
+
+
+def _state_too_late(ctx, run, x):
+    out = Checkpoint.forward(ctx, run, x)
+    ctx.state = torch.get_rng_state()
+    return out
+
+
+def _never_put_back(ctx, gradient):
+    torch.set_rng_state(ctx.state)
+    return Checkpoint.backward(ctx, gradient)
+
+
+class _Everyone:
+    """A ctx whose random state is everybody's."""
+
+
+def _one_state_for_all(ctx, gradient):
+    ctx.state = _Everyone.state
+    return SafeCheckpoint.backward(ctx, gradient)
+
+
+def _state_of_everyone(ctx, run, x):
+    _Everyone.state = torch.get_rng_state()
+    return Checkpoint.forward(ctx, run, x)
+
+
+def _observe_dice(candidate):
+    layers, x = trained_layers(4, dropout=0.5), first_input()
+    torch.default_generator.manual_seed(6)
+    out = one_by_one(candidate.apply, layers, x)
+    out.square().sum().backward()
+    after = torch.rand(3)
+    found = {
+        "four layers with dropout": {
+            "output": out,
+            "gradient of the input": torch.zeros_like(x) if x.grad is None else x.grad,
+            "gradients of the weights": gradients_of(layers),
+        },
+        "after the step": {"the next random numbers": after},
+    }
+    kept = kept_boundaries(
+        lambda layers, x: one_by_one(candidate.apply, layers, x), trained_layers(8, 0.5)
+    )
+    found["what 8 layers keep"] = {"boundaries alive after forward": kept}
+    return found
+
+
+def _explain_dice(got, expected):
+    name = "four layers with dropout"
+    mine, right = got[name], expected[name]
+    if difference(mine["output"], right["output"]):
+        return (
+            "the first run, in forward, draws other random numbers than a plain run of the "
+            "layers: set no seed and use no fork_rng there; only save the state, and run."
+        )
+    if difference(mine, right):
+        return (
+            "the second run draws other masks than the first: it needs the torch.get_rng_state() "
+            "from just before the first run, not a seed, and not the state of another moment."
+        )
+    if difference(got["after the step"], expected["after the step"]):
+        return (
+            "the gradients are right, but the rest of the program gets other random numbers: "
+            "restore the state from before backward's run."
+        )
+    return _explain_kept(got, expected)
+
+
+EXERCISES = (
+    Exercise(
+        id="4.1",
+        title="a checkpoint by hand",
+        difficulty=2,
+        minutes=10,
+        trains="what autograd keeps, and how to run a layer again inside backward",
+        reference=Checkpoint,
+        observe=_observe_checkpoint,
+        explain=_explain_checkpoint,
+        raises=(
+            (
+                r"gradient different than None at position",
+                (
+                    "backward returns a gradient for each argument of forward, in their order: "
+                    "None for run, then x.grad."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "keeps the graph",
+                _keeps_the_graph(),
+                (
+                    "the gradients are right, but no memory is saved: forward builds and keeps the "
+                    "graph of run(x); keep only x, and run again in backward."
+                ),
+            ),
+            Mistake(
+                "no grad in backward",
+                _but(Checkpoint, backward=_backward_without_grad),
+                (
+                    "backward runs with gradients switched off, so the second run has no graph: "
+                    "put it under torch.enable_grad()."
+                ),
+            ),
+            Mistake(
+                "no detach",
+                _but(Checkpoint, backward=_backward_without_detach),
+                (
+                    "the saved x is still part of the graph of earlier layers, and backward "
+                    "continues into them: detach x, and let it require a gradient."
+                ),
+            ),
+            Mistake(
+                "the input alone",
+                _but(Checkpoint, backward=_backward_for_the_input_alone),
+                (
+                    "the input gets its gradient and the weights get none: torch.autograd.backward "
+                    "reaches both."
+                ),
+            ),
+            Mistake(
+                "no requires_grad",
+                _but(Checkpoint, backward=_backward_without_requires_grad),
+                (
+                    "the detached x does not require a gradient, so earlier layers get no "
+                    "gradient: add requires_grad_()."
+                ),
+            ),
+            Mistake(
+                "one gradient",
+                _but(Checkpoint, backward=_backward_of_one),
+                (
+                    "backward returns one value, and forward took two arguments, run and x: return "
+                    "None for run."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="4.2",
+        title="the same random numbers twice",
+        difficulty=2,
+        minutes=6,
+        trains="saving the random state, and leaving the rest of the program alone",
+        reference=SafeCheckpoint,
+        observe=_observe_dice,
+        explain=_explain_dice,
+        mistakes=(
+            Mistake(
+                "not restored",
+                _but(SafeCheckpoint, forward=Checkpoint.forward, backward=Checkpoint.backward),
+                (
+                    "the second run draws other dropout masks than the first: the random state is "
+                    "not restored."
+                ),
+            ),
+            Mistake(
+                "one seed for all",
+                _but(
+                    SafeCheckpoint,
+                    forward=partial(_one_seed_for_all, run=Checkpoint.forward),
+                    backward=partial(_one_seed_for_all, run=Checkpoint.backward),
+                ),
+                (
+                    "a fixed seed gives every layer and every step the same mask: save the random "
+                    "state instead."
+                ),
+            ),
+            Mistake(
+                "state too late",
+                _but(SafeCheckpoint, forward=_state_too_late),
+                (
+                    "the random state is saved after the run, when the random numbers are already "
+                    "drawn."
+                ),
+            ),
+            Mistake(
+                "never put back",
+                _but(SafeCheckpoint, backward=_never_put_back),
+                (
+                    "the gradients are right, but the rest of the program gets the same random "
+                    "numbers twice: torch.random.fork_rng() restores the state."
+                ),
+            ),
+            Mistake(
+                "one state for all",
+                _but(SafeCheckpoint, forward=_state_of_everyone, backward=_one_state_for_all),
+                (
+                    "all layers share one state, the last layer's: keep the state in ctx, because "
+                    "every call has its own ctx."
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,193 @@
+"""Lesson 04's exercise about checkpoints after a frozen start."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake
+from ..shared.settings import gradients_of
+from .layers import ROWS, WIDTH, count_calls, one_by_one, trained_layers
+
+
+def _reentrant(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def from_frozen(embedding, layers, ids):
+    """The output of ``layers``, each in a reentrant checkpoint, on the vectors of a frozen
+    ``embedding``.
+    """
+    x = embedding(ids).requires_grad_()
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def _thaws(embedding, layers, ids):
+    embedding.weight.requires_grad_(True)
+    return one_by_one(_reentrant, layers, embedding(ids))
+
+
+def _first_one_plain(embedding, layers, ids):
+    return one_by_one(_reentrant, layers[1:], layers[0](embedding(ids)))
+
+
+def _too_late(embedding, layers, ids):
+    x = _reentrant(layers[0], embedding(ids)).requires_grad_()
+    return one_by_one(_reentrant, layers[1:], x)
+
+
+def _cuts_the_chain(embedding, layers, ids):
+    return one_by_one(
+        lambda layer, x: _reentrant(layer, x.detach().requires_grad_()), layers, embedding(ids)
+    )
+
+
+def _frozen_setting():
+    generator = torch.Generator().manual_seed(7)
+    embedding = nn.Embedding(50, WIDTH, _weight=torch.randn(50, WIDTH, generator=generator))
+    embedding.requires_grad_(False)
+    return embedding, trained_layers(4), torch.randint(0, 50, (ROWS,), generator=generator)
+
+
+def _observe_frozen(candidate):
+    embedding, layers, ids = _frozen_setting()
+    head = nn.Linear(WIDTH, 1)
+    with torch.no_grad():
+        head.weight.fill_(0.5)
+        head.bias.fill_(0.1)
+    with count_calls(layers) as order:
+        head(candidate(embedding, layers, ids)).square().sum().backward()
+    return {
+        "four trained layers after a frozen embedding": {
+            f"gradient of layer {i}": gradients_of(layer) for i, layer in enumerate(layers, 1)
+        }
+        | {"gradient of the head": gradients_of(head)},
+        "the embedding": {"gets a gradient (1 is yes)": int(embedding.weight.grad is not None)},
+        "forward calls": {f"of layer {i}": n for i, n in enumerate(order.times(layers), 1)},
+        # Tells ways in which nothing is learned apart.
+        "the first layer's input": {
+            "requires a gradient": order.wants or bool(gradients_of(layers).any())
+        },
+        "layers that record no graph in forward": {"how many": len(order.no_graph)},
+        "segments": {
+            "layers that run again together": order.segments(layers) if len(order) > 4 else []
+        },
+    }
+
+
+_NO_NODE = (
+    "no layer gets a gradient: a reentrant checkpoint whose input requires no gradient has "
+    "no node in the graph. Let the embedding's output require one."
+)
+
+
+def _explain_frozen(got, expected):
+    for name, n in got["forward calls"].items():
+        if n > 2:
+            return (
+                f"{name.removeprefix('of ')} runs {n} times, but with a checkpoint it runs "
+                "twice: call each layer once, inside its checkpoint."
+            )
+    gradients, right = (next(iter(seen.values())) for seen in (got, expected))
+    if any(difference(gradients[name], right[name]) for name in right):
+        learns = [name for name in right if gradients[name].any()]
+        if missing := [
+            name.removeprefix("of ") for name, n in got["forward calls"].items() if not n
+        ]:
+            return (
+                f"{' and '.join(missing)} never {'runs' if len(missing) == 1 else 'run'}: x "
+                "goes through all layers, one after the other."
+            )
+        if got["segments"]["layers that run again together"] == [4] and learns == list(right):
+            return "the layers run in the wrong order: begin with the first one."
+        if learns == ["gradient of the head"]:
+            if got["the first layer's input"]["requires a gradient"]:
+                return (
+                    "no layer gets a gradient, though the first one's input requires one: are "
+                    "the checkpoints under torch.no_grad()?"
+                )
+            return _NO_NODE
+        if cut := [name.removeprefix("gradient of ") for name in right if name not in learns]:
+            gets = "gets no gradient, though a later one does"
+            gets = gets if len(cut) == 1 else gets.replace("gets", "get")
+            return (
+                f"{' and '.join(cut)} {gets}: pass each layer's output to the next one, and do "
+                "not detach it."
+            )
+        return None
+    calls = {name.removeprefix("of "): n for name, n in got["forward calls"].items()}
+    once = [name for name, n in calls.items() if n == 1]
+    if once and len(once) < len(calls):
+        return (
+            f"{once[0]} runs once, without a checkpoint: each layer can have one, the first and "
+            "the last too."
+        )
+    if not got["layers that record no graph in forward"]["how many"] and not once:
+        return "these are non-reentrant checkpoints: the exercise asks for use_reentrant=True."
+    if once:
+        return "the gradients are right, but nothing is checkpointed: no layer runs again."
+    if difference(got["segments"], expected["segments"]):
+        return "several layers are in one checkpoint: here each layer must have its own."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="4.3",
+        title="the gradient that never came",
+        difficulty=1,
+        minutes=5,
+        trains="why a reentrant checkpoint needs an input that requires a gradient",
+        reference=from_frozen,
+        observe=_observe_frozen,
+        explain=_explain_frozen,
+        mistakes=(
+            Mistake(
+                "the trap",
+                lambda embedding, layers, ids: one_by_one(_reentrant, layers, embedding(ids)),
+                _NO_NODE,
+            ),
+            Mistake(
+                "thaws",
+                _thaws,
+                (
+                    "this trains the embedding, which is frozen: let its output require a "
+                    "gradient, not its weight."
+                ),
+            ),
+            Mistake(
+                "first one plain",
+                _first_one_plain,
+                (
+                    "the gradients are right, but one layer keeps all its activations: every "
+                    "layer can be checkpointed, the first one too."
+                ),
+            ),
+            Mistake(
+                "all plain",
+                lambda embedding, layers, ids: layers(embedding(ids)),
+                "the gradients are right, but nothing is checkpointed.",
+            ),
+            Mistake(
+                "too late",
+                _too_late,
+                (
+                    "the first layer gets no gradient: its input must require one, and not just "
+                    "its output."
+                ),
+            ),
+            Mistake(
+                "cuts the chain",
+                _cuts_the_chain,
+                (
+                    "detaching in front of every layer cuts the chain: only the last layer learns. "
+                    "Detach once, in front of the first."
+                ),
+            ),
+        ),
+    ),
+)

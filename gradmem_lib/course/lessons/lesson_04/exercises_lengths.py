@@ -1,0 +1,293 @@
+"""Lesson 04's exercises that reckon with segments: their peak, and their best length."""
+
+from __future__ import annotations
+
+import math
+from ast import literal_eval
+
+from ....techniques.schedules import uniform_segments
+from ...judge.compare import describe, plain
+from ...judge.exercise import Exercise, Mistake, Seen, calls
+
+
+def kept_at_peak(lengths, a, x):
+    """The most bytes kept at once by segments of these lengths: earlier boundaries, and one whole
+    segment.
+    """
+    return max(i * x + length * a for i, length in enumerate(lengths))
+
+
+_PARTS = [3, 2, 5, 8]  # with a = 1,000 and x = 1, the thousands are layers and the rest boundaries
+_EARLIER = "each segment keeps one boundary, its input, until its backward"
+
+
+def _explain_peak(got, expected):
+    got = {case: plain(value) for case, value in got.items()}
+    if not all(isinstance(value, (int, float)) for value in got.values()):
+        return None
+    answer, right = (seen[f"({_PARTS}, 1000, 1)"] for seen in (got, expected))
+    layers = {
+        max(_PARTS) - 1: (
+            "one layer of the segment that runs again is missing: count a for each of its m layers."
+        ),
+        1: (
+            "a is counted once: the segment that runs again keeps a for each of its layers, in "
+            "full."
+        ),
+        sum(_PARTS): (
+            "all layers are counted in full at once: only the segment that runs again is in memory "
+            "in full."
+        ),
+        min(
+            _PARTS
+        ): "this takes the segment that needs least: the peak is at the segment that needs most.",
+        _PARTS[
+            0
+        ]: "only the first length is used, as if all segments were equal: each has its own.",
+        sum(_PARTS)
+        / len(_PARTS): "the mean length is used, as if all segments were equal: each has its own.",
+        len(
+            _PARTS
+        ): "segments are counted where their layers should be: a segment of m layers keeps m * a.",
+    }
+    boundaries = {
+        sum(_PARTS[:-1]): f"a boundary is counted for each earlier layer: {_EARLIER}.",
+        sum(_PARTS): f"a boundary is counted for each layer: {_EARLIER}.",
+        len(
+            _PARTS
+        ): f"one boundary too many: a already includes the segment's own boundary, and {_EARLIER}.",
+        0: f"the boundaries of earlier segments are left out: {_EARLIER}.",
+    }
+    if answer == 1000 * (len(_PARTS) - 1) + max(_PARTS):
+        return (
+            "a and x are swapped: a segment that runs again has a bytes for each layer, and an "
+            "earlier segment has x bytes in all."
+        )
+    if says := next((says for m, says in layers.items() if 0 <= answer - 1000 * m <= 20), None):
+        return says
+    waiting = answer - 1000 * max(_PARTS)
+    if answer != right and 0 <= waiting <= 20:
+        return boundaries.get(waiting, f"the boundaries are counted wrongly: {_EARLIER}.")
+    cases = {case: literal_eval(case) for case in expected}
+    if all(got[case] == (len(m) - 1) * x + max(m) * a for case, (m, a, x) in cases.items()):
+        return (
+            "this adds all boundaries but the last to the longest segment: those of later "
+            "segments are freed before its backward."
+        )
+    if all(got[case] == (len(m) - 1) * x + m[-1] * a for case, (m, a, x) in cases.items()):
+        return "this uses only the last segment: an earlier, longer one may need more."
+    return None
+
+
+def best_length(n, a, x):
+    """The segment length k with the lowest peak for ``n`` layers that keep ``a`` bytes each, ``x``
+    of them their input.
+    """
+    # the rule; where a last, shorter segment decides, its neighbours are better
+    near = math.sqrt(n * x / a)
+    return min(
+        range(1, n + 1), key=lambda k: (kept_at_peak(uniform_segments(n, k), a, x), abs(k - near))
+    )
+
+
+_CHAINS = {
+    "64 layers, a = x": (64, 1000, 1000),
+    "100 layers, a = 4 x": (100, 4000, 1000),
+    "32 layers, a = 23 x (a 7B)": (32, 23_000, 1000),
+    "96 layers, a = 28 x": (96, 28_000, 1000),
+    "4 layers, a = 20 x": (4, 20_000, 1000),
+    "1 layer, a = x": (1, 1000, 1000),
+    "50 layers, a = 9 x": (50, 27_000, 3000),
+}
+
+
+def _observe_length(candidate):
+    found, lengths = {}, {}
+    for name, (n, a, x) in _CHAINS.items():
+        lengths[name] = k = plain(candidate(n, a, x))
+        whole = isinstance(k, int) or (isinstance(k, float) and k.is_integer())
+        fits = whole and 1 <= k <= n
+        # Two lengths may have the same peak, so the peak is what counts.
+        found[name] = {
+            "what is no length from 1 to n": "" if fits else "None" if k is None else describe(k),
+            "peak with your k": kept_at_peak(uniform_segments(n, int(k)), a, x)
+            if fits
+            else math.nan,
+        }
+    return Seen(found, lengths=lengths)
+
+
+def _explain_length(got, expected):
+    for name in expected:
+        what = got[name]["what is no length from 1 to n"]
+        if what == "None":
+            return "best_length returned None: is a `return` missing?"
+        if what:
+            return (
+                f"for {name}, k is {what}: return a segment's length, a whole number from 1 to n."
+            )
+    peaks = {name: seen["peak with your k"] for name, seen in got.items()}
+    for says, length in (
+        (
+            (
+                "this rounds up, but the nearest whole number is below: round √(n · x / a) to the "
+                "nearest."
+            ),
+            math.ceil,
+        ),
+        (
+            (
+                "this rounds down, but the nearest whole number is above: round √(n · x / a) to "
+                "the nearest."
+            ),
+            math.floor,
+        ),
+    ):
+        ks = {
+            name: min(n, max(1, length(math.sqrt(n * x / a))))
+            for name, (n, a, x) in _CHAINS.items()
+        }
+        if all(
+            peaks[name] == kept_at_peak(uniform_segments(n, ks[name]), a, x)
+            for name, (n, a, x) in _CHAINS.items()
+        ):
+            return says
+    if all(
+        abs(float(k) - math.sqrt(_CHAINS[name][0])) <= 1 for name, k in got.notes["lengths"].items()
+    ):
+        return (
+            "this is √n, which is right where a layer keeps no more than its input: with a > x, "
+            "segments must be shorter."
+        )
+    name = next(name for name in expected if peaks[name] != expected[name]["peak with your k"])
+    n, a, x = _CHAINS[name]
+    k = int(got.notes["lengths"][name])
+    how = (
+        "long: segments run again in full"
+        if k > best_length(n, a, x)
+        else "short: too many boundaries wait"
+    )
+    return f"segments of {k} layers are too {how}; the two costs are equal at √(n · x / a)."
+
+
+EXERCISES = (
+    Exercise(
+        id="4.5",
+        title="the peak of a schedule",
+        difficulty=2,
+        minutes=5,
+        trains="finding the segment whose backward needs the most",
+        reference=kept_at_peak,
+        observe=calls(
+            ([1, 1, 1, 1], 1000, 1000),
+            ([4, 4, 4, 4], 3000, 1000),
+            ([4, 4, 1], 5000, 1000),
+            ([9], 5000, 1000),
+            ([5, 4, 3, 2], 3000, 1000),
+            ([2, 3, 4, 5], 3000, 1000),
+            unseen=((_PARTS, 1000, 1), ([7, 3, 6, 1, 2], 2500, 700)),
+        ),
+        explain=_explain_peak,
+        mistakes=(
+            Mistake(
+                "boundaries alone",
+                lambda lengths, a, x: len(lengths) * x,
+                (
+                    "this counts only boundaries: in backward, the segment that runs again is in "
+                    "memory too, with a bytes for each layer."
+                ),
+            ),
+            Mistake(
+                "the segment alone",
+                lambda lengths, a, x: max(lengths) * a,
+                (
+                    "this counts the segment that runs again, but not the boundaries of the "
+                    "earlier segments, which are still kept."
+                ),
+            ),
+            Mistake(
+                "its own boundary twice",
+                lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths, 1)),
+                (
+                    "this counts a segment's own boundary twice: a includes the input of its first "
+                    "layer."
+                ),
+            ),
+            Mistake(
+                "all boundaries",
+                lambda lengths, a, x: len(lengths) * x + max(lengths) * a,
+                (
+                    "this adds all boundaries to the longest segment: those of later segments are "
+                    "freed before its backward."
+                ),
+            ),
+            Mistake(
+                "all later boundaries",
+                lambda lengths, a, x: max(i * x + m * a for i, m in enumerate(lengths[::-1])),
+                (
+                    "the boundaries are counted from the end: when a segment runs again, the "
+                    "boundaries of earlier segments are still kept."
+                ),
+            ),
+            Mistake(
+                "the last segment",
+                lambda lengths, a, x: (len(lengths) - 1) * x + lengths[-1] * a,
+                "this uses only the last segment: an earlier, longer one may need more.",
+            ),
+        ),
+    ),
+    Exercise(
+        id="4.6",
+        title="the best segment length",
+        difficulty=2,
+        minutes=5,
+        trains="deriving the rule, and knowing when the root of n is not it",
+        reference=best_length,
+        observe=_observe_length,
+        explain=_explain_length,
+        mistakes=(
+            Mistake(
+                "the root of n",
+                lambda n, a, x: max(1, round(math.sqrt(n))),
+                (
+                    "this is √n, which is right where a layer keeps no more than its input: with "
+                    "a > x, segments must be shorter."
+                ),
+            ),
+            Mistake(
+                "the wrong way round",
+                lambda n, a, x: min(n, max(1, round(math.sqrt(n * a / x)))),
+                (
+                    "a and x are swapped (or this is n / k, the number of segments): the more a "
+                    "layer keeps, the shorter the segments."
+                ),
+            ),
+            Mistake(
+                "always 1",
+                lambda n, a, x: 1,
+                (
+                    "segments of one layer are right for most Transformers, but not for every "
+                    "model: the length depends on n, a and x."
+                ),
+            ),
+            Mistake(
+                "down to 0",
+                lambda n, a, x: round(math.sqrt(n * x / a)),
+                (
+                    "for a shallow network of large layers this rounds to 0: a segment has at "
+                    "least one layer."
+                ),
+            ),
+            Mistake(
+                "a fraction",
+                lambda n, a, x: math.sqrt(n * x / a),
+                "k must be a whole number: round it.",
+            ),
+            Mistake(
+                "rounds down",
+                lambda n, a, x: max(1, int(math.sqrt(n * x / a))),
+                "this rounds down, but the nearest whole number is above: 1.85 is closer to 2.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,223 @@
+"""Lesson 05's answers about transformers' switches: what ``Trainer``, fp16, the cache and
+checkpointing's arguments really do.
+
+A tiny Llama is trained for a step with each of them; larger models are predicted for a CUDA card,
+as in lesson 06.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ....measure.tracker import MemoryTracker
+from ....planning.cards import CARDS
+from ....training.trainer import CHECKPOINTING_ARGUMENT
+from ...ledger import Finding, answers
+from ...ledger.finding import Figure, fits, gb, in_unit, yes
+from ...machine.compat import enable_checkpointing
+from ...material import accounting, models
+from ...material.shapes import SHAPES
+from ..shared.claim_runs import (
+    activations,
+    c12_prediction,
+    checkpoint_by_hand,
+    error_of,
+    silent,
+    switched_on,
+    tiny,
+    token_ids,
+    trained,
+)
+
+
+def _named_alone(on: str) -> bool:
+    """Whether some layers stayed off when modules were named."""
+    return on != "layers 0, 1, 2, 3 of 4"
+
+
+def _loaded_dtype() -> str:
+    with silent(), tempfile.TemporaryDirectory() as folder:
+        saved = models.tiny_llama(
+            layers=1, hidden=16, heads=2, intermediate=32, vocab=64, dtype=torch.float16
+        )
+        saved.save_pretrained(folder)
+        return str(type(saved).from_pretrained(folder).dtype).removeprefix("torch.")
+
+
+@answers("C12")
+def one_row_32_times() -> Finding:
+    shape = SHAPES["Llama-2-7B"]
+    found = c12_prediction("autocast-fp16")
+    resident = sum(accounting.resident_bytes(shape, "autocast-bf16", "adamw").values())
+    # the embedding is looked up, not multiplied
+    copies = 2 * (shape.parameters - shape.embedding_parameters)
+    cards = [card.name for card in CARDS.values() if card.nbytes >= found.peak.total]
+    consumer = max(card.nbytes for card in CARDS.values() if card.name.startswith("RTX"))
+    return Finding(
+        own=(
+            fits("Llama-2-7B with all three", "to fit a consumer card", consumer, found.peak.total),
+        ),
+        beyond=(
+            fits("the same, before the first token", "to fit a consumer card", consumer, resident),
+        ),
+        fails=(
+            "All three reduce only activations; weights, gradients and Adam's states alone do "
+            "not fit."
+        ),
+        holds="It fits the largest consumer card.",
+        why="Weights, gradients and states stay in float32. One row of 2,048 tokens and a float16 "
+        "copy of the weights "
+        f"({gb(copies)}) are added; autocast keeps this copy until forward ends. Of the cards that "
+        "the course knows, "
+        f"{' and '.join(cards) or 'none'} has room. If a model is saved in float16, transformers 5 "
+        "also loads it in float16, and then "
+        "the loss scaler refuses the float16 gradients.",
+        figures={
+            "weights, gradients and Adam states": resident,
+            "1 row of 2048 accumulated, each layer checkpointed, fp16: peak": found.peak.total,
+            "the same: activations at most, float16 weights among them": activations(found),
+            "float16 weights": copies,
+            "dtype that from_pretrained gives a checkpoint in float16": _loaded_dtype(),
+            "cards with room, by name": ", ".join(cards) or "none",
+        },
+        needs="a card of that size to see it run; the bytes are predicted",
+    )
+
+
+def _cached_step(
+    use_cache: bool, change: Callable = lambda model: None
+) -> tuple[int, torch.Tensor]:
+    """Peak in bytes and gradient of a step, with the key-value cache on or off."""
+    model, ids = tiny(), token_ids()
+    model.config.use_cache = use_cache
+    change(model)
+    with silent(), MemoryTracker(model, live=False) as tracker:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return tracker.peak.total, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@answers("C43")
+def cache_off() -> Finding:
+    (off, reference), (on, gradient) = (
+        _cached_step(on, enable_checkpointing) for on in (False, True)
+    )
+
+    def wrong(reentrant: bool) -> float:
+        found = _cached_step(True, partial(checkpoint_by_hand, reentrant))[1]
+        return ((found - reference).norm() / reference.norm()).item()
+
+    by_hand = {reentrant: wrong(reentrant) for reentrant in (True, False)}
+    trainer = trained(lambda model: setattr(model.config, "use_cache", True))
+    built_in = ((gradient - reference).norm() / reference.norm()).item()
+    return Finding(
+        own=(
+            Figure("gradient's error with the cache on", "some", built_in, low=0.01, unit="%"),
+            Figure("peak, cache on / off", "more", on / off, low=1.001, unit="times"),
+        ),
+        where=(
+            Figure(
+                "gradient's error, reentrant by hand", "some", by_hand[True], low=0.01, unit="%"
+            ),
+        ),
+        only_if="you write reentrant checkpoints by hand; transformers' own layers skip the cache.",
+        holds=(
+            "With the cache on, transformers' own checkpoints give wrong gradients or need more "
+            "memory."
+        ),
+        fails="The cache does no harm in any of these ways.",
+        why="transformers warns once, and its Trainer sets use_cache to False in any case. With "
+        "torch's reentrant checkpoint around each "
+        "layer, the second run finds the keys of the first run in the cache. No gradient flows "
+        "through these keys, and no warning appears.",
+        figures={
+            "checkpointing as transformers does it: peak, use_cache=False": off,
+            "checkpointing as transformers does it: peak, use_cache=True": on,
+            "gradients equal in every bit": in_unit(torch.equal(gradient, reference), "yes"),
+            "config.use_cache, set to True, after a Trainer was made": str(
+                trainer.model.config.use_cache
+            ),
+            (
+                "torch's checkpoint by hand, use_reentrant=False: gradient off by"
+            ): f"{by_hand[False]:.0%}",
+        },
+    )
+
+
+def _kind(**kwargs) -> str:
+    """Which of torch's two checkpoints a model uses after
+    ``activation_checkpointing_enable(kwargs)``.
+    """
+    model, ids = tiny(), token_ids()
+    with silent():
+        enable_checkpointing(model, kwargs or None)
+        todo, seen = [model(input_ids=ids, labels=ids).loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return (
+        "reentrant"
+        if any("CheckpointFunction" in type(n).__name__ for n in seen)
+        else "not reentrant"
+    )
+
+
+@answers("C46")
+def checkpointing_kwargs() -> Finding:
+    def given(**kwargs):
+        name = CHECKPOINTING_ARGUMENT
+        return trained(**{name: True, f"{name}_kwargs": kwargs})
+
+    second = switched_on(given(every_n_layers=2))
+    swallowed = switched_on(given(use_reentrant=False, modules=["self_attn"]))
+    refused = error_of(lambda: given(modules=["self_attn"]))
+    kinds = {"nothing": _kind(), "preserve_rng_state=True": _kind(preserve_rng_state=True)}
+    return Finding(
+        own=(
+            yes("a list of modules is taken", not refused),
+            yes("it chooses, beside use_reentrant=False", _named_alone(swallowed)),
+        ),
+        beyond=(yes("every_n_layers=2 chooses", _named_alone(second)),),
+        fails="No key names modules: you can choose every n-th layer, but not the attention alone.",
+        holds="Only the named modules are checkpointed.",
+        why="The kwargs take every_n_layers, offload, and the keys of torch's checkpoint. An "
+        "unknown key alone is an error. Together with "
+        "use_reentrant=False, it is passed on to the layers, which ignore it: every layer is "
+        "checkpointed as before. A key of torch's "
+        "checkpoint without use_reentrant brings the reentrant kind back.",
+        figures={
+            "every_n_layers=2 switches on": second,
+            "use_reentrant=False, modules=['self_attn'] switches on": swallowed,
+            "modules=['self_attn'] alone": refused,
+        }
+        | {f"kind of checkpoint with {name} given": kind for name, kind in kinds.items()},
+    )
+
+
+@answers("C56")
+def max_seq_length() -> Finding:
+    from transformers import TrainingArguments
+
+    error = error_of(lambda: TrainingArguments(output_dir="out", max_seq_length=4096))
+    fields = [
+        name
+        for name in TrainingArguments.__dataclass_fields__
+        if "seq_len" in name or "max_length" in name
+    ]
+    return Finding(
+        own=(yes("TrainingArguments takes max_seq_length", not error),),
+        fails="TrainingArguments raises a TypeError; the tokenizer decides the rows' length.",
+        holds="TrainingArguments takes it.",
+        why="max_seq_length was an argument of the SFT trainer in another library, TRL. TRL's "
+        "SFTConfig now calls it max_length (TRL's issue 3910 and "
+        "pull request 2895).",
+        figures={
+            "TrainingArguments(max_seq_length=4096)": error,
+            "its fields about lengths": ", ".join(fields) or "none",
+        },
+    )

@@ -1,0 +1,82 @@
+"""Lesson 05: the models, batches and cards of its exercises, made afresh on each call."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...material import models
+from ..shared.settings import text_batch
+
+CHECKPOINTING_CARD = "5 MiB"
+
+
+def checkpointing_setting() -> tuple[nn.Module, torch.Tensor]:
+    """A tiny Llama of six layers as ``from_pretrained`` leaves a model, and token ids (4, 64)."""
+    model = models.tiny_llama(layers=6, hidden=64, heads=4, intermediate=172, vocab=256)
+    model.config.use_cache = True
+    return model.eval(), torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
+
+
+LOG_CARD = "1.4 MB"
+
+
+def log_setting(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A tiny Llama and a window of six micro-batches, of ``"equal"`` or ``"unequal"`` lengths."""
+    lengths = [(24, 24)] * 6
+    if kind == "unequal":
+        lengths = [(32, 30), (4, 3), (9, 5), (17, 6), (28, 20), (2, 32)]
+    window = [text_batch(*each, vocab=512, seed=seed) for seed, each in enumerate(lengths)]
+    return models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512), window
+
+
+def bf16_setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A tiny Llama whose weights are bf16, its head tied to its embedding, and three batches."""
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=128, tied=True)
+    batches = [text_batch(16, 16, vocab=128, seed=seed) for seed in range(3)]
+    return model.to(torch.bfloat16), batches
+
+
+LORA_CARD = "4.5 MiB"
+
+
+def lora_setting() -> tuple[nn.Module, torch.Tensor]:
+    """A tiny Llama of three layers, not tied, and token ids (2, 24)."""
+    ids = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(3))
+    return models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=172, vocab=2048), ids
+
+
+BACKWARD_CARD = "6 MiB"
+
+
+def backward_setting(tied: bool) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """A tiny Llama of eight layers, and three rows for ``Trainer``; ``tied``: two layers, one
+    embedding, the first layer frozen.
+    """
+    model = models.tiny_llama(
+        layers=2 if tied else 8, hidden=64, heads=4, intermediate=172, vocab=256, tied=tied
+    )
+    model.model.layers[0].requires_grad_(not tied)
+    ids = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(4))
+    return model, [{"input_ids": row, "labels": row} for row in ids]
+
+
+EVAL_CARD = "2.5 MiB"
+
+
+EVAL_ROWS = 4  # which fit
+
+
+def evaluation_setting() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A tiny GPT-2 with dropout and a key-value cache, in the middle of its training, and 18 rows
+    of unequal lengths.
+    """
+    model = models.tiny_gpt2(layers=4, hidden=64, heads=4, positions=64, vocab=256)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    model.config.use_cache = True
+    with torch.no_grad():
+        # rows that differ in their loss, as after training
+        model.get_input_embeddings().weight.mul_(20)
+    return model.train(), text_batch(*(2 + i * i % 61 for i in range(17)), 64, vocab=256)

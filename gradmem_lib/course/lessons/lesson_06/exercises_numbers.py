@@ -1,0 +1,374 @@
+"""Lesson 06's exercises in arithmetic: an error's numbers, what scales with the rows, and which
+technique comes next.
+"""
+
+from __future__ import annotations
+
+import copy
+from ast import literal_eval
+from functools import partial
+
+from ....units import MiB
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, Unseen, calls
+
+
+def read_error(asked, total, free, process, allocated, idle) -> dict:
+    """What an out-of-memory error says between the lines, from its six numbers (bytes)."""
+    return {
+        "context": process - allocated - idle,
+        "others": total - free - process,
+        "in_pieces": free + idle >= asked,
+    }
+
+
+def _reads(asked, total, free, process, allocated, idle, *, wrong):
+    found = read_error(asked, total, free, process, allocated, idle)
+    return (
+        found
+        | {
+            "idle forgotten": {"context": process - allocated},
+            "others in the context": {"context": total - free - allocated - idle},
+            "this process too": {"others": total - free},
+            "but the tensors": {"others": total - free - allocated},
+            "free too": {"others": total - process},
+            "idle alone": {"in_pieces": idle >= asked},
+            "too little free": {"in_pieces": asked > free},
+        }[wrong]
+    )
+
+
+def _explain_error(got, expected):
+    if got == {case: _reads(*literal_eval(case), wrong="free too") for case in expected}:
+        return (
+            "the others' memory includes the card's free bytes: no process holds these, so "
+            "subtract them too."
+        )
+    return None
+
+
+def _error(asked, total, context, allocated, idle, others=0) -> tuple[int, ...]:
+    process = context + allocated + idle
+    return tuple(
+        n * MiB for n in (asked, total, total - process - others, process, allocated, idle)
+    )
+
+
+MOMENTS = ("forward", "backward", "optimizer_step")
+GROW = ("activations", "temporaries", "other")
+STAY = ("parameters", "gradients", "optimizer")
+
+
+def with_rows(moments, rows, new) -> float:
+    """The peak with ``new`` rows, from the highest moment of each phase with ``rows`` (bytes by
+    category).
+    """
+    return max(_at(phase, parts, new / rows) for phase, parts in moments.items())
+
+
+def _at(phase: str, parts: dict, factor: float, grow=GROW, step=()) -> float:
+    grow = step if phase == "optimizer_step" else grow
+    return sum(n * (factor if name in grow else 1) for name, n in parts.items())
+
+
+def _scales(moments, rows, new, *, grow=GROW, step=(), which=max):
+    return which(_at(phase, parts, new / rows, grow, step) for phase, parts in moments.items())
+
+
+def _at_the_peak(moments, rows, new):
+    phase = max(moments, key=lambda phase: sum(moments[phase].values()))
+    return _at(phase, moments[phase], new / rows)
+
+
+def _moments(
+    resident: int, gradients: int, batch: tuple[int, ...], step: int
+) -> dict[str, dict[str, int]]:
+    """``batch``: activations, temporaries and others when backward begins; ``step``: temporaries of
+    the optimizer's. In MiB.
+    """
+    stay = {"parameters": resident * MiB, "gradients": 0, "optimizer": 2 * resident * MiB}
+    activations, temporaries, other = (n * MiB for n in batch)
+    end = {"activations": activations, "temporaries": temporaries, "other": other}
+    return {
+        "forward": stay | end | {"temporaries": temporaries // 2},
+        "backward": stay | end | {"gradients": gradients * MiB},
+        "optimizer_step": stay
+        | {"gradients": resident * MiB, "activations": 0, "temporaries": step * MiB, "other": 0},
+    }
+
+
+ROWS = {
+    "8 rows to 4": (_moments(512, 64, (1800, 384, 12), 108), 8, 4),
+    "16 rows to 4": (_moments(100, 0, (96, 40, 2), 64), 16, 4),
+    "4 rows to 8": (_moments(256, 32, (1024, 256, 8), 256), 4, 8),
+    Unseen("8 rows to 2"): (_moments(300, 16, (640, 96, 16), 300), 8, 2),
+    Unseen("2 rows to 1"): (_moments(300, 16, (640, 96, 16), 0), 2, 1),
+}
+
+
+def _observe_rows(candidate):
+    return {
+        case: candidate(copy.deepcopy(moments), rows, new)
+        for case, (moments, rows, new) in ROWS.items()
+    }
+
+
+def _explain_rows(got, expected):
+    for wrong, says in (
+        (
+            lambda moments, rows, new: with_rows(moments, new, rows),
+            "the factor is upside down: it is new / rows.",
+        ),
+        (
+            lambda moments, rows, new: with_rows(moments, 1, 1),
+            "`rows` and `new` have no effect on your answer.",
+        ),
+        (
+            partial(_scales, grow=("activations", "temporaries")),
+            "`other` is not scaled: it holds the token ids, and they belong to the batch too.",
+        ),
+    ):
+        if difference(got, _observe_rows(wrong)) is None:
+            return says
+    return None
+
+
+NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
+
+
+def next_technique(phase, parts, rows, card) -> str:
+    """The first of ``NAMES`` that may bring the peak within ``card`` bytes, or "none"."""
+    return _chosen(phase, parts, rows, card)
+
+
+def _chosen(phase, parts, rows, card, *, wrong="") -> str:
+    step = phase == "optimizer_step"
+    passes = not step or wrong == "the phase"
+    own = step * parts["temporaries"] * (wrong != "the step's")
+    states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
+    adapters = states + parts["gradients"]
+    many = rows > 1 or wrong == "one row"
+    takes = {
+        "micro-batches": passes * many * (parts["activations"] + parts["temporaries"]),
+        "checkpointing": passes
+        * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
+        "8-bit states": states,
+        "LoRA": adapters + (wrong == "the base") * parts["parameters"],
+        "QLoRA": adapters + parts["parameters"],
+    }
+    if wrong == "the most":
+        return max(NAMES, key=lambda name: takes[name])
+    total = sum(parts.values())
+    return next((name for name in NAMES if total - takes[name] <= card), "none")
+
+
+def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
+    names = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+    return phase, dict(zip(names, parts, strict=True)), rows, card
+
+
+def _explain_next(got, expected):
+    if len(said := {str(value) for value in got.values()}) == 1:
+        return (
+            f"the answer is {said.pop()!r} for every breakdown: it must depend on phase, parts, "
+            "rows and card."
+        )
+    if got == {case: _chosen(*literal_eval(case), wrong="the step's") for case in expected}:
+        return (
+            "the temporaries of the optimizer's step are not made smaller here: 8-bit states, "
+            "LoRA and QLoRA make them smaller too, as the chart marks."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="6.1",
+        title="between the lines of an error",
+        difficulty=1,
+        minutes=4,
+        trains="telling tensors, idle blocks, the context and other processes apart",
+        reference=read_error,
+        explain=_explain_error,
+        observe=calls(
+            _error(192, 4096, 500, 3290, 123),
+            _error(3072, 24_210, 430, 20_100, 600, 900),
+            _error(790, 8_000, 510, 6_700, 330),  # asked for to the byte
+            unseen=(
+                _error(2048, 24_210, 380, 14_000, 3100, 5000),
+                _error(64, 8_000, 510, 7_200, 260),
+                _error(300, 8_000, 510, 6_700, 200, 380),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "idle forgotten",
+                partial(_reads, wrong="idle forgotten"),
+                (
+                    "the context is too large by the idle blocks: PyTorch has reserved these from "
+                    "the driver too."
+                ),
+            ),
+            Mistake(
+                "others in the context",
+                partial(_reads, wrong="others in the context"),
+                (
+                    "the context includes the memory of other processes: begin with what this "
+                    "process has in use."
+                ),
+            ),
+            Mistake(
+                "this process too",
+                partial(_reads, wrong="this process too"),
+                "the others' memory includes this process: subtract what this process has in use.",
+            ),
+            Mistake(
+                "but the tensors",
+                partial(_reads, wrong="but the tensors"),
+                (
+                    "the others' memory includes this process's context and idle blocks: this "
+                    "process holds more than its allocated bytes."
+                ),
+            ),
+            Mistake(
+                "idle alone",
+                partial(_reads, wrong="idle alone"),
+                (
+                    "in_pieces uses only the idle blocks: the free bytes of the card can be added "
+                    "to them."
+                ),
+            ),
+            Mistake(
+                "too little free",
+                partial(_reads, wrong="too little free"),
+                (
+                    "in_pieces asks whether too little is free, which is true in every such error: "
+                    "compare the requested bytes with free and idle bytes together."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="6.2",
+        title="half the rows",
+        difficulty=2,
+        minutes=4,
+        trains="telling what a batch is made of from what stays, moment by moment",
+        reference=with_rows,
+        observe=_observe_rows,
+        explain=_explain_rows,
+        mistakes=(
+            Mistake(
+                "all of it",
+                partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
+                "everything is scaled, weights and states too: they do not depend on the batch.",
+            ),
+            Mistake(
+                "activations alone",
+                partial(_scales, grow=("activations",)),
+                (
+                    "only activations are scaled: in forward and backward, temporaries depend on "
+                    "the batch too, above all the logits' gradients."
+                ),
+            ),
+            Mistake(
+                "gradients too",
+                partial(_scales, grow=(*GROW, "gradients")),
+                (
+                    "gradients are scaled: they have one number for each weight, however many rows "
+                    "there are."
+                ),
+            ),
+            Mistake(
+                "the step's too",
+                partial(_scales, step=("temporaries",)),
+                (
+                    "the optimizer's step is scaled: its temporaries are as large as the weights "
+                    "it works on."
+                ),
+            ),
+            Mistake(
+                "one moment",
+                _at_the_peak,
+                (
+                    "only the highest moment is scaled: with fewer rows another moment may be the "
+                    "highest."
+                ),
+            ),
+            Mistake(
+                "a sum",
+                partial(_scales, which=sum),
+                "the moments are added: they come one after another, so the highest one counts.",
+            ),
+        ),
+    ),
+    Exercise(
+        id="6.6",
+        title="what comes next",
+        difficulty=2,
+        minutes=4,
+        trains="choosing by the parts of the peak, the cheapest first",
+        reference=next_technique,
+        observe=calls(
+            _case("backward", (6, 0, 12, 30, 12), 8, 24),
+            _case("optimizer_step", (10, 10, 20, 0, 14), 8, 41),
+            _case("backward", (10, 0, 20, 12, 2), 1, 33),
+            unseen=(
+                _case("backward", (10, 4, 20, 4, 12), 1, 36),
+                _case("optimizer_step", (10, 10, 8, 0, 4), 8, 15),
+                _case("optimizer_step", (10, 10, 4, 0, 4), 8, 9),
+                _case("backward", (10, 10, 20, 4, 12), 4, 38),
+                _case("backward", (20, 10, 10, 0, 30), 1, 24),
+                _case("forward", (12, 2, 4, 30, 1), 1, 20),
+                _case("optimizer_step", (12, 12, 12, 1, 1), 4, 24),
+                _case("backward", (13, 9, 6, 2, 1), 1, 16),
+                _case("optimizer_step", (10, 10, 8, 0, 12), 8, 22),
+            ),
+        ),
+        explain=_explain_next,
+        mistakes=(
+            Mistake(
+                "the phase",
+                partial(_chosen, wrong="the phase"),
+                (
+                    "the phase has no effect: in the optimizer's step the temporaries belong to "
+                    "the step, and neither smaller micro-batches nor checkpoints change them."
+                ),
+            ),
+            Mistake(
+                "one row",
+                partial(_chosen, wrong="one row"),
+                "micro-batches of one row are cut again: one row cannot be cut.",
+            ),
+            Mistake(
+                "logits",
+                partial(_chosen, wrong="logits"),
+                (
+                    "checkpointing removes temporaries here: those are the logits' gradients, and "
+                    "running layers again does not make them smaller."
+                ),
+            ),
+            Mistake(
+                "the base",
+                partial(_chosen, wrong="the base"),
+                (
+                    "LoRA removes the weights here: they are frozen but stay in memory; only QLoRA "
+                    "makes them smaller."
+                ),
+            ),
+            Mistake(
+                "8-bit gradients",
+                partial(_chosen, wrong="8-bit gradients"),
+                "8-bit states remove the gradients here: the gradients do not change.",
+            ),
+            Mistake(
+                "the most",
+                partial(_chosen, wrong="the most"),
+                (
+                    "this takes what saves most: take the first one that can be enough, since "
+                    "they are in the order of their price."
+                ),
+            ),
+        ),
+    ),
+)

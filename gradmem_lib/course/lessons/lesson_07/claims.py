@@ -1,0 +1,135 @@
+"""Lesson 07's answer: what ``fp16=True`` halves, and what ``Trainer``'s flags do to weights,
+gradients and states.
+
+A tiny Llama is trained for two steps with each of them; larger models are predicted for a CUDA
+card, as in ``lesson_05_switches``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+
+from ....training.trainer import MemoryCallback
+from ...ledger import Finding, answers, bert_large
+from ...ledger.finding import about
+from ...material import models
+from ..shared.claim_runs import c12_prediction, error_of, predicted, recipe, silent
+
+PARTS = ("products", "weights", "gradients", "states", "weights after an evaluation")
+
+
+def trainer_dtypes(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[dict[str, str], int]:
+    """The dtype of each of ``PARTS`` of a tiny Llama loaded in ``dtype``, after two steps of a
+    plain ``Trainer`` on the CPU with ``flags`` as ``TrainingArguments``, and an evaluation; and the
+    second step's peak in bytes.
+    """
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    model = models.tiny_llama(
+        layers=1, hidden=64, heads=4, intermediate=172, vocab=512, dtype=dtype
+    )
+    ids = torch.randint(0, 512, (16, 32), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    head, seen = model.lm_head, {}
+
+    def look(module, given, out) -> None:
+        seen.setdefault("products", out.dtype)
+
+    head.register_forward_hook(look)
+    head.weight.register_post_accumulate_grad_hook(lambda p: seen.update(gradients=p.grad.dtype))
+    fixed = {
+        "max_steps": 2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    with silent(), tempfile.TemporaryDirectory() as folder, MemoryCallback(live=False) as memory:
+        given = TrainingArguments(output_dir=folder, **fixed, **flags)
+        trainer = Trainer(model, given, train_dataset=rows, eval_dataset=rows, callbacks=[memory])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        seen |= {
+            "weights": head.weight.dtype,
+            "states": trainer.optimizer.state[head.weight]["exp_avg"].dtype,
+        }
+        trainer.evaluate()
+    seen["weights after an evaluation"] = head.weight.dtype
+    return {part: str(seen[part]).removeprefix("torch.") for part in PARTS}, memory.by_step[2].total
+
+
+def _mostly_activations(**more) -> tuple[int, int]:
+    """Peaks of SmolLM2-135M on 8 rows of 1,024 tokens without checkpoints, in float32 and with
+    fp16.
+    """
+    full, half = (
+        predicted("SmolLM2-135M", 8, 1024, recipe(precision=precision, **more)).peak.total
+        for precision in ("float32", "autocast-fp16")
+    )
+    return full, half
+
+
+@answers("C11")
+def fp16_halves() -> Finding:
+    full, half = (
+        c12_prediction(precision).peak.total for precision in ("float32", "autocast-fp16")
+    )
+    figures: dict[str, int | float | str] = {
+        (
+            "Llama-2-7B, rows of 2048 accumulated, checkpointed: peak in float32 / with fp16"
+        ): f"{full:,} / {half:,}"
+    }
+    at = {run.name: bert_large.replayed(run)["today"].live for run in bert_large.RUNS}
+    ratio = {name: at[f"{name}, fp16"] / at[name] for name in ("batch 4", "1 x 4, checkpointing")}
+    for name in ratio:
+        figures[f"BERT-large, {name}: peak in float32 / with fp16"] = (
+            f"{at[name]:,} / {at[f'{name}, fp16']:,}"
+        )
+    small = {"every weight": _mostly_activations(), "LoRA": _mostly_activations(lora_rank=16)}
+    for name, peaks in small.items():
+        figures[f"SmolLM2-135M, 8 x 1024, {name}: peak in float32 / with fp16"] = " / ".join(
+            f"{n:,}" for n in peaks
+        )
+    for flag in ("bf16", "fp16", "bf16_full_eval"):  # on the CPU, where fp16 changes nothing
+        dtypes, _ = trainer_dtypes(**{flag: True})
+        figures |= {f"{part} with {flag}=True on the CPU": dtype for part, dtype in dtypes.items()}
+    scaler, weight = (
+        torch.amp.GradScaler("cpu"),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
+    )
+    scaler.scale(weight.float().sum()).backward()
+    refused = error_of(lambda: scaler.unscale_(torch.optim.SGD([weight], lr=0.1)))
+    figures["the loss scaler, given weights in float16"] = refused
+    return Finding(
+        own=(about("7B checkpointed, fp16 / float32", 0.5, half / full, "times"),),
+        where=(
+            about(
+                "SmolLM2, LoRA, 8 x 1024, none checkpointed",
+                0.5,
+                small["LoRA"][1] / small["LoRA"][0],
+                "times",
+            ),
+        ),
+        beyond=(
+            about("BERT-large, 1 x 4 checkpointed", 0.5, ratio["1 x 4, checkpointing"], "times"),
+        ),
+        only_if=(
+            "nearly everything is activations, as with a small model and long rows: fp16=True "
+            "means autocast, and only activations shrink."
+        ),
+        fails=(
+            "fp16=True means autocast: only activations shrink, and in its own example, which "
+            "checkpoints, the memory grows."
+        ),
+        holds="Its own example needs half.",
+        why="Weights, gradients and Adam's states stay in float32, and a float16 copy of the "
+        "weights is added. BERT-large, checkpointed "
+        f"and with one row at a time, needs {ratio['1 x 4, checkpointing'] - 1:.0%} more. The "
+        "published table shows this, too: 6,775 MB without "
+        "fp16, 7,275 with it.",
+        figures=figures,
+        needs="a card to see it run; the bytes are predicted",
+    )

@@ -1,0 +1,552 @@
+"""Lesson 07's exercises about numbers of 16 bits: what is lost, and three ways to lose less."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ....techniques.precision import stochastic_round
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, measure
+from ..shared.settings import flat
+
+SUMS_CARD, MASTER_CARD = 2_450_000, 2_500_000  # bytes
+LAYERS, WIDTH = 4, 256  # weights (256, 256) in bf16: 131,072 bytes each, and 262,144 in float32
+STOPS = 300  # micro-batches; bf16 sums of ones stop at 256
+
+
+def lost(gradients, dtype, scale) -> float:
+    """The share of the nonzero numbers that become 0, or not finite, when they are scaled and
+    stored in ``dtype``.
+    """
+    stored = (gradients * scale).to(dtype)
+    gone = (stored == 0) | ~stored.isfinite()
+    nonzero = gradients != 0
+    return (gone & nonzero).sum().item() / nonzero.sum().item()
+
+
+def _lost(
+    *, gone=lambda x: (x == 0) | ~x.isfinite(), among=lambda g: g != 0, early=True, scaled=True
+):
+    def wrong(gradients, dtype, scale):
+        factor = scale if scaled else 1
+        stored = (gradients * factor).to(dtype) if early else gradients.to(dtype) * factor
+        some = among(gradients)
+        return (gone(stored) & some).sum().item() / some.sum().item()
+
+    return wrong
+
+
+_SPREAD = torch.cat([torch.zeros(7), torch.logspace(-12, 3, 90), -torch.logspace(-44, -3, 60)])
+_FEW = torch.tensor([[0.0, 1e-8, -3e-7], [0.5, 2e5, -1e-5]])
+_CASES = [
+    (g, d, s)
+    for g in (_FEW, _SPREAD)
+    for d in (torch.float16, torch.bfloat16)
+    for s in (1.0, 2.0**12, 2.0**-6)
+]
+
+
+def _observe_lost(candidate):
+    names = {id(_FEW): "six numbers", id(_SPREAD): "157 numbers"}
+    return {
+        f"{names[id(g)]} in {str(d).removeprefix('torch.')}, scale {s:g}": candidate(
+            g.clone(), d, s
+        )
+        for g, d, s in _CASES
+    }
+
+
+def _explain_lost(got, expected):
+    pairs = [(got[a], got[a.replace("bfloat16", "float16")]) for a in expected if "bfloat16" in a]
+    return (
+        "the dtype has no effect: store in the dtype that is given."
+        if all(a == b for a, b in pairs)
+        else None
+    )
+
+
+def float32_sums(parameters) -> list[Tensor]:
+    """Float32 tensors, one a parameter, to which every backward adds; no gradient stays in
+    ``.grad``.
+    """
+    sums = [torch.zeros(p.shape) for p in parameters]
+
+    def add(p, total):
+        total.add_(p.grad)
+        p.grad = None
+
+    for p, total in zip(parameters, sums, strict=True):
+        p.register_post_accumulate_grad_hook(lambda p, total=total: add(p, total))
+    return sums
+
+
+def _sums(*, dtype=torch.float32, free=True, how=lambda total, g: total.add_(g), late=False):
+    def wrong(parameters):
+        sums = [torch.zeros(p.shape, dtype=dtype) for p in parameters]
+
+        def add(p, total):
+            how(total, p.grad)
+            if free:
+                p.grad = None
+
+        for p, total in zip(parameters, sums, strict=True):
+            kept = sums[-1] if late else total
+            p.register_post_accumulate_grad_hook(lambda p, total=kept: add(p, total))
+        return sums
+
+    return wrong
+
+
+def _weights(dtype=torch.bfloat16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator).to(dtype))
+        for _ in range(LAYERS)
+    ]
+
+
+def _observe_sums(candidate):
+    weights = _weights()
+    factors = [[1.0, 0.5, 3.0, 2.0], [0.0078125, 0.25, 1.0, -1.0]]
+
+    def run():
+        sums = candidate(weights)
+        for some in factors:
+            sum((w * f).sum() for w, f in zip(weights, some, strict=True)).backward()
+        return sums
+
+    measured = measure(run, budget=SUMS_CARD)
+    found = {
+        "two backwards": {
+            "sums": flat(t.flatten()[:3] for t in measured.value),
+            "dtype": " and ".join(sorted({str(t.dtype) for t in measured.value})),
+            "gradients left in .grad": sum(w.grad is not None for w in weights),
+        }
+    }
+    few = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+    sums = candidate(few)
+    for _ in range(STOPS):
+        (few[0].sum() + 2 * few[1].sum()).backward()
+    return found | {
+        f"{STOPS} backwards": {"sums": flat(sums)},
+        "the card": type(measured)(None, measured.peak, measured.budget),
+    }
+
+
+def _explain_sums(got, expected):
+    first = got["two backwards"]
+    if (
+        first["gradients left in .grad"]
+        and difference(first["sums"], expected["two backwards"]["sums"]) is None
+    ):
+        return (
+            "the sums are right, but p.grad is kept too: set it to None, in a hook that runs "
+            "after p.grad is filled."
+        )
+    return None
+
+
+def round_by_chance(x, generator) -> Tensor:
+    """``x``, float32, as bf16: one of its two neighbours, so that the mean of many roundings is
+    ``x``.
+    """
+    return stochastic_round(x, generator)
+
+
+def _between(x, generator, share, chance=None):
+    """One of x's two neighbours in bf16, the one further from 0 with the chance ``share(of the gap
+    below x)``.
+    """
+    cut = x.view(torch.int32) & -(1 << 16)
+    below, above = cut.view(torch.float32), (cut + (1 << 16)).view(torch.float32)
+    drawn = torch.rand(x.shape, generator=generator) if chance is None else chance(generator)
+    return torch.where(drawn < share((x - below) / (above - below)), above, below).bfloat16()
+
+
+# (number, the neighbour nearer to 0, the gap): 3 or 8 tenths of a gap above a bf16 number.
+_PLACES = {
+    f"{at + share * gap:.6g}": (at, share, gap)
+    for at, share, gap in (
+        (1.0, 0.3, 2**-7),
+        (-1.0, 0.8, -(2**-7)),
+        (192.0, 0.3, 1.0),
+        (2.0**-15, 0.8, 2**-22),
+    )
+}
+
+
+def _observe_rounding(candidate):
+    found: dict = {}
+    for i, (name, (at, share, gap)) in enumerate(_PLACES.items()):
+        x = torch.full((20_000,), at + share * gap)
+        rounded = candidate(x, torch.Generator().manual_seed(i))
+        up = (rounded.double() - at) / gap
+        found[f"{name}, 20,000 times"] = {
+            "dtype": str(rounded.dtype),
+            "goes to no other than its two neighbours (1 is yes)": int(
+                ((up == 0) | (up == 1)).all()
+            ),
+            "share that goes to the one further from 0": up.mean().item(),
+        }
+    exact = torch.tensor([0.0, 1.0, -3.5, 2.0**-20])
+    x = torch.linspace(-3, 3, 999)
+    one, again, other = (
+        candidate(x.clone(), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    found["what bf16 holds"] = {"stays": candidate(exact.clone(), torch.Generator()).double()}
+    found["two generators with the same seed"] = {
+        "the same result (1 is yes)": int(torch.equal(one, again))
+    }
+    found["with another seed"] = {"the same result (1 is yes)": int(torch.equal(one, other))}
+    number = torch.tensor([1.0 + 0.4 * 2**-7])
+    results = {
+        candidate(number.clone(), torch.Generator().manual_seed(seed)).item() for seed in range(40)
+    }
+    return found | {"one number, with 40 seeds": {"different results": len(results)}}
+
+
+def _explain_rounding(got, expected):
+    first = next(iter(got))
+    if got[first]["dtype"] != expected[first]["dtype"]:
+        return (
+            "the result must be bf16, but its dtype is "
+            f"{got[first]['dtype'].removeprefix('torch.')}."
+        )
+    shares = [case.get("share that goes to the one further from 0") for case in got.values()][
+        : len(_PLACES)
+    ]
+    if all(
+        abs(share - (1 - place[1])) < 0.02
+        for share, place in zip(shares, _PLACES.values(), strict=True)
+    ):
+        return "the chances are swapped: the nearer neighbour must get the greater chance."
+    if (
+        all(share in (0, 1) for share in shares)
+        and got["one number, with 40 seeds"]["different results"] == 2
+    ):
+        return "one random number decides for the whole tensor: draw one for each element."
+    right = [
+        abs(share - place[1]) < 0.02 for share, place in zip(shares, _PLACES.values(), strict=True)
+    ]
+    if right == [True, True, False, True]:
+        return (
+            "this is right near a power of 2: up to the next power the gap stays the same, but "
+            "noise in proportion to x grows."
+        )
+    if right[0] and right[1] and not all(right):
+        return (
+            "this is right near 1: the gap grows with the number's size, so the noise must grow "
+            "with the gap."
+        )
+    if not got[first]["goes to no other than its two neighbours (1 is yes)"]:
+        return (
+            "some results are not neighbours of the number: the gap grows with the number's "
+            "size, so the noise must grow too."
+        )
+    return None
+
+
+def master_step(weights, masters, lr) -> None:
+    """One step of gradient descent: the float32 ``masters`` take it, and each weight becomes its
+    master, rounded.
+    """
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            if weight.grad is not None:
+                master -= lr * weight.grad.float()
+                weight.copy_(master)
+
+
+def _master(*, update=None, write=True, before=lambda weight, master: None):
+    def wrong(weights, masters, lr):
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                if weight.grad is not None:
+                    before(weight, master)
+                    (update or (lambda w, m, lr: m.sub_(lr * w.grad.float())))(weight, master, lr)
+                    if write:
+                        weight.copy_(master)
+
+    return wrong
+
+
+def _in_the_weights(weights, masters, lr):
+    with torch.no_grad():
+        for weight in weights:
+            if weight.grad is not None:
+                weight.sub_(lr * weight.grad)
+
+
+def _all_at_once(weights, masters, lr):
+    with torch.no_grad():
+        wide = [None if w.grad is None else lr * w.grad.float() for w in weights]
+        for weight, master, update in zip(weights, masters, wide, strict=True):
+            if update is not None:
+                weight.copy_(master.sub_(update))
+
+
+def _observe_master(candidate):
+    weights = _weights()
+    masters = [w.detach().float() for w in weights]
+    generator = torch.Generator().manual_seed(3)
+    found: dict = {}
+    for number, lr in enumerate((0.1, 0.003, 0.1), 1):
+        for i, w in enumerate(weights):
+            w.grad = (
+                None
+                if i == 1 and number == 2
+                else torch.randn(w.shape, generator=generator).bfloat16()
+            )
+        step = measure(
+            lambda lr=lr: candidate(weights, masters, lr),
+            budget=MASTER_CARD,
+            model=nn.ParameterList(weights),
+        )
+        found[f"after step {number}"] = {
+            "masters": torch.stack([m.flatten()[:64] for m in masters]),
+            "weights": torch.stack([w.detach().float().flatten()[:64] for w in weights]),
+        }
+    return found | {"the card": type(step)(None, step.peak, step.budget)}
+
+
+def _explain_master(got, expected):
+    if got["the card"].over and all(
+        difference(got[name], expected[name]) is None for name in expected if "step" in name
+    ):
+        return "float32 copies of several gradients exist at once: take one tensor at a time."
+    before, after = got["after step 1"]["masters"], got["after step 2"]["masters"]
+    if difference(before, expected["after step 1"]["masters"]) is None and torch.equal(
+        before[1:], after[1:]
+    ):
+        return (
+            "the weights after a weight without a gradient are left out too: skip only that weight."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="7.1",
+        title="what a dtype loses",
+        difficulty=1,
+        minutes=3,
+        trains="counting numbers too small or too large for a dtype",
+        reference=lost,
+        observe=_observe_lost,
+        explain=_explain_lost,
+        mistakes=(
+            Mistake(
+                "of all",
+                _lost(among=lambda g: torch.ones_like(g, dtype=torch.bool)),
+                (
+                    "numbers that are already zero are counted: take the share of the numbers "
+                    "that are not zero, in numerator and denominator."
+                ),
+            ),
+            Mistake(
+                "no overflow",
+                _lost(gone=lambda x: x == 0),
+                "what becomes inf is lost too (overflow): ~stored.isfinite().",
+            ),
+            Mistake(
+                "overflow alone",
+                _lost(gone=lambda x: ~x.isfinite()),
+                "small numbers that become 0 are lost too (underflow): stored == 0.",
+            ),
+            Mistake(
+                "scaled late",
+                _lost(early=False),
+                (
+                    "the scale comes after the cast: a number that became 0 stays 0; scale before "
+                    "you store."
+                ),
+            ),
+            Mistake(
+                "no scale",
+                _lost(scaled=False),
+                "the scale has no effect: multiply by it, then store.",
+            ),
+            Mistake(
+                "kept",
+                lambda gradients, dtype, scale: 1 - lost(gradients, dtype, scale),
+                "this is the share that is kept: return the share that is lost.",
+            ),
+        ),
+    ),
+    Exercise(
+        id="7.2",
+        title="float32 sums of bf16 gradients",
+        difficulty=2,
+        minutes=5,
+        trains="hooks on parameters, and which sums need more than 8 bits",
+        reference=float32_sums,
+        observe=_observe_sums,
+        explain=_explain_sums,
+        changes=("parameters",),
+        mistakes=(
+            Mistake(
+                "bf16",
+                _sums(dtype=torch.bfloat16),
+                (
+                    "the sums are bf16, and stop growing when the number that is added is half a "
+                    "gap: torch.zeros(p.shape) is float32."
+                ),
+            ),
+            Mistake(
+                "kept",
+                _sums(free=False),
+                (
+                    "p.grad is not removed: the next backward adds to it, so it counts twice, and "
+                    "its bytes stay; set p.grad = None in the hook."
+                ),
+            ),
+            Mistake(
+                "overwritten",
+                _sums(how=lambda total, g: total.copy_(g)),
+                "only the last backward counts: add to the sum, do not overwrite it.",
+            ),
+            Mistake(
+                "late",
+                _sums(late=True),
+                (
+                    "all hooks add to the same sum, the last one: a function made in a loop looks "
+                    "a name up when it is called; bind it by a default argument."
+                ),
+            ),
+            Mistake(
+                "minus", _sums(how=lambda total, g: total.sub_(g)), "the sums have the wrong sign."
+            ),
+        ),
+    ),
+    Exercise(
+        id="7.3",
+        title="rounding by chance",
+        difficulty=2,
+        minutes=5,
+        trains="a rounding whose mean is right",
+        reference=round_by_chance,
+        observe=_observe_rounding,
+        explain=_explain_rounding,
+        tolerance=0.1,
+        mistakes=(
+            Mistake(
+                "nearest",
+                lambda x, generator: x.bfloat16(),
+                (
+                    "this rounds to the nearest, every time: an update below half a gap is lost "
+                    "every time too."
+                ),
+            ),
+            Mistake(
+                "coin",
+                lambda x, generator: _between(x, generator, lambda share: 0.5 * (share > 0)),
+                (
+                    "each neighbour gets the same chance, wherever x is: the nearer one must get a "
+                    "greater chance."
+                ),
+            ),
+            Mistake(
+                "cut",
+                lambda x, generator: (
+                    (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
+                ),
+                (
+                    "the lower bits are cut off, which always rounds toward 0: add a random "
+                    "number to them first."
+                ),
+            ),
+            Mistake(
+                "rounded again",
+                lambda x, generator: (
+                    (
+                        x.view(torch.int32)
+                        + torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
+                    )
+                    .view(torch.float32)
+                    .bfloat16()
+                ),
+                (
+                    "after the random number was added, .bfloat16() rounds once more, to the "
+                    "nearest: cut the lower 16 bits off first."
+                ),
+            ),
+            Mistake(
+                "no generator",
+                lambda x, generator: stochastic_round(x),
+                (
+                    "the generator has no effect: pass it to torch.randint (or rand), so that a "
+                    "run can be repeated."
+                ),
+            ),
+            Mistake(
+                "one for all",
+                lambda x, generator: _between(
+                    x, generator, lambda share: share, lambda g: torch.rand(1, generator=g)
+                ),
+                "one random number decides for the whole tensor: draw one for each element.",
+            ),
+        ),
+    ),
+    Exercise(
+        id="7.4",
+        title="a float32 master copy",
+        difficulty=1,
+        minutes=4,
+        trains="which of two copies is updated, and which one is rounded",
+        reference=master_step,
+        observe=_observe_master,
+        explain=_explain_master,
+        changes=("weights", "masters"),
+        raises=(
+            (
+                "'NoneType'|not NoneType",
+                (
+                    "a weight whose grad is None got no gradient in this step: leave it and its "
+                    "master as they are."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "in the weights",
+                _in_the_weights,
+                (
+                    "the update goes into the weights themselves, where bf16 loses it: subtract it "
+                    "from the master, then copy."
+                ),
+            ),
+            Mistake(
+                "from the weights",
+                _master(before=lambda weight, master: master.copy_(weight)),
+                (
+                    "the master is made from the weight in each step, so what was rounded away is "
+                    "lost: keep the master from step to step."
+                ),
+            ),
+            Mistake(
+                "masters alone",
+                _master(write=False),
+                "the masters change, but the model does not: the weights are never written.",
+            ),
+            Mistake(
+                "product in bf16",
+                _master(update=lambda w, m, lr: m.sub_(lr * w.grad)),
+                (
+                    "lr * grad is computed in bf16, and so rounded: convert the gradient to "
+                    "float32 first."
+                ),
+            ),
+            Mistake(
+                "at once",
+                _all_at_once,
+                "float32 copies of all gradients exist at once: take one tensor at a time.",
+            ),
+            Mistake(
+                "uphill",
+                _master(update=lambda w, m, lr: m.add_(lr * w.grad.float())),
+                "the update has the wrong sign: this increases the loss.",
+            ),
+        ),
+    ),
+)

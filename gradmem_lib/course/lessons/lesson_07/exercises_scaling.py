@@ -1,0 +1,257 @@
+"""Lesson 07's exercises about autocast: a loss that is scaled, and the copies that
+autocast keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+
+from ...judge.exercise import Exercise, Mistake, measure
+from ..shared.settings import flat
+
+FEATURES_CARD = "4.9 MB"
+WIDTH = 256
+
+
+def scaled_step(optimizer, scale, good, patience):
+    """Divide all gradients by ``scale`` and step, unless one is not finite.
+
+    Returns the next (scale, good steps in a row).
+    """
+    gradients = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    for gradient in gradients:
+        gradient.div_(scale)
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+
+def _scaled(
+    *,
+    finite=lambda gradient: bool(gradient.isfinite().all()),
+    divide=True,
+    skip=True,
+    halve=True,
+    first=False,
+    streak=True,
+):
+    def wrong(optimizer, scale, good, patience):
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        for gradient in gradients if divide else ():
+            gradient.div_(scale)
+        fine = all(map(finite, gradients[:1] if first else gradients))
+        if fine or not skip:
+            optimizer.step()
+        if not fine:
+            return scale / 2 if halve else scale, 0 if streak else good
+        return (scale * 2, 0) if good + 1 == patience else (scale, good + 1)
+
+    return wrong
+
+
+# By step: what the second weight's gradient holds, beside numbers.
+_STEPS = (1.0, math.inf, 2.0, 0.5, math.nan, 1.0, 3.0, -math.inf, 1.0, 1.0, 1.0, 0.25)
+
+
+def _observe_scaled(candidate):
+    found: dict = {}
+    for patience, momentum in ((3, 0.0), (2, 0.5)):
+        weights = [
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(2, 2)),
+            nn.Parameter(torch.ones(1)),
+        ]
+        groups = [{"params": weights[:1]}, {"params": weights[1:]}]
+        optimizer = torch.optim.SGD(groups, lr=0.125, momentum=momentum)
+        scale, good = 2.0**10, 0
+        for number, odd in enumerate(_STEPS, 1):
+            weights[0].grad = torch.tensor([1.0, -2.0, 0.5]) * scale
+            weights[1].grad = torch.tensor([[0.5, odd], [1.0, 1.0]]) * scale
+            scale, good = candidate(optimizer, scale, good, patience)
+            found[f"patience {patience}, after step {number} ({_said(odd)})"] = {
+                "weights": flat(weights),
+                "scale": float(scale),
+                "good": int(good),
+            }
+    return found
+
+
+def _said(odd: float) -> str:
+    return "all finite" if math.isfinite(odd) else f"one gradient is {odd}"
+
+
+def features_setting() -> tuple[nn.Sequential, torch.Tensor]:
+    """16 blocks of float32 weights, and rows (8, 256)."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)
+    ]
+    return nn.Sequential(*blocks), torch.randn(8, WIDTH)
+
+
+def features(model, x):
+    """``model(x)`` under bf16 autocast, without a graph and without a bf16 copy of every weight."""
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        return model(x)
+
+
+def _features(*, cache=False, dtype=torch.bfloat16, grad=False, enabled=True):
+    def wrong(model, x):
+        with (
+            torch.set_grad_enabled(grad),
+            torch.autocast("cpu", dtype=dtype, cache_enabled=cache, enabled=enabled),
+        ):
+            return model(x)
+
+    return wrong
+
+
+def _in_place(model, x):
+    with torch.no_grad():
+        return model.bfloat16()(x.bfloat16())
+
+
+def _copied(model, x):
+    with torch.no_grad():
+        return copy.deepcopy(model).bfloat16()(x.bfloat16())
+
+
+def _observe_features(candidate):
+    with torch.random.fork_rng(devices=[]):
+        model, x = features_setting()
+    measured = measure(lambda: candidate(model, x), budget=FEATURES_CARD, model=model)
+    out = measured.value
+    return {
+        "what is returned": {
+            "numbers": out.detach().float(),
+            "dtype": str(out.dtype),
+            "hangs on a graph (1 is yes)": int(out.requires_grad),
+        },
+        "the weights": {"dtypes": " and ".join(sorted({str(p.dtype) for p in model.parameters()}))},
+        "the card": type(measured)(None, measured.peak, measured.budget),
+    }
+
+
+EXERCISES = (
+    Exercise(
+        id="7.5",
+        title="a scaler by hand",
+        difficulty=3,
+        minutes=6,
+        trains="when a step is skipped, and how the scale finds its size",
+        reference=scaled_step,
+        observe=_observe_scaled,
+        mistakes=(
+            Mistake(
+                "steps anyway",
+                _scaled(skip=False),
+                (
+                    "the optimizer steps on gradients that are not finite, which destroys the "
+                    "weights: skip that step."
+                ),
+            ),
+            Mistake(
+                "never divides",
+                _scaled(divide=False),
+                (
+                    "the gradients that the optimizer gets are still scaled: divide them by the "
+                    "scale first, in place."
+                ),
+            ),
+            Mistake(
+                "first alone",
+                _scaled(first=True),
+                "only one parameter is checked: every gradient of every group must be finite.",
+            ),
+            Mistake(
+                "not in a row",
+                _scaled(streak=False),
+                (
+                    "good steps are counted across a skipped one: they must be in a row, so begin "
+                    "again at 0."
+                ),
+            ),
+            Mistake(
+                "inf alone",
+                _scaled(finite=lambda gradient: not gradient.isinf().any()),
+                (
+                    "NaN passes this check, but it is not finite either (inf - inf gives NaN): "
+                    "isfinite() finds both."
+                ),
+            ),
+            Mistake(
+                "never halves",
+                _scaled(halve=False),
+                (
+                    "the scale stays as it was after a gradient that is not finite, so the next "
+                    "step fails too: halve it."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="7.6",
+        title="autocast without its copies",
+        difficulty=2,
+        minutes=4,
+        trains="how long autocast keeps a bf16 copy of a weight",
+        reference=features,
+        observe=_observe_features,
+        mistakes=(
+            Mistake(
+                "cached",
+                _features(cache=True),
+                (
+                    "autocast's cache keeps a bf16 copy of every weight until its block ends, "
+                    "which adds half of the weights' bytes: cache_enabled=False."
+                ),
+            ),
+            Mistake(
+                "graph",
+                _features(grad=True),
+                (
+                    "a graph is built, and it keeps every layer's input and weight for a backward "
+                    "that never comes: torch.no_grad()."
+                ),
+            ),
+            Mistake(
+                "float32",
+                _features(enabled=False),
+                "everything runs in float32: nothing is computed under autocast.",
+            ),
+            Mistake(
+                "float16",
+                _features(dtype=torch.float16),
+                "this computes in float16, but bf16 was asked for.",
+            ),
+            Mistake(
+                "cast",
+                _in_place,
+                (
+                    "the weights of the model were float32 and are now bf16: autocast casts an "
+                    "operation's inputs, and does not change the weights."
+                ),
+            ),
+            Mistake(
+                "copied",
+                _copied,
+                (
+                    "this makes a bf16 copy of the whole model, with norms in bf16: it does not "
+                    "fit, and autocast computes something else."
+                ),
+            ),
+        ),
+    ),
+)

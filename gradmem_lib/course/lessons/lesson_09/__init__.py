@@ -1,0 +1,1 @@
+"""Lesson 09: its exercises, its claims and what only they use."""

@@ -1,0 +1,95 @@
+"""Lesson 09's answer: what adapters under a checkpoint need, with each of torch's two kinds and in
+each way of switching them on.
+"""
+
+from __future__ import annotations
+
+from ....measure.tracker import MemoryTracker
+from ....techniques.lora import LoRALinear, add_lora
+from ...ledger import Finding, answers
+from ...ledger.finding import Figure, yes
+from ...machine.compat import enable_checkpointing
+from ..shared.claim_runs import checkpoint_by_hand, silent, tiny, token_ids
+
+
+def adapters_step(*, reentrant: bool, enable: bool, by_hand: bool = False) -> tuple[int, int, str]:
+    """For a tiny Llama with LoRA on every linear layer: adapters that get a gradient, the peak in
+    bytes, and backward's error.
+
+    ``enable``: whether the embedding's output requires a gradient; ``by_hand``: torch's
+    ``checkpoint`` around each layer, in place of transformers' switch.
+    """
+    model, ids = tiny(), token_ids()
+    add_lora(model, 4)
+    error = ""
+    with silent():
+        if by_hand:
+            checkpoint_by_hand(reentrant, model)
+        else:
+            enable_checkpointing(model, {"use_reentrant": reentrant})
+        if enable:
+            model.enable_input_require_grads()
+        else:
+            model.disable_input_require_grads()  # both ways of switching on have called enable
+        with MemoryTracker(model, live=False) as tracker:
+            try:
+                model(input_ids=ids, labels=ids).loss.backward()
+            except RuntimeError as raised:
+                error = str(raised).partition("\n")[0]
+    adapters = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    return sum(module.B.grad is not None for module in adapters), tracker.peak.total, error
+
+
+def _switch_does_it() -> bool:
+    """Whether transformers' own switch makes the embedding's output require a gradient, adapters or
+    not.
+    """
+    model = tiny().requires_grad_(False)
+    with silent():
+        enable_checkpointing(model, {"use_reentrant": True})
+    return model.get_input_embeddings()(token_ids()).requires_grad
+
+
+@answers("C44")
+def input_require_grads() -> Finding:
+    found = {
+        (reentrant, enable): adapters_step(reentrant=reentrant, enable=enable)
+        for reentrant in (False, True)
+        for enable in (False, True)
+    }
+    by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)[0]
+    everyone = max(count for count, *_ in found.values())
+    figures: dict[str, int | float | str] = {}
+    for (reentrant, enable), (count, peak, error) in found.items():
+        name = f"use_reentrant={reentrant}, {'with' if enable else 'without'} it"
+        figures[f"{name}: adapters with a gradient, of {everyone}"] = error or count
+        figures[f"{name}: peak"] = peak
+    figures[
+        "torch's checkpoint by hand, use_reentrant=True, without it: adapters with a gradient"
+    ] = by_hand
+    return Finding(
+        own=(
+            Figure(
+                "adapters that learn without it, its own use_reentrant=False",
+                "none",
+                found[False, False][0],
+                high=0,
+            ),
+        ),
+        where=(Figure("the same, use_reentrant=True", "none", found[True, False][0], high=0),),
+        beyond=(yes("left to you by transformers' switch", not _switch_does_it()),),
+        only_if=(
+            "the checkpoints are reentrant and not made by transformers' switch, which makes "
+            "the call itself."
+        ),
+        holds="Without it no adapter gets a gradient.",
+        fails="Every adapter gets its gradient without it, whichever kind of checkpoint is used.",
+        why="A reentrant checkpoint looks only at its inputs. If no input requires a gradient, as "
+        "after a frozen embedding, its output requires "
+        "none, even if weights inside are trained. The other kind follows the graph. "
+        "activation_checkpointing_enable itself asks for the "
+        "embedding's gradient, and PEFT does so, too, when it wraps a model whose checkpoints are "
+        "on: the call matters where torch's checkpoint is "
+        "written by hand.",
+        figures=figures,
+    )

@@ -1,0 +1,360 @@
+"""Lesson 09's exercises about fewer bytes of state: blocks of 8 bits, and row and column sums."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....techniques.optimizers import code_table
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, Unseen
+
+
+def quantize(x, code, block) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` (n,) in blocks: indices (n,) uint8 of the nearest values of ``code``, each block's
+    largest magnitude, and what is read back.
+    """
+    return _quantize()(x, code, block)
+
+
+def _midpoints(scaled, code):
+    return torch.bucketize(scaled, (code[1:] + code[:-1]) / 2)
+
+
+def _quantize(
+    *,
+    whole=False,
+    size=lambda rows: rows.abs().amax(1),
+    pick=_midpoints,
+    dtype=torch.uint8,
+    read=lambda values, absmax: values * absmax,
+    even=False,
+):
+    def wrong(x, code, block):
+        code = torch.linspace(-1, 1, len(code)) if even else code
+        block = len(x) if whole else block
+        rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+        absmax = size(rows)
+        indices = pick(rows / torch.where(absmax == 0, 1.0, absmax)[:, None], code)
+        back = read(code[indices], absmax[:, None]).flatten()[: len(x)]
+        return indices.flatten()[: len(x)].to(dtype), absmax, back
+
+    return wrong
+
+
+def _next_above(scaled, code):
+    return torch.bucketize(scaled, code).clamp(max=len(code) - 1)
+
+
+def _moments() -> dict[str, tuple[Tensor, Tensor, int]]:
+    generator = torch.Generator().manual_seed(9)
+    m = torch.randn(1000, generator=generator) * torch.logspace(-3, 1, 1000)
+    few = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0])
+    zeros = torch.cat(
+        [torch.tensor([0.3, -2.0, 0.6]), torch.zeros(3), torch.tensor([-0.011, 0.004])]
+    )
+    minus = -m[:77].abs() - 0.1
+    return {
+        "8 numbers in blocks of 3, the second all 0, 5 values": (zeros, few, 3),
+        "a first moment, 1,000 numbers in blocks of 256": (m, code_table(True, None), 256),
+        "a second moment, 1,000 numbers in blocks of 72": (m * m, code_table(False, None), 72),
+        "small numbers": (m * m * 1e-10, code_table(False, None), 72),
+        Unseen("negative"): (minus, code_table(True, None), 50),
+        Unseen("nothing but zeros"): (torch.zeros(5), code_table(True, None), 2),
+    }
+
+
+def _observe_quantize(candidate):
+    found: dict = {"returned": 3}
+    for name, (x, code, block) in _moments().items():
+        given = candidate(x.clone(), code.clone(), block)
+        if not isinstance(given, (tuple, list)) or len(given) != 3:
+            return {"returned": len(given) if isinstance(given, (tuple, list)) else 1}
+        indices, absmax, back = (torch.as_tensor(part) for part in given)
+        live = torch.cat([part.any().expand(len(part)) for part in x.split(block)])
+        whole = indices.numel() == len(x)
+        found[name] = {
+            "absmax, one a block": absmax.flatten(),
+            "indices": indices.flatten().long()[live] if whole else indices.numel(),
+            "indices in blocks of zeros": indices.flatten().long()[~live]
+            if whole
+            else indices.numel(),
+            "bytes an index": indices.element_size(),
+            "back": back,
+        }
+    return found
+
+
+_ZEROS = (
+    "in a block of zeros, 0 / 0 is not a number, so its index is not the position of 0 in `code`: "
+    "divide such a block by another number, as absmax.clamp(min=1e-30) does."
+)
+
+
+def _explain_quantize(got, expected):
+    if got["returned"] != 3:
+        return (
+            "return three things: the indices, absmax, and the numbers that are read back from "
+            "them."
+        )
+    wrong = [case for case in expected if difference(got[case], expected[case])]
+    zeros = "indices in blocks of zeros"
+    if all(not difference(got[case] | {zeros: 0}, expected[case] | {zeros: 0}) for case in wrong):
+        return _ZEROS
+    if any(got[case]["back"].isnan().any() for case in wrong):
+        return (
+            "back is not a number where a block is all zeros, because of 0 / 0: divide such a "
+            "block by another number, as absmax.clamp(min=1e-30) does."
+        )
+    if wrong and set(wrong) <= set(list(expected)[3:5]):
+        return (
+            "small numbers are lost: absmax is clamped to, or increased by, a larger number "
+            "than they are; 1e-30 is small enough."
+        )
+    mine, right = got[wrong[0]], expected[wrong[0]]
+    if len(mine["back"].flatten()) > len(right["back"]):
+        return "the padding is still there: cut indices and back to the length of x."
+    if len(mine["absmax, one a block"]) < len(right["absmax, one a block"]):
+        return "the last block is missing: it may be shorter than the others."
+    if len(mine["absmax, one a block"]) == len(right["back"]):
+        return "return indices, absmax and back, in this order."
+    if difference(mine["absmax, one a block"], right["absmax, one a block"]):
+        return (
+            "these are not the blocks' absmax values: a block is `block` numbers in a row, and "
+            "its absmax is their largest magnitude, so take abs() first."
+        )
+    wanted = [case for case in expected if case != "returned"]
+    if all(not difference(got[case]["back"], expected[case]["back"]) for case in wanted):
+        return (
+            "back is right, but it was not made from these indices: uint8 goes from 0 to 255."
+            if mine["bytes an index"] == 1
+            else None
+        )
+    if not difference(mine["indices"], right["indices"]):
+        return (
+            "the indices are right, but back is not: each number is code[index] times its "
+            "block's absmax."
+        )
+    return (
+        "an index is not that of the nearest value of `code`: divide by the block's absmax "
+        "first, and use the middle between two values as the border."
+    )
+
+
+def adafactor_second_moment(grad, row, column, beta2, eps) -> Tensor:
+    """Average the row sums (rows,) and column sums (columns,) of ``grad**2 + eps`` in place; the v
+    (rows, columns) that they make.
+    """
+    return _factored()(grad, row, column, beta2, eps)
+
+
+def _factored(
+    *,
+    square=torch.square,
+    total=torch.sum,
+    lerp=True,
+    keep=True,
+    inside=True,
+    add=True,
+    reduce=torch.sum,
+):
+    def wrong(grad, row, column, beta2, eps):
+        squares = square(grad) + (eps if inside and add else 0)
+        sums = reduce(squares, 1), reduce(squares, 0)
+        new = [
+            old * beta2 + found * (1 - beta2 if lerp else 1)
+            for old, found in zip((row, column), sums, strict=True)
+        ]
+        if keep:
+            row.copy_(new[0])
+            column.copy_(new[1])
+        return torch.outer(*new) / total(new[0]) + (0 if inside or not add else eps)
+
+    return wrong
+
+
+def _observe_factored(candidate):
+    found = {}
+    for rows, columns, beta2, eps in ((3, 5, 0.9, 0.01), (6, 2, 0.75, 0.2)):
+        generator = torch.Generator().manual_seed(rows)
+        row, column = (torch.zeros(n, dtype=torch.float64) for n in (rows, columns))
+        for number in (1, 2):
+            grad = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+            v = candidate(grad, row, column, beta2, eps)
+            if not hasattr(v, "shape"):
+                raise TypeError("return only v, a tensor: row and column change in place")
+            found[f"({rows}, {columns}), beta2={beta2}, eps={eps}, step {number}"] = {
+                "row": row.clone(),
+                "column": column.clone(),
+                "v": torch.as_tensor(v).clone(),
+            }
+    return found
+
+
+def _explain_factored(got, expected):
+    first = got[next(iter(got))]
+    if not first["row"].any() and not first["column"].any():
+        return (
+            "row and column have not changed: change them in place, as row.copy_(…) or "
+            "row.lerp_(…) do."
+        )
+    for name in ("row", "column"):
+        if not first[name].any():
+            return (
+                f"{name} has not changed: change it in place, as {name}.copy_(…) or "
+                f"{name}.lerp_(…) do."
+            )
+    start = expected[next(iter(expected))]
+    if difference(first["row"], 9 * start["row"]) is None:
+        return "beta2 and 1 - beta2 are swapped: the new sums get the weight 1 - beta2."
+    if difference(start["v"].shape[1] * first["row"], start["row"]) is None:
+        return "row and column hold means: use sums, torch.sum along one dimension."
+    if difference(got, _observe_factored(_factored(add=False))) is None:
+        return "eps has no effect: add it to every square, before the sums."
+    if any(
+        difference(got[case][vector], expected[case][vector])
+        for case in expected
+        for vector in ("row", "column")
+    ):
+        return None
+    mine, right = first["v"], expected[next(iter(expected))]["v"]
+    if difference(mine, right.sqrt()) is None:
+        return "this is the root of v: return v itself."
+    if mine.shape == right.T.shape:
+        return "v has the columns' sums along its rows: torch.outer(row, column)."
+    if mine.isnan().any():
+        return (
+            "v is made from the old row and column, which are 0 at first: average first, then "
+            "multiply."
+        )
+    if difference(10 * mine, right) is None:
+        return (
+            "the product is divided by the sum of this step's squares: divide it by the total "
+            "of the averages, row.sum()."
+        )
+    if (
+        difference(mine, len(right) * right) is None
+        or difference(mine, right.shape[1] * right) is None
+    ):
+        return "the product is divided by a mean: divide it by the total, row.sum()."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="9.1",
+        title="moments in 8 bits",
+        difficulty=2,
+        minutes=4,
+        trains="blockwise quantization: what is stored, and what is read back",
+        reference=quantize,
+        observe=_observe_quantize,
+        explain=_explain_quantize,
+        mistakes=(
+            Mistake(
+                "one for all",
+                _quantize(whole=True),
+                (
+                    "only one magnitude is kept for all blocks: each block of `block` numbers has "
+                    "its own, so a large number makes only its own block less exact."
+                ),
+            ),
+            Mistake(
+                "no magnitude",
+                _quantize(size=lambda rows: rows.amax(1)),
+                (
+                    "the largest number is not the largest magnitude if numbers are negative: take "
+                    "abs() first."
+                ),
+            ),
+            Mistake(
+                "next above",
+                _quantize(pick=_next_above),
+                (
+                    "this takes the next value above, not the nearest: the border between two "
+                    "values is their middle."
+                ),
+            ),
+            Mistake(
+                "long",
+                _quantize(dtype=torch.int64),
+                "an index has 8 bytes here, twice a float32 number: .to(torch.uint8).",
+            ),
+            Mistake(
+                "not scaled back",
+                _quantize(read=lambda values, absmax: values),
+                (
+                    "back is still in units of the block's largest magnitude: multiply the code's "
+                    "values by absmax."
+                ),
+            ),
+            Mistake(
+                "even steps",
+                _quantize(even=True),
+                (
+                    "the code's own values have no effect: find the nearest value of `code`, whose "
+                    "values are not evenly spaced."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="9.2",
+        title="a second moment from row and column sums",
+        difficulty=2,
+        minutes=4,
+        trains="two vectors in place of a matrix, and what they can say of it",
+        reference=adafactor_second_moment,
+        observe=_observe_factored,
+        explain=_explain_factored,
+        changes=("row", "column"),
+        raises=(
+            (
+                r"must match|size of tensor|shape|broadcast",
+                (
+                    "row has one number for each row: sum along the last dimension, "
+                    "squares.sum(1); for column, sum along the first."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "no total",
+                _factored(total=lambda row: 1.0),
+                (
+                    "the product of a row sum and a column sum includes the matrix's whole sum "
+                    "once too often: divide by the total, row.sum()."
+                ),
+            ),
+            Mistake(
+                "not squared",
+                _factored(square=torch.abs),
+                "these are sums of the gradient's magnitude, not of its square.",
+            ),
+            Mistake(
+                "not kept",
+                _factored(keep=False),
+                (
+                    "row and column have not changed: change them in place, as row.copy_(…) or "
+                    "row.lerp_(…) do."
+                ),
+            ),
+            Mistake(
+                "sums up",
+                _factored(lerp=False),
+                "the new sums are added whole: an average takes 1 - beta2 of them.",
+            ),
+            Mistake(
+                "eps outside",
+                _factored(inside=False),
+                "eps is added to v at the end: add it to every square, before the sums.",
+            ),
+            Mistake(
+                "means",
+                _factored(reduce=torch.mean),
+                "row and column hold means: use sums, torch.sum along one dimension.",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,332 @@
+"""Lesson 09's exercises about adapters: LoRA from its formula, and the bytes of a base in
+4 bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, calls, measure
+
+NF4_CASES = (1000, 64, 256), (4096 * 11008, 64, 256), (77, 16, 3)
+NF4_UNSEEN = (455, 10, 4), (64 * 256, 64, 256)
+ADAPTER_CARD = 1_400_000  # bytes: a matrix of 1,048,576 and what rank 8 needs beside it
+
+
+class LoRA(nn.Module):
+    """``base(x) + alpha / rank * B(A(x))``; ``base``, an ``nn.Linear``, is frozen, and B starts at
+    zero.
+    """
+
+    def __init__(self, base, rank, alpha):
+        super().__init__()
+        self.base, self.scale = base.requires_grad_(False), alpha / rank
+        self.A = nn.Parameter(torch.randn(rank, base.in_features) / math.sqrt(base.in_features))
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.A), self.B)
+
+
+def _but(begin=lambda layer, rank, alpha: None, forward=None):
+    """A wrong ``LoRA``: what it does after its ``__init__``, or its ``forward``."""
+
+    def init(self, base, rank, alpha):
+        LoRA.__init__(self, base, rank, alpha)
+        begin(self, rank, alpha)
+
+    return type("LoRA", (LoRA,), {"__init__": init} | ({"forward": forward} if forward else {}))
+
+
+def _alpha_alone(layer, rank, alpha):
+    layer.scale = alpha
+
+
+def _written_out(self, x):
+    return F.linear(x, self.base.weight + self.scale * self.B @ self.A, self.base.bias)
+
+
+def _case(inside: int, outside: int, bias: bool) -> tuple[nn.Linear, torch.Tensor]:
+    generator = torch.Generator().manual_seed(inside)
+    with torch.random.fork_rng(devices=[]):
+        base = nn.Linear(inside, outside, bias=bias)
+    with torch.no_grad():
+        for p in base.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return base, torch.randn(2, 5, inside, generator=generator)
+
+
+def _addition(layer: nn.Module, trained: list, base: nn.Linear, x: torch.Tensor, rank: int):
+    """What ``layer`` adds to ``base`` with known numbers in A and B, whatever their names and
+    whichever way round they lie.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    for size in (base.in_features, base.out_features):
+        known = torch.randn(rank, size, generator=generator)
+        found = [p for p in trained if sorted(p.shape) == sorted(known.shape)]
+        if len(found) != 1:
+            return None
+        found[0].data.copy_(known if found[0].shape == known.shape else known.T)
+    with torch.no_grad():
+        return layer(x) - base(x)
+
+
+def _begins(trained: list, base: nn.Linear) -> str:
+    """How A and B start, told apart by their shapes."""
+    words = []
+    for name, size in (("A", base.in_features), ("B", base.out_features)):
+        numbers = torch.cat(
+            [p.detach().flatten() for p in trained if size in p.shape] or [torch.zeros(0)]
+        )
+        if len(numbers.unique()) > 1:
+            kind = "random"
+        else:
+            kind = "all the same" if numbers.any() else "zero"
+        words.append(f"{name} {kind}")
+    return ", ".join(words)
+
+
+def _observe_lora(candidate):
+    found: dict = {}
+    for inside, outside, rank, alpha in ((12, 20, 4, 8), (30, 7, 3, 1.5)):
+        base, x = _case(inside, outside, bias=rank == 4)
+        right = base(x.requires_grad_()).detach()
+        layer = candidate(base, rank, alpha)
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        seen = {
+            "numbers trained": sum(p.numel() for p in trained),
+            "of the base": sum(p.requires_grad for p in base.parameters()),
+            "output before the first update": layer(x),
+        }
+        name = f"{inside} to {outside}, rank {rank}, alpha {alpha}"
+        found[name] = seen
+        if not trained:
+            continue
+        seen["at the start"] = _begins(trained, base)
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+        for step in (1, 2):
+            out = layer(x)
+            if out.requires_grad:
+                (out - right - 1).square().mean().backward()
+            seen[f"matrices with a gradient, step {step}"] = sum(
+                p.grad is not None and bool(p.grad.any()) for p in trained
+            )
+            if step == 1:
+                seen["x gets a gradient (1 is yes)"] = int(
+                    x.grad is not None and bool(x.grad.any())
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        seen["what A and B add"] = _addition(layer, trained, base, x, rank)
+    if any(not seen["numbers trained"] for seen in found.values()):
+        return found
+    base, x = _case(512, 512, bias=False)
+    layer = candidate(base, 8, 16)
+    run = measure(lambda: layer(x).sum().backward(), budget=ADAPTER_CARD, model=layer)
+    return found | {"the card": type(run)(None, run.peak, run.budget)}
+
+
+_FROM_THE_BASE = (
+    "the model has changed before its first update: B must start at zero, so that "
+    "training starts from the base."
+)
+_WRITTEN = (
+    "B @ A makes a matrix as large as the base, and its gradient is as large: multiply x by A "
+    "first, then by B."
+)
+
+
+def _explain_lora(got, expected):
+    name = next(iter(expected))
+    mine, right = got[name], expected[name]
+    if not mine["numbers trained"]:
+        return (
+            "there is nothing to train: a tensor becomes a parameter of its module by nn.Parameter."
+        )
+    if mine["of the base"]:
+        return "the base is trained as well: base.requires_grad_(False)."
+    if mine["numbers trained"] < right["numbers trained"]:
+        return "only one of the two matrices is trained: both A and B must be parameters."
+    if (got["the card"].over and not expected["the card"].over) and difference(
+        mine, right, 1e-4
+    ) is None:
+        return _WRITTEN
+    changed = difference(
+        mine["output before the first update"], right["output before the first update"], 1e-4
+    )
+    if changed and mine["matrices with a gradient, step 1"] == 2:
+        return _FROM_THE_BASE
+    if changed:
+        return (
+            "before the first update the output must be base(x) itself: with its bias, and not "
+            "scaled."
+        )
+    if mine["at the start"] != right["at the start"]:
+        return (
+            f"at the start {mine['at the start'].replace(',', ' and')}: A is random, so that "
+            "its rows differ, and B is zero."
+        )
+    if not mine["x gets a gradient (1 is yes)"]:
+        return (
+            "x gets no gradient from the base, so the layers before it learn nothing: the base "
+            "must be frozen, but not under no_grad."
+        )
+    factors = []
+    for case in got:
+        added, wanted = (
+            seen[case].get("what A and B add") if case != "the card" else None
+            for seen in (got, expected)
+        )
+        if added is not None and wanted is not None:
+            factors.append((added * wanted).sum() / wanted.square().sum())
+            if difference(added, factors[-1] * wanted, 1e-4):
+                return None
+    wrong = [factor.item() for factor in factors if abs(factor - 1) > 1e-3]
+    return (
+        (
+            f"what A and B add is {wrong[0]:.3g} times what it should be: B(A(x)) times alpha / "
+            "rank, a fraction."
+        )
+        if wrong
+        else None
+    )
+
+
+def nf4_bytes(numbers, block, group) -> int:
+    """The bytes of a matrix of ``numbers`` in NF4 with double quantization: 4 bits each; a byte for
+    each ``block`` of them; a float32 for each ``group`` of these bytes; and one for their mean.
+    """
+    return _nf4()(numbers, block, group)
+
+
+def _nf4(*, first=2, second=1, scale=4, mean=4, up=lambda n, by: -(-n // by), of_weights=False):
+    def wrong(numbers, block, group):
+        blocks = up(numbers, block)
+        return (
+            up(numbers, first)
+            + second * blocks
+            + scale * up(numbers if of_weights else blocks, group)
+            + mean
+        )
+
+    return wrong
+
+
+def _explain_nf4(got, expected):
+    over = [mine - right for mine, right in zip(got.values(), expected.values(), strict=True)]
+    blocks = [-(-numbers // block) for numbers, block, _ in (*NF4_CASES, *NF4_UNSEEN)]
+    groups = [
+        -(-count // group)
+        for count, (*_, group) in zip(blocks, (*NF4_CASES, *NF4_UNSEEN), strict=True)
+    ]
+    if over == [-count for count in blocks]:
+        return "each block's absmax is missing, one byte."
+    if over == [3 * count for count in blocks]:
+        return "a block's absmax has 4 bytes here: double quantization makes it one."
+    if over in ([-4 * count for count in groups], [-3 * count for count in groups]):
+        return "each group's scale is a float32, of 4 bytes."
+    if over == [-3] * len(over):
+        return "the mean is a float32, of 4 bytes."
+    if min(over) >= -8 and max(over) <= 0:
+        return (
+            "bytes are lost in rounding: an odd number, a last block and a last group that are "
+            "not full count too, so round up each."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="9.5",
+        title="LoRA from its formula",
+        difficulty=2,
+        minutes=4,
+        trains="what trains, where it starts, and what the first step moves",
+        reference=LoRA,
+        observe=_observe_lora,
+        explain=_explain_lora,
+        tolerance=1e-4,
+        mistakes=(
+            Mistake(
+                "B random",
+                _but(lambda layer, rank, alpha: nn.init.normal_(layer.B)),
+                _FROM_THE_BASE,
+            ),
+            Mistake(
+                "both zero",
+                _but(lambda layer, rank, alpha: nn.init.zeros_(layer.A)),
+                "A and B are both zero, so that neither ever gets a gradient: A starts random.",
+            ),
+            Mistake(
+                "alpha alone",
+                _but(_alpha_alone),
+                (
+                    "what A and B add is multiplied by alpha: multiply by alpha / rank, so that "
+                    "another rank does not change the learning rate."
+                ),
+            ),
+            Mistake(
+                "no scale",
+                _but(lambda layer, rank, alpha: setattr(layer, "scale", 1.0)),
+                "alpha has no effect: multiply what A and B add by alpha / rank.",
+            ),
+            Mistake("written out", _but(forward=_written_out), _WRITTEN),
+            Mistake(
+                "alone",
+                _but(forward=lambda self, x: self.scale * F.linear(F.linear(x, self.A), self.B)),
+                "the base has no effect on the output: add A and B's part to base(x).",
+            ),
+        ),
+    ),
+    Exercise(
+        id="9.6",
+        title="the bytes of NF4",
+        difficulty=1,
+        minutes=3,
+        trains="adding up what a quantized matrix keeps beside its 4 bits",
+        reference=nf4_bytes,
+        observe=calls(*NF4_CASES, unseen=NF4_UNSEEN),
+        explain=_explain_nf4,
+        mistakes=(
+            Mistake(
+                "once",
+                lambda numbers, block, group: -(-numbers // 2) + 4 * -(-numbers // block),
+                (
+                    "a block's magnitude has 4 bytes here: double quantization makes it one byte, "
+                    "and keeps one float32 for each group of magnitudes."
+                ),
+            ),
+            Mistake(
+                "no mean",
+                _nf4(mean=0),
+                "the mean of the magnitudes, one float32 of 4 bytes, is missing.",
+            ),
+            Mistake(
+                "rounded down",
+                _nf4(up=lambda n, by: n // by),
+                "a last block or group that is not full counts too: round up.",
+            ),
+            Mistake(
+                "a byte each",
+                _nf4(first=1),
+                "a number takes one byte here: two numbers of 4 bits share one byte.",
+            ),
+            Mistake(
+                "groups of weights",
+                _nf4(of_weights=True),
+                (
+                    "a group is made of magnitudes, not of weights: there is one float32 for each "
+                    "`group` blocks."
+                ),
+            ),
+            Mistake(
+                "half", _nf4(scale=2), "a group's scale has 2 bytes here: it is a float32, of 4."
+            ),
+        ),
+    ),
+)

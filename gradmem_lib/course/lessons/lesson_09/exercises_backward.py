@@ -1,0 +1,259 @@
+"""Lesson 09's exercise about steps in backward whose gradient is clipped by its whole norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from ...judge.compare import difference, plain
+from ...judge.exercise import Exercise, Mistake, measure
+from ..shared.settings import flat
+
+CLIP_CARD = 3_200_000  # bytes: eight matrices of 262,144, and a few at a time beside them
+LAYERS, WIDTH = 8, 256
+
+
+def clip_in_backward(model, loss_of, lr, max_norm) -> float:
+    """One step of gradient descent by the gradient, clipped to ``max_norm``, that never exists as a
+    whole; its norm.
+    """
+    return _two_passes()(model, loss_of, lr, max_norm)
+
+
+def _in_backward(model, loss_of, hook, unhook=True) -> None:
+    """A backward in which ``hook(p)`` gets every gradient of a trained parameter when it is
+    complete.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in trained]
+    loss_of(model).backward()
+    for handle in handles if unhook else ():
+        handle.remove()
+
+
+def _two_passes(*, free=True, unhook=True, always=False):
+    def clip(model, loss_of, lr, max_norm):
+        squares = []
+
+        def look(p):
+            squares.append(p.grad.square().sum().item())
+            if free:
+                p.grad = None
+
+        _in_backward(model, loss_of, look)
+        norm = math.sqrt(sum(squares))
+        factor = max_norm / (norm + 1e-6)
+        factor = factor if always else min(1.0, factor)
+
+        @torch.no_grad()
+        def move(p):
+            p.add_(p.grad, alpha=-lr * factor)
+            p.grad = None
+
+        _in_backward(model, loss_of, move, unhook)
+        return norm
+
+    return clip
+
+
+def _one_pass(so_far):
+    def wrong(model, loss_of, lr, max_norm):
+        squares = []
+
+        @torch.no_grad()
+        def move(p):
+            squares.append(p.grad.square().sum().item())
+            norm = math.sqrt(sum(squares) if so_far else squares[-1])
+            p.add_(p.grad, alpha=-lr * min(1.0, max_norm / (norm + 1e-6)))
+            p.grad = None
+
+        _in_backward(model, loss_of, move)
+        return math.sqrt(sum(squares))
+
+    return wrong
+
+
+def _waiting(model, loss_of, lr, max_norm):
+    loss_of(model).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norm = nn.utils.clip_grad_norm_(trained, max_norm)
+    with torch.no_grad():
+        for p in trained:
+            p.add_(p.grad, alpha=-lr)
+            p.grad = None
+    return norm.item()
+
+
+def clip_setting() -> tuple[nn.Module, torch.Tensor]:
+    """Eight linear layers of which the last is the first once more and the third is frozen, and
+    rows (16, 256).
+    """
+    generator = torch.Generator().manual_seed(4)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=i == 5) for i in range(LAYERS)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator) / 12)
+            if layer.bias is not None:
+                layer.bias.zero_()
+    layers[2].requires_grad_(False)
+    return nn.Sequential(*layers, layers[0]), torch.randn(16, WIDTH, generator=generator)
+
+
+def _observe(candidate):
+    found: dict = {}
+    for name, lr, share in (("a norm above max_norm", 0.01, 0.1), ("below", 0.003, 10.0)):
+        with torch.random.fork_rng(devices=[]):
+            model, x = clip_setting()
+
+        def loss_of(model, x=x):
+            return model(x).square().mean()
+
+        trained = [p for p in model.parameters() if p.requires_grad]
+        before = flat(model.parameters())
+        squares = sum(g.square().sum().item() for g in torch.autograd.grad(loss_of(model), trained))
+        max_norm = share * math.sqrt(squares)
+        run = measure(
+            lambda m=model, f=loss_of, lr=lr, most=max_norm: candidate(m, f, lr, most),
+            budget=CLIP_CARD,
+            model=model,
+        )
+        found[name] = {
+            "norm": plain(run.value),
+            "change of the weights, in learning rates": (flat(model.parameters()) - before)[
+                :: WIDTH + 3
+            ]
+            / lr,
+        }
+        if share < 1:
+            found["the card"] = type(run)(None, run.peak, run.budget)
+        left = sum(p.grad is not None for p in trained)
+        now = flat(model.parameters())
+        loss_of(model).backward()
+        found[f"{name}, afterwards"] = {
+            "gradients left in .grad": left,
+            "a later backward moves weights (1 is yes)": int(
+                not torch.equal(now, flat(model.parameters()))
+            ),
+        }
+    return found
+
+
+_WAITS = (
+    "every gradient waits until the norm is known: measure the norm in one backward that "
+    "frees each gradient at once, and step in a second backward."
+)
+
+
+def _explain(got, expected):
+    above, right = got["a norm above max_norm"], expected["a norm above max_norm"]
+    if above["norm"] is None:
+        return "return the norm of the whole gradient, before it was clipped."
+    norm, whole = above["norm"], right["norm"]
+    moves, wanted = (seen["change of the weights, in learning rates"] for seen in (above, right))
+    if difference(above["norm"], right["norm"] ** 2, 1e-3) is None:
+        return "this is the sum of the squares, and not the norm: the root is missing."
+    if abs(norm / whole - math.sqrt(2)) < 1e-3:
+        return "the squares of both passes are in the norm: measure only in the first pass."
+    if abs(norm / whole - 0.1) < 1e-3:
+        return "this is the norm after clipping: return the norm before it."
+    if difference(norm, whole, 1e-3):
+        return (
+            "the norm is that of all gradients as one vector: add up the squares of all "
+            "numbers, then take the root."
+        )
+    along = (moves @ wanted / wanted.square().sum()).item()
+    if abs(along + 1) < 1e-3:
+        return "the step has the wrong sign: it increases the loss."
+    if abs(along - 10) < 1e-2:
+        return "max_norm has no effect: the step uses the unclipped gradient."
+    if got["the card"].over and difference(moves, wanted) is None:
+        return _WAITS
+    if abs(along - 100) < 0.1:
+        return "lr has no effect: each parameter moves by lr * factor * gradient."
+    if difference(moves, wanted, 1e-3) and not got["the card"].over:
+        return (
+            "the weights are wrong: the first pass only measures, and the second moves each "
+            "weight by lr * factor * gradient."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="9.4",
+        title="clipping where no gradient waits",
+        difficulty=3,
+        minutes=6,
+        trains="steps in backward, and what the whole norm costs where gradients are freed",
+        reference=clip_in_backward,
+        observe=_observe,
+        explain=_explain,
+        changes=("model.hook",),
+        tolerance=1e-4,
+        raises=(
+            (
+                "modified by an inplace",
+                (
+                    "the second pass needs a forward of its own: call loss_of(model) again, since "
+                    "a graph cannot run twice once its weights have moved."
+                ),
+            ),
+            (
+                "not NoneType|'NoneType'",
+                (
+                    "p.grad is None here: a hook of the first pass is still there and frees it, "
+                    "or the parameter is frozen."
+                ),
+            ),
+            (
+                "cannot register a hook|does not require grad",
+                (
+                    "a hook was put on a frozen parameter, which gets no gradient: use only "
+                    "parameters with requires_grad."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake("waits", _waiting, _WAITS),
+            Mistake(
+                "each its own",
+                _one_pass(False),
+                (
+                    "each gradient is clipped by its own norm: all gradients must shrink by the "
+                    "same factor, that of the whole norm."
+                ),
+            ),
+            Mistake(
+                "so far",
+                _one_pass(True),
+                (
+                    "each gradient is clipped by the norm of the gradients so far: the whole norm "
+                    "is known when backward has ended, so it needs a separate first pass."
+                ),
+            ),
+            Mistake(
+                "hooks stay",
+                _two_passes(unhook=False),
+                (
+                    "the hooks are still on the parameters, so every later backward steps too: "
+                    "remove each handle."
+                ),
+            ),
+            Mistake(
+                "not freed",
+                _two_passes(free=False),
+                (
+                    "the first pass leaves its gradients in p.grad, where they wait, and the "
+                    "second adds to them: set p.grad = None in both hooks."
+                ),
+            ),
+            Mistake(
+                "always",
+                _two_passes(always=True),
+                "a gradient whose norm is below max_norm is made larger: the factor is at most 1.",
+            ),
+        ),
+    ),
+)

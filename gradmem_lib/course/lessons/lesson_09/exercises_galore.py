@@ -1,0 +1,321 @@
+"""Lesson 09's exercise about moments of a gradient that is projected to a few directions."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, Seen, Unseen
+
+STEPS = 4  # with one renewal of P in each case
+
+
+def adam_update(
+    g: Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> Tensor:
+    """Adam's update (without lr) for a gradient ``g`` of any shape, whose moments live in
+    ``state``.
+    """
+    state["t"] = t = state.get("t", 0) + 1
+    m = state.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
+    v = state.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
+    return m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+
+
+def galore_step(p, state, rank, every, lr, scale) -> None:
+    """Adam on ``p``'s gradient, projected to ``rank`` directions of its shorter side (Zhao et al.
+    2024, algorithm 2).
+    """
+    _galore()(p, state, rank, every, lr, scale)
+
+
+def _first(directions: Tensor, rank: int) -> Tensor:
+    return directions[:, :rank].clone()
+
+
+def _galore(
+    *,
+    left=lambda rows, columns: rows <= columns,
+    pick=_first,
+    new=lambda call, every: call % every == 0,
+    update=lambda g, P, state: P @ adam_update(P.T @ g, state),
+    forget=False,
+    by=lambda lr, scale: lr * scale,
+):
+    """``galore_step``, or a wrong one: which side is projected, which directions are kept, when
+    they are renewed, the update.
+    """
+
+    @torch.no_grad()
+    def step(p, state, rank, every, lr, scale):
+        side = left(*p.shape)
+        g = p.grad if side else p.grad.T
+        call = state["call"] = state.get("call", -1) + 1
+        if "P" not in state or new(call, every):
+            U, _, Vh = torch.linalg.svd(p.grad, full_matrices=False)
+            state["P"] = pick(U if side else Vh.T, rank)
+            if forget:
+                for name in {"t", "m", "v"} & state.keys():
+                    del state[name]
+        change = by(lr, scale) * update(g, state["P"], state)
+        p.sub_(change if side else change.T)
+
+    return step
+
+
+def _full_moments(g, P, state):
+    return P @ (P.T @ adam_update(g, state))
+
+
+def _of_what_is_kept(g, P, state):
+    return adam_update(P @ (P.T @ g), state)
+
+
+def _tensors(held) -> list[Tensor]:
+    if isinstance(held, dict):
+        held = list(held.values())
+    if isinstance(held, (list, tuple)):
+        return [tensor for entry in held for tensor in _tensors(entry)]
+    return [held] if isinstance(held, Tensor) and held.numel() > 1 else []
+
+
+CASES = {  # rows, columns, rank, every, lr, scale
+    "wide, 6 x 20, rank 2, a new P every 2 steps": (6, 20, 2, 2, 0.1, 0.25),
+    "tall, 15 x 5, rank 3, a new P every 3 steps": (15, 5, 3, 3, 0.02, 0.5),
+    Unseen("tall, another rank"): (24, 8, 2, 4, 0.3, 2.0),
+}
+
+
+def _case(name: str, number: int) -> Tensor:
+    """The weights of a case (``number`` 0), or the gradient of a step."""
+    rows, columns, *_ = CASES[name]
+    generator = torch.Generator().manual_seed(100 * rows + number)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+def _moves(step, name: str) -> list[Tensor]:
+    """How a matrix moves in each step, in lr * scale."""
+    p, state, (_, _, *settings, lr, scale) = nn.Parameter(_case(name, 0)), {}, CASES[name]
+    moves = []
+    for number in range(1, STEPS + 1):
+        before, p.grad = p.detach().clone(), _case(name, number)
+        step(p, state, *settings, lr, scale)
+        moves.append((p.detach() - before) / (lr * scale))
+    return moves
+
+
+def _signed(signs: tuple[int, ...]):
+    """``galore_step`` with another sign of each new direction, which a decomposition is free to
+    choose.
+    """
+    drawn = iter([(1,) * len(signs), signs])
+    return _galore(pick=lambda U, rank: U[:, :rank] * torch.tensor(next(drawn), dtype=U.dtype))
+
+
+def _whatever_the_signs(name: str, moves: list[Tensor]) -> list[Tensor]:
+    """A right answer's ``moves`` as the reference has them: the old moments meet each new direction
+    with either sign.
+    """
+    for signs in product((1, -1), repeat=CASES[name][2]):
+        if not difference(moves, _moves(_signed(signs), name), 1e-6):
+            return _moves(_galore(), name)
+    return moves
+
+
+def _observe(candidate):
+    """Each case steps a matrix by turns with the others, each with a state of its own."""
+    weights = {name: nn.Parameter(_case(name, 0)) for name in CASES}
+    states, moves = {name: {} for name in CASES}, {name: [] for name in CASES}
+    changed = 0
+    for number in range(1, STEPS + 1):
+        for name, (_, _, rank, every, lr, scale) in CASES.items():
+            p, g = weights[name], _case(name, number)
+            p.grad, before = g.clone(), p.detach().clone()
+            candidate(p, states[name], rank, every, lr, scale)
+            moves[name].append((p.detach() - before) / (lr * scale))
+            changed += p.grad is None or not torch.equal(p.grad, g)
+    found: dict = {"gradients that the step has changed": changed}
+    own = {}
+    for name, state in states.items():
+        kept = _tensors(state)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        own[name] = sum(t.nbytes for t in kept)
+        steps = enumerate(_whatever_the_signs(name, moves[name]), 1)
+        found[name] = {
+            "bytes kept in state": sum(storages.values()),
+            **{f"step {i}, in lr * scale": move for i, move in steps},
+        }
+    return Seen(found, own=own)
+
+
+_SIDE = (
+    "P is on the wrong side of the gradient: P has a row for each number of the shorter side, "
+    "as (rows, rank) for a wide matrix."
+)
+_FULL = (
+    "the moments are as large as the whole matrix: pass the small gradient to adam_update, and "
+    "map its update back."
+)
+# What fits no known mistake, and what is said of it.
+_OTHERS = (
+    (_galore(update=_full_moments), _FULL),
+    (
+        _galore(forget=True),
+        "the moments begin again with each new P: replace only P, and keep the moments.",
+    ),
+    (
+        _galore(pick=lambda U, rank: U[:, -rank:].clone()),
+        "these are the smallest singular directions: the largest come first.",
+    ),
+    (
+        _galore(new=lambda call, every: call > 0 and (call + 1) % every == 0),
+        (
+            "P is renewed one step too early: renew it in the first call, and then in every "
+            "`every`-th after it."
+        ),
+    ),
+    (
+        _galore(new=lambda call, every: call > 1 and call % every == 1),
+        (
+            "P is renewed one step too late: renew it in the first call, and then in every "
+            "`every`-th after it."
+        ),
+    ),
+    (
+        _galore(update=lambda g, P, state: P @ (P.T @ g)),
+        "the projected gradient itself is the step: pass it to adam_update first.",
+    ),
+    (
+        _galore(by=lambda lr, scale: -lr * scale),
+        "the step has the wrong sign: it increases the loss.",
+    ),
+    (_galore(by=lambda lr, scale: scale), "lr has no effect: p moves by lr * scale * update."),
+    (
+        _galore(by=lambda lr, scale: 1.0),
+        "lr and scale have no effect: p moves by lr * scale * update.",
+    ),
+    (
+        _galore(by=lambda lr, scale: lr / scale),
+        "the update is divided by scale: p moves by lr * scale * update.",
+    ),
+)
+
+
+def _explain(got, expected):
+    if got["gradients that the step has changed"]:
+        return "the step changes p.grad: read it, and leave it to the caller."
+    names = list(CASES)
+    if not any(got[name]["bytes kept in state"] for name in names):
+        return (
+            "`state` has no tensor: keep P and both moments in `state`, which is the same dict "
+            "in each call for one matrix."
+        )
+    first = "step 1, in lr * scale"
+    if not any(got[name][first].any() for name in names):
+        return (
+            "no weight has moved: `p = …` names a new tensor; change p in place, as p.sub_(…) does."
+        )
+    for wrong, says in _OTHERS:
+        if difference(got, _observe(wrong), 1e-4) is None:
+            return says
+    kept, wanted = (
+        [seen[name]["bytes kept in state"] for name in names] for seen in (got, expected)
+    )
+    moves = [key for key in got[names[0]] if key.startswith("step")]
+    alike = {
+        name: [
+            key for key in moves if difference(got[name][key], expected[name][key], 1e-4) is None
+        ]
+        for name in names
+    }
+    everywhere = all(alike[name] == moves for name in names)
+    if kept != wanted and list(got.notes["own"].values()) == wanted:
+        return "P is a view, and a view keeps all of the storage that it was cut from: .clone() it."
+    if everywhere and any(mine > right for mine, right in zip(kept, wanted, strict=True)):
+        return (
+            "the weights are right, but more is kept than P and two moments of the small "
+            "gradient: free the rest after the step."
+        )
+    if everywhere:
+        return (
+            "the weights are right, but P or a moment is not in `state`: keep them there, "
+            "because the next call gets the same dict."
+        )
+    if all(first in alike[name] for name in names):
+        return (
+            "the first step is right, but a later one is not: look at how P, its renewal and "
+            "the moments change from call to call."
+        )
+    if first in alike[names[0]] and not alike[names[1]]:
+        return (
+            "the wide matrix is right, but the tall one is not: there the small gradient is G @ "
+            "P, and P comes from Vh, which has the directions in its rows."
+        )
+    if first in alike[names[1]] and not alike[names[0]]:
+        return (
+            "the tall matrix is right, but the wide one is not: there the small gradient is P.T @ "
+            "G, and P has a row for each row."
+        )
+    return "the first step is wrong: project, then adam_update, then back, then lr * scale."
+
+
+EXERCISES = (
+    Exercise(
+        id="9.9",
+        title="GaLore: moments of a small gradient",
+        difficulty=3,
+        minutes=6,
+        trains="a projection, and the bytes of the states behind it",
+        reference=galore_step,
+        observe=_observe,
+        explain=_explain,
+        changes=("p", "state"),
+        raises=(
+            (r"KeyError", "`state` is empty in the first call: make P there before you read it."),
+            (
+                r"must match|cannot be multiplied|size mismatch|broadcast",
+                (
+                    "the shapes do not fit together: a wide matrix is projected as P.T @ G and "
+                    "mapped back as P @ update, a tall one as G @ P and update @ P.T; Vh has the "
+                    "directions in its rows."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake("the long side", _galore(left=lambda rows, columns: rows > columns), _SIDE),
+            Mistake(
+                "always left",
+                _galore(left=lambda rows, columns: True),
+                (
+                    "a tall matrix is projected from the left too, along its longer side: for a "
+                    "tall matrix P comes from Vh, and the small gradient is G @ P."
+                ),
+            ),
+            Mistake(
+                "no scale",
+                _galore(by=lambda lr, scale: lr),
+                "scale has no effect: p moves by lr * scale * update.",
+            ),
+            Mistake(
+                "each step",
+                _galore(new=lambda call, every: True),
+                (
+                    "P is renewed in each step: each time this costs an SVD, and the moments "
+                    "belong to the old directions; renew it in every `every`-th call."
+                ),
+            ),
+            Mistake(
+                "once",
+                _galore(new=lambda call, every: False),
+                (
+                    "P is never renewed: the gradient's directions change, so take new ones in "
+                    "every `every`-th call."
+                ),
+            ),
+            Mistake("full moments", _galore(update=_of_what_is_kept), _FULL),
+        ),
+    ),
+)

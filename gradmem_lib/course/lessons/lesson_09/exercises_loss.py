@@ -1,0 +1,232 @@
+"""Lesson 09's exercise about a loss whose logits never exist as a whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ....names import IGNORED
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, Unseen, measure
+from ..lesson_08.exercises import PRODUCTS, Operations
+
+LOSS_CARD = 8_000_000  # bytes; the logits alone are 12,000,000
+CHUNK = 64
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """``apply(hidden, weight, labels, cap)``: the mean cross-entropy of ``cap * tanh(hidden @
+    weight.T / cap)``, in chunks.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, cap):
+        return _forward()(ctx, hidden, weight, labels, cap)
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * d_loss, d_weight * d_loss, None, None
+
+
+def _forward(*, chunk=CHUNK, slope=True, capped=True, everyone=False, of_means=False):
+    def forward(ctx, hidden, weight, labels, cap):
+        count = len(labels) if everyone else (labels != IGNORED).sum()
+        total, d_hidden, d_weight = (
+            hidden.new_zeros(()),
+            torch.empty_like(hidden),
+            torch.zeros_like(weight),
+        )
+        for start in range(0, len(hidden), chunk):
+            rows, target = hidden[start : start + chunk], labels[start : start + chunk]
+            counted = (target != IGNORED)[:, None]
+            share = 1 / count if not of_means else chunk / len(hidden) / counted.sum()
+            bent = torch.tanh(rows @ weight.T / cap)
+            log_p = (cap * bent if capped else rows @ weight.T).log_softmax(1)
+            target = target.clamp(min=0)[:, None]
+            total -= (log_p.gather(1, target) * counted).sum() * share
+            d_logits = log_p.exp_().scatter_add_(1, target, -torch.ones_like(rows[:, :1]))
+            d_logits.mul_(counted * share)
+            if slope and capped:
+                d_logits.mul_(1 - bent.square_())
+            d_hidden[start : start + chunk] = d_logits @ weight
+            d_weight.addmm_(d_logits.T, rows)
+            del bent, log_p, d_logits
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    return forward
+
+
+def _but(backward=ChunkedLoss.backward, **wrong):
+    members = {"forward": staticmethod(_forward(**wrong)), "backward": staticmethod(backward)}
+    return type(torch.autograd.Function)("ChunkedLoss", (torch.autograd.Function,), members)
+
+
+def _batch(tokens: int, width: int, vocab: int, dtype: torch.dtype, seed: int):
+    """Hidden states, output matrix and labels, of which some, and all of the second 50,
+    are -100.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=dtype)
+    weight = torch.randn(vocab, width, generator=generator, dtype=dtype) / width**0.5
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    hidden[: tokens // 3] *= 2  # the first third has a larger loss
+    labels[torch.arange(tokens) % 7 == seed] = IGNORED
+    labels[tokens // 2 : tokens // 2 + tokens // 10] = IGNORED
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def _loss(candidate, batch, cap, times) -> dict:
+    hidden, weight, labels = batch
+    loss = candidate.apply(hidden, weight, labels, cap)
+    with Operations() as ran:
+        (times * loss).backward()
+    products = sum(op in PRODUCTS for op in ran.ops)
+    return {
+        "matrix products in backward": products,
+        "loss": loss.detach(),
+        "hidden.grad": hidden.grad,
+        "weight.grad": weight.grad,
+    }
+
+
+def _observe(candidate):
+    found = {}
+    for name, sizes, cap, times in (
+        ("150 tokens, cap 2", (150, 6, 20, torch.float64, 3), 2.0, 1.0),
+        ("three times the loss, cap 0.7", (201, 5, 30, torch.float64, 1), 0.7, 3.0),
+        (Unseen("cap 30"), (64, 4, 9, torch.float64, 2), 30.0, 0.5),
+    ):
+        found[name] = _loss(candidate, _batch(*sizes), cap, times)
+    large = _batch(1000, 32, 3000, torch.float32, 5)
+    run = measure(lambda: _loss(candidate, large, 5.0, 1.0), budget=LOSS_CARD)
+    # The norms alone: what is kept of a run is compared for every mistake.
+    found["1,000 tokens"] = {
+        name: t.norm().item() for name, t in run.value.items() if isinstance(t, torch.Tensor)
+    }
+    found["the card"] = type(run)(None, run.peak, run.budget)
+    return found
+
+
+_WHOLE = (
+    "too many logits exist at once: take fewer rows of hidden at a time, and free their "
+    "logits before the next rows."
+)
+_MEANS = (
+    "every chunk has the same weight (a mean of means): divide each sum by the number of "
+    "labels in all chunks, not in its own."
+)
+
+
+def _explain(got, expected):
+    name = next(iter(expected))
+    mine, right = got[name], expected[name]
+    for part in ("hidden.grad", "weight.grad"):
+        if mine[part] is None:
+            return (
+                f"{part} is None: backward returns the gradients of hidden and weight, then "
+                "None for labels and cap."
+            )
+    ratio = (mine["loss"] / right["loss"]).item()
+    labels = _batch(150, 6, 20, torch.float64, 3)[2]
+    if abs(ratio / int((labels != IGNORED).sum()) - 1) < 1e-6:
+        return (
+            "this is the sum over the tokens: divide it, and the gradients, by the number of "
+            "labels that are not -100."
+        )
+    hidden, weight, _ = _batch(150, 6, 20, torch.float64, 3)
+    with torch.no_grad():
+        z = hidden @ weight.T
+        logits = 2 * torch.tanh(z / 2)
+        bent = [
+            F.cross_entropy(other, labels)
+            for other in (z.clamp(-2, 2), 2 * z.tanh(), 30 * torch.tanh(z / 30))
+        ]
+        every = (
+            F.cross_entropy(logits, labels.clamp(min=0), reduction="sum")
+            / (labels != IGNORED).sum()
+        )
+    if any(difference(mine["loss"], other) is None for other in bent):
+        return "the logits are wrong: use cap * tanh(z / cap), with the given cap."
+    if difference(mine["loss"], every) is None:
+        return (
+            "labels of -100 count here as label 0: ignore them, in the loss and in both gradients."
+        )
+    if got["the card"].over and difference(got[name], expected[name]) is None:
+        return _WHOLE
+    if mine["matrix products in backward"]:
+        return (
+            "backward computes again: forward makes both gradients, and backward multiplies "
+            "them by a number."
+        )
+    if right["hidden.grad"][-1].any() and not mine["hidden.grad"][-1].any():
+        return "the last rows are left out: the last chunk may be shorter than the others."
+    if difference(mine["hidden.grad"], 2 * right["hidden.grad"]) is None:
+        return (
+            "the gradients are added twice, by backward and by the chunks: detach() hidden and "
+            "weight in forward."
+        )
+    if all(
+        difference(mine[part], right[part]) is None for part in ("loss", "hidden.grad")
+    ) and difference(mine["weight.grad"], right["weight.grad"]):
+        return "weight.grad is not the sum over all chunks: every chunk adds its own."
+    mine, right = mine["hidden.grad"], right["hidden.grad"]
+    there = right.abs().amax(1) > 0
+    shares = (mine * right).sum(1)[there] / right.square().sum(1)[there]
+    parallel = torch.allclose(mine[there], shares[:, None] * right[there])
+    return _MEANS if parallel and shares.max() > 1.01 * shares.min() > 0 else None
+
+
+EXERCISES = (
+    Exercise(
+        id="9.7",
+        title="a loss in chunks",
+        difficulty=3,
+        minutes=5,
+        trains="a gradient made on the way forward, so that the logits need not come back",
+        reference=ChunkedLoss,
+        observe=_observe,
+        explain=_explain,
+        tolerance=1e-4,
+        raises=(
+            (
+                r"incorrect number of gradients",
+                (
+                    "backward returns one thing for each argument of forward: two gradients, and "
+                    "None for labels and cap."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake("whole", _but(chunk=1000), _WHOLE),
+            Mistake(
+                "cap not derived",
+                _but(slope=False),
+                (
+                    "the loss is right, but its gradient leaves out the cap: the derivative of "
+                    "cap * tanh(z / cap) is 1 - tanh(z / cap)**2."
+                ),
+            ),
+            Mistake(
+                "no cap",
+                _but(capped=False),
+                "the cap has no effect: the logits are cap * tanh(hidden @ weight.T / cap).",
+            ),
+            Mistake(
+                "upstream",
+                _but(lambda ctx, d_loss: (*ctx.saved_tensors, None, None)),
+                (
+                    "backward leaves out the gradient that it is given: multiply by it, or "
+                    "scaling the loss afterwards has no effect on the gradients."
+                ),
+            ),
+            Mistake(
+                "all rows",
+                _but(everyone=True),
+                "this divides by all rows: labels of -100 are ignored, so do not count them.",
+            ),
+            Mistake("mean of means", _but(of_means=True), _MEANS),
+        ),
+    ),
+)

@@ -1,0 +1,346 @@
+"""Lesson 10's formulas: what each rank holds, and how long ranks take to talk."""
+
+from __future__ import annotations
+
+import math
+
+from ...judge.compare import difference
+from ...judge.exercise import Exercise, Mistake, calls
+
+WAYS = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def bytes_per_rank(parameters, ranks, way):
+    """Bytes of (weights, gradients, optimizer states) on each rank, in mixed precision."""
+    return _held()(parameters, ranks, way)
+
+
+_CUT = {"ddp": (0, 0, 0), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "fsdp": (1, 1, 1)}
+
+
+def _held(each=(2, 2, 12), cut=_CUT, result=tuple):
+    def wrong(parameters, ranks, way):
+        return result(
+            size * parameters / (ranks if part else 1)
+            for size, part in zip(each, cut[way], strict=True)
+        )
+
+    return wrong
+
+
+def _explain_held(got, expected):
+    if not all(isinstance(each, (tuple, list)) and len(each) == 3 for each in got.values()):
+        return "return three numbers, (weights, gradients, optimizer states), each in bytes."
+    mine, right = ([tuple(map(float, each)) for each in seen.values()] for seen in (got, expected))
+    for name, each in (
+        (
+            (
+                "the optimizer holds two moments in float32, but its float32 copy of the weights "
+                "is missing: 12 bytes a parameter."
+            ),
+            (2, 2, 8),
+        ),
+        (
+            (
+                "weights, gradients and moments are in float32 here: in mixed precision weights "
+                "and gradients are bf16, and the optimizer has 12 bytes a parameter."
+            ),
+            (4, 4, 8),
+        ),
+        ("the gradients are in float32 here: they must be bf16, like the weights.", (2, 4, 12)),
+        (
+            (
+                "the float32 copy of the weights belongs to the optimizer's states: it is cut when "
+                "they are."
+            ),
+            (6, 2, 8),
+        ),
+        ("these are numbers: return bytes.", (1, 1, 2)),
+        ("these are numbers: return bytes.", (1, 1, 3)),
+        (
+            (
+                "the optimizer has only its two moments here: in mixed precision it also holds a "
+                "float32 copy of the weights."
+            ),
+            (2, 2, 4),
+        ),
+    ):
+        if mine == [
+            tuple(s * w / r for s, w, r in zip(triple, each, (2, 2, 12), strict=True))
+            for triple in right
+        ]:
+            return name
+    if (
+        all(
+            math.isclose(a[0] / b[0], c)
+            for a, b in zip(mine, right, strict=True)
+            for c in [mine[0][0] / right[0][0]]
+        )
+        and mine[0][0] < right[0][0] / 500
+    ):
+        return "return bytes, not kB, MB or GB."
+    wrong = [
+        name
+        for name, i in (("weights", 0), ("gradients", 1), ("states", 2))
+        if any(a[i] != b[i] for a, b in zip(mine, right, strict=True))
+    ]
+    return (
+        {
+            "weights": (
+                "only fsdp cuts the weights: with the other ways each rank has a whole "
+                "copy, of 2 bytes a parameter."
+            ),
+            "gradients": (
+                "only zero2 and fsdp cut the gradients: with the other ways each rank has all of "
+                "them, of 2 bytes a parameter."
+            ),
+            "states": (
+                "every way except ddp cuts the optimizer's states: 12 bytes a parameter, for a "
+                "float32 copy of the weights and two moments."
+            ),
+        }[wrong[0]]
+        if len(wrong) == 1
+        else None
+    )
+
+
+def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
+    """Seconds that one update's communication takes: a ring that sends ``bandwidth`` bytes a second
+    from each rank.
+    """
+    return _seconds()(way, nbytes, ranks, micro_batches, bandwidth)
+
+
+_PASSES = {"ddp": lambda k: 2, "zero2": lambda k: 2 * k, "fsdp": lambda k: 3 * k}
+
+
+def _seconds(share=lambda ranks: (ranks - 1) / ranks, **passes):
+    how = _PASSES | passes
+
+    def wrong(way, nbytes, ranks, micro_batches, bandwidth):
+        return share(ranks) * how[way](micro_batches) * nbytes / bandwidth
+
+    return wrong
+
+
+_TALK = calls(
+    ("ddp", 14_000_000_000, 8, 4, 25e9),
+    ("zero2", 3_000_000_000, 2, 1, 450e9),
+    ("fsdp", 14_000_000_000, 4, 3, 25e9),
+    ("zero2", 900_000_000, 3, 5, 12e9),
+    ("ddp", 500_000_000, 2, 1, 64e9),
+    unseen=(
+        ("fsdp", 6_000_000_000, 16, 1, 300e9),
+        ("zero2", 7_700_000, 5, 2, 9e9),
+        ("fsdp", 10_000_000, 1, 4, 9e9),
+    ),
+)
+_ALIKE = (
+    (
+        _seconds(fsdp=lambda k: 2 * k + 1, zero2=lambda k: k + 1),
+        (
+            "the gradients are reduced once an update here: ranks without a whole copy of them "
+            "must reduce after every micro-batch."
+        ),
+    ),
+    (
+        _seconds(zero2=lambda k: k + 1),
+        "zero2 reduces once an update here: it reduces after every micro-batch, as fsdp does.",
+    ),
+    (
+        _seconds(zero2=lambda k: 3 * k),
+        (
+            "zero2 gathers its weights twice here: the weights stay gathered from forward to "
+            "backward, so gathering once is enough."
+        ),
+    ),
+    (
+        _seconds(ddp=lambda k: 3, zero2=lambda k: 3 * k),
+        "only fsdp has three passes: ddp sends no weights, and zero2 gathers them once.",
+    ),
+    (
+        _seconds(ddp=lambda k: 1, zero2=lambda k: k, fsdp=lambda k: k),
+        "one pass is counted: an all-reduce is two, and sharded weights are gathered too.",
+    ),
+)
+
+
+def _explain_seconds(got, expected):
+    for formula, says in _ALIKE:
+        if difference(got, _TALK(formula)) is None:
+            return says
+    ratios = {
+        round(float(mine) / right, 12)
+        for mine, right in zip(got.values(), expected.values(), strict=True)
+        if right
+    }
+    ratio = ratios.pop() if len(ratios) == 1 else 0
+    if ratio in (8, 1 / 8):
+        return (
+            "bytes are converted to bits, or bits to bytes: nbytes and bandwidth are both in bytes."
+        )
+    if ratio == 0.5:
+        return (
+            "half of the time is missing: bandwidth is what a rank sends a second, and it sends "
+            "as much as it receives."
+        )
+    if all(
+        math.isclose(float(mine), right * arguments[4] ** 2)
+        or math.isclose(float(mine), right * arguments[4])
+        for mine, right, arguments in zip(
+            got.values(), expected.values(), (*_TALK.cases, *_TALK.unseen), strict=True
+        )
+    ):
+        return "these are bytes: return seconds, so divide by bandwidth."
+    if 0 < ratio < 1e-2:
+        return "every case is far too small: return seconds, from bytes and bytes a second."
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="10.1",
+        title="what is copied, and what is cut",
+        difficulty=1,
+        minutes=3,
+        trains="deriving ZeRO's table from the parts of a step",
+        reference=bytes_per_rank,
+        observe=calls(
+            (1_200, 4, "ddp"),
+            (7_000_000_000, 8, "zero1"),
+            (70_000_000_000, 2, "zero2"),
+            (1_200, 3, "fsdp"),
+            (600, 6, "zero1"),
+            unseen=((4_500, 5, "zero2"), (9_100, 7, "fsdp"), (33, 3, "ddp"), (80, 1, "fsdp")),
+        ),
+        explain=_explain_held,
+        mistakes=(
+            Mistake(
+                "no copy",
+                _held((2, 2, 8)),
+                (
+                    "the optimizer holds two moments in float32, but its float32 copy of the "
+                    "weights is missing: 12 bytes a parameter."
+                ),
+            ),
+            Mistake(
+                "float32",
+                _held((4, 4, 8)),
+                (
+                    "weights, gradients and moments are in float32 here: in mixed precision "
+                    "weights and gradients are bf16, and the optimizer has 12 bytes a parameter."
+                ),
+            ),
+            Mistake(
+                "a stage too far",
+                _held(
+                    cut={
+                        "ddp": (0, 0, 0),
+                        "zero1": (0, 1, 1),
+                        "zero2": (1, 1, 1),
+                        "fsdp": (1, 1, 1),
+                    }
+                ),
+                (
+                    "this cuts one part too many: zero1 cuts only the states, zero2 the gradients "
+                    "too, and fsdp all three."
+                ),
+            ),
+            Mistake(
+                "a stage short",
+                _held(
+                    cut={
+                        "ddp": (0, 0, 0),
+                        "zero1": (0, 0, 0),
+                        "zero2": (0, 0, 1),
+                        "fsdp": (0, 1, 1),
+                    }
+                ),
+                (
+                    "this cuts one part too few: zero1 cuts the states, zero2 the gradients too, "
+                    "and fsdp all three."
+                ),
+            ),
+            Mistake(
+                "ddp cuts",
+                _held(cut=dict.fromkeys(WAYS, (1, 1, 1))),
+                "everything is cut, for every way: ddp cuts nothing, and zero1 only the states.",
+            ),
+            Mistake(
+                "weights first",
+                _held(
+                    cut={
+                        "ddp": (0, 0, 0),
+                        "zero1": (1, 0, 0),
+                        "zero2": (1, 1, 0),
+                        "fsdp": (1, 1, 1),
+                    }
+                ),
+                (
+                    "this begins with the weights: ZeRO cuts the largest part first, which is the "
+                    "states, then the gradients, then the weights."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="10.6",
+        title="what communication costs",
+        difficulty=2,
+        minutes=3,
+        trains="bytes over a link, and which of them accumulation saves",
+        reference=communication_seconds,
+        observe=_TALK,
+        explain=_explain_seconds,
+        mistakes=(
+            Mistake(
+                "ddp each time",
+                _seconds(ddp=lambda k: 2 * k),
+                (
+                    "DDP sends its gradients after every micro-batch here: with no_sync it waits "
+                    "for the last one, and sends once an update."
+                ),
+            ),
+            Mistake(
+                "fsdp once",
+                _seconds(zero2=lambda k: 2, fsdp=lambda k: 3),
+                (
+                    "sharded weights are sent once an update here: every micro-batch needs them "
+                    "again, and reduces its gradients."
+                ),
+            ),
+            Mistake(
+                "no share",
+                _seconds(share=lambda ranks: 1),
+                (
+                    "a rank already has its own share: it sends (ranks - 1) / ranks of the bytes "
+                    "round the ring."
+                ),
+            ),
+            Mistake(
+                "gathered once",
+                _seconds(fsdp=lambda k: 2 * k),
+                (
+                    "fsdp frees a layer's weights after forward, so it gathers them again in "
+                    "backward: with the pass of the gradients this makes three."
+                ),
+            ),
+            Mistake(
+                "one pass",
+                _seconds(ddp=lambda k: 1),
+                (
+                    "an all-reduce is two passes round the ring: one adds up a share on each "
+                    "rank, and one sends the sums to all ranks."
+                ),
+            ),
+            Mistake(
+                "every rank",
+                _seconds(share=lambda ranks: ranks - 1),
+                (
+                    "every rank sends everything to every other rank here: in a ring each sends 1 "
+                    "/ ranks of the bytes, ranks - 1 times."
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,436 @@
+"""Lesson 10's exercises about gradients over several ranks: DDP by hand, and the divisor of uneven
+ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....names import IGNORED
+from ...judge.compare import plain
+from ...judge.exercise import Exercise, Mistake, Unseen
+from ..shared.settings import flat
+from .thread_ranks import APART, on_ranks
+
+
+def average_gradients(model):
+    """After backward on every rank: let each gradient be the mean over the ranks, one that is
+    missing counting as zeros.
+    """
+    _averaged()(model)
+
+
+def _every(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            yield p
+
+
+def _each(model):
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def _averaged(
+    *, of=_every, tensor=lambda p: p.grad, over=dist.get_world_size, send=dist.all_reduce
+):
+    def wrong(model):
+        for p in of(model):
+            t = tensor(p)
+            send(t)
+            t.div_(over())
+
+    return wrong
+
+
+@torch.no_grad()
+def _weights(model):
+    for p in model.parameters():
+        dist.all_reduce(p)
+        p /= dist.get_world_size()
+
+
+def _broadcast(tensor):
+    dist.broadcast(tensor, src=0)
+
+
+class Experts(nn.Module):
+    """A frozen table, and two layers of which a rank uses both, or the first alone.
+
+    Ids (rows,) to (rows, 3).
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.table = nn.Embedding(7, 5).requires_grad_(False)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+        generator = torch.Generator().manual_seed(10)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator).to(dtype)
+
+    def forward(self, ids, both: bool):
+        x = self.table(ids)
+        return self.first(x) + self.second(x).sin() if both else self.first(x).square()
+
+
+def _trained(ranks: int, dtype: torch.dtype, both: tuple[int, ...]) -> list[Experts]:
+    """A model for each rank after its backward; those in ``both`` have a gradient for every trained
+    weight.
+    """
+    models = [Experts(dtype) for _ in range(ranks)]
+    for rank, model in enumerate(models):
+        model.second.weight.data.mul_(1 + rank / 8)  # so that a mean of weights is seen
+        model(torch.arange(rank, rank + 3) % 7, rank in both).sum().backward()
+    return models
+
+
+def _observe_average(candidate):
+    found: dict = {}
+    for name, ranks, dtype, both in (
+        ("2 ranks", 2, torch.float64, (0, 1)),
+        ("3 ranks", 3, torch.float64, (0, 1, 2)),
+        ("2 ranks, in bf16", 2, torch.bfloat16, (0, 1)),
+        ("3 ranks, of which the last has no gradient for some weights", 3, torch.float64, (0, 1)),
+        (Unseen("4 ranks"), 4, torch.float64, (3,)),
+    ):
+        models = _trained(ranks, dtype, both)
+        before = flat(models[-1].parameters())
+        on_ranks(lambda rank, models=models: candidate(models[rank]), ranks)
+        gradients = [
+            flat(p.new_zeros(p.shape) if p.grad is None else p.grad for p in model.parameters())
+            for model in models
+        ]
+        found[name] = {"gradients on rank 0": gradients[0]}
+        found[name] |= {
+            "gradients on the last rank": gradients[-1],
+            "weights": flat(models[-1].parameters()) - before,
+        }
+        found[name]["frozen weights with a gradient"] = sum(
+            m.table.weight.grad is not None for m in models
+        )
+    return found
+
+
+def _explain_average(got, expected):
+    name = "3 ranks"
+    mine, right = got[name], expected[name]
+    own = [
+        flat(p.new_zeros(p.shape) if p.grad is None else p.grad for p in m.parameters())
+        for m in _trained(3, torch.float64, (0, 1, 2))
+    ]
+    if mine["weights"].any():
+        return (
+            "the weights have changed: average only the gradients, and leave the weights to the "
+            "optimizer."
+        )
+    first, last = mine["gradients on rank 0"], mine["gradients on the last rank"]
+    if torch.equal(first, own[0]) and torch.equal(last, own[2]):
+        return "the gradients have not changed: write the mean back, into p.grad of every rank."
+    if torch.allclose(first, right["gradients on rank 0"]) and torch.equal(last, own[2]):
+        return "only rank 0 has the mean: every rank makes the same update, so every rank needs it."
+    if torch.allclose(3 * first, own[0]) and torch.allclose(3 * last, own[2]):
+        return "each rank divides its own gradient, but nothing is added up: all_reduce first."
+    if torch.allclose(first, right["gradients on rank 0"] / 3) and torch.allclose(first, last):
+        return "the sum is divided twice by the number of ranks: divide once."
+    if mine["frozen weights with a gradient"]:
+        return (
+            "frozen weights get a gradient, which costs memory and time on the link: leave out "
+            "weights that require no gradient."
+        )
+    return None
+
+
+def loss_scale(micro_batches):
+    """What each summed loss is multiplied by, so that gradients which are averaged over ranks are
+    those of the mean loss over every label of all ranks. ``micro_batches``: this rank's labels, a
+    tensor for each; -100 does not count.
+    """
+    return _scaled()(micro_batches)
+
+
+def _count(micro_batches):
+    return sum(int((labels != IGNORED).sum()) for labels in micro_batches)
+
+
+def _everyone(count):
+    total = torch.tensor(float(count), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total
+
+
+def _scaled(
+    *, count=_count, total=_everyone, scale=lambda own, total, mine: dist.get_world_size() / total
+):
+    def wrong(micro_batches):
+        own = count(micro_batches)
+        return scale(own, total(own), micro_batches)
+
+    return wrong
+
+
+def _labels(*lengths: int, seed: int) -> Tensor:
+    """(rows, longest), -100 where a row has ended."""
+    ids = torch.randint(
+        0, 9, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
+    )
+    return ids.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], IGNORED)
+
+
+def _batches() -> dict[str, list[list[Tensor]]]:
+    return {
+        "2 ranks of 1 micro-batch": [[_labels(5, 3, seed=1)], [_labels(2, 9, 4, seed=2)]],
+        "2 ranks of 3": [
+            [_labels(5, 3, seed=1), _labels(7, seed=3), _labels(1, 1, seed=4)],
+            [_labels(2, 2, seed=5), _labels(8, 3, seed=6), _labels(6, 2, 2, seed=7)],
+        ],
+        "3 ranks, of which one has fewer micro-batches": [
+            [_labels(4, seed=8), _labels(3, 9, seed=9)],
+            [_labels(6, seed=1)],
+            [_labels(2, 5, seed=2), _labels(7, 1, seed=3)],
+        ],
+        Unseen("a rank without a label"): [[_labels(4, 6, seed=4)], [torch.full((2, 3), IGNORED)]],
+    }
+
+
+def _observe_scale(candidate):
+    found: dict = {}
+    for name, batches in _batches().items():
+        scales = on_ranks(lambda rank, batches=batches: candidate(batches[rank]), len(batches))
+        found[name] = {f"on rank {rank}": plain(scale) for rank, scale in enumerate(scales)}
+    return found
+
+
+def _explain_scale(got, expected):
+    cases = list(_batches().items())
+    mine = {name: list(got[name].values()) for name, _ in cases}
+    if not all(isinstance(scale, (int, float)) for each in mine.values() for scale in each):
+        return "return one number, by which each summed loss is multiplied."
+
+    def everywhere(formula) -> bool:
+        """Whether ``formula(labels that count on this rank, on all, ranks, micro-batches)`` is what
+        every rank returns.
+        """
+        for name, batches in cases[:3]:
+            counts = [_count(own) for own in batches]
+            for scale, own, batch in zip(mine[name], counts, batches, strict=True):
+                if abs(scale / formula(own, sum(counts), len(batches), len(batch)) - 1) > 1e-5:
+                    return False
+        return True
+
+    for formula, says in (
+        (
+            lambda own, all, ranks, k: all / ranks,
+            "this is the number to divide by: return the factor, ranks / labels.",
+        ),
+        (
+            lambda own, all, ranks, k: ranks / own,
+            (
+                "each rank divides by its own labels: all_reduce their number first, so that a "
+                "label counts the same everywhere."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: 1 / (own * ranks),
+            (
+                "each rank divides by its own labels: all_reduce their number first, so that a "
+                "label "
+                "counts the same everywhere."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: 1 / (all * k),
+            (
+                "the loss is divided by the number of micro-batches too: the labels of all of "
+                "them are counted already."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: ranks / (all * k),
+            (
+                "the loss is divided by the number of micro-batches too: the labels of all of them "
+                "are "
+                "counted already."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: 1 / ranks,
+            "no label is counted: the summed loss must become a mean over the labels of all ranks.",
+        ),
+        (
+            lambda own, all, ranks, k: 1 / k,
+            (
+                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
+                "different numbers of labels."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: ranks / k,
+            (
+                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
+                "different numbers of labels."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: 1 / (k * ranks),
+            (
+                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
+                "different numbers of labels."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: own / all,
+            (
+                "this is the rank's share of the labels: a summed loss already grows with the "
+                "number of labels."
+            ),
+        ),
+        (
+            lambda own, all, ranks, k: all,
+            "this is the number of labels: the factor is ranks / labels.",
+        ),
+    ):
+        if everywhere(formula):
+            return says
+    return None
+
+
+_APART = (
+    (
+        rf"{APART}|equal size|must match",
+        (
+            "the ranks do not make the same calls: each of them calls all_reduce as often as the "
+            "others, for tensors of the same shapes."
+        ),
+    ),
+)
+
+EXERCISES = (
+    Exercise(
+        id="10.2",
+        title="DDP by hand",
+        difficulty=2,
+        minutes=4,
+        trains="what every rank sends, and that all of them send the same",
+        reference=average_gradients,
+        observe=_observe_average,
+        explain=_explain_average,
+        raises=(
+            (
+                rf"{APART}|equal size|must match",
+                (
+                    "the ranks do not make the same calls: one leaves out a weight for which it "
+                    "has no gradient. On that rank its gradient counts as zeros."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "sum",
+                _averaged(over=lambda: 1),
+                (
+                    "this is the sum over the ranks: divide it by their number, or the learning "
+                    "rate grows with them."
+                ),
+            ),
+            Mistake(
+                "two",
+                _averaged(over=lambda: 2),
+                "the sum is divided by 2, however many ranks there are: use dist.get_world_size().",
+            ),
+            Mistake(
+                "weights",
+                _weights,
+                (
+                    "the weights are averaged, not the gradients, so each rank still steps with "
+                    "its own gradient."
+                ),
+            ),
+            Mistake(
+                "rank 0's",
+                _averaged(send=_broadcast, over=lambda: 1),
+                (
+                    "every rank gets rank 0's gradient: the other gradients are lost. all_reduce "
+                    "adds them up."
+                ),
+            ),
+            Mistake(
+                "a copy",
+                _averaged(tensor=lambda p: p.grad.clone()),
+                (
+                    "the gradients have not changed: all_reduce p.grad itself, or write the mean "
+                    "of a copy back into it."
+                ),
+            ),
+            Mistake(
+                "skips",
+                _averaged(of=_each),
+                (
+                    "the ranks do not make the same calls: one leaves out a weight for which it "
+                    "has "
+                    "no "
+                    "gradient. On that rank its gradient counts as zeros."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="10.5",
+        title="uneven rows over uneven ranks",
+        difficulty=2,
+        minutes=4,
+        trains="one mean over all labels, where each rank sees some",
+        reference=loss_scale,
+        observe=_observe_scale,
+        explain=_explain_scale,
+        raises=(
+            (
+                r"ZeroDivision|division by zero",
+                "a rank may have no label at all: divide by the labels of all ranks.",
+            ),
+            *_APART,
+        ),
+        mistakes=(
+            Mistake(
+                "own",
+                _scaled(total=lambda own: own, scale=lambda own, total, mine: 1 / max(own, 1)),
+                (
+                    "each rank divides by its own labels (a mean of means): a label on a rank "
+                    "with few labels counts more. all_reduce the number of labels first."
+                ),
+            ),
+            Mistake(
+                "not averaged",
+                _scaled(scale=lambda own, total, mine: 1 / total),
+                (
+                    "averaging the ranks' gradients afterwards divides by the number of ranks too: "
+                    "multiply by it."
+                ),
+            ),
+            Mistake(
+                "divided",
+                _scaled(scale=lambda own, total, mine: 1 / (total * dist.get_world_size())),
+                "this divides by the number of ranks, but averaging does so too: multiply by it.",
+            ),
+            Mistake(
+                "all labels",
+                _scaled(count=lambda mine: sum(labels.numel() for labels in mine)),
+                "labels of -100 are counted: they have no loss.",
+            ),
+            Mistake(
+                "rows",
+                _scaled(count=lambda mine: sum(len(labels) for labels in mine)),
+                (
+                    "rows are counted: the loss is a sum over labels, and rows have different "
+                    "numbers of them."
+                ),
+            ),
+            Mistake(
+                "last",
+                _scaled(count=lambda mine: _count(mine[-1:])),
+                "only one micro-batch is counted: the update uses all of them.",
+            ),
+        ),
+    ),
+)

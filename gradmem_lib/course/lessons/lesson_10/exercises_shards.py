@@ -1,0 +1,486 @@
+"""Lesson 10's exercises about weights that are cut: a layer that gathers its own, and PyTorch's
+engine around a model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ....compat import TorchDispatchMode, one_of
+from ....measure.tracker import MemoryTracker
+from ...judge.compare import Measured, difference
+from ...judge.exercise import Exercise, Mistake, Unseen
+from ...machine.compat import enable_checkpointing
+from ...material import models
+from ..shared.settings import flat, quietly
+from .thread_ranks import APART, on_ranks
+
+SHARD_CARD = (
+    # bytes: a rank's quarter of six matrices of 262,144, its gradients, and a few whole matrices
+    1_700_000
+)
+SIDE, LAYERS = 256, 6
+WRAP_CARD = 2_550_000  # bytes, of a forward and a backward on a rank of two
+
+
+def gather(shard) -> Tensor:
+    """The shards of all ranks (rows, columns), one below the other: (ranks * rows, columns)."""
+    whole = shard.new_empty(dist.get_world_size() * len(shard), *shard.shape[1:])
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), shard.contiguous())
+    return whole
+
+
+def own_mean(whole) -> Tensor:
+    """This rank's rows of the mean of ``whole`` over the ranks: (ranks * rows, columns) to (rows,
+    columns).
+    """
+    parts = list(whole.chunk(dist.get_world_size()))
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own / dist.get_world_size()
+
+
+def _gathered(
+    *, again=True, reduce=own_mean, back=lambda d_out, weight: d_out @ weight, x_too=True
+):
+    """The function of a sharded layer; the switches make it wrong."""
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, shard):
+            weight = gather(shard)
+            ctx.save_for_backward(x, shard if again else weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx, d_out):
+            x, kept = ctx.saved_tensors
+            d_x = back(d_out, gather(kept) if again else kept)
+            return d_x if x_too else None, reduce(d_out.flatten(0, -2).T @ x.flatten(0, -2))
+
+    return Gathered
+
+
+_Gathered = _gathered()
+
+
+class ShardedLinear(nn.Module):
+    """This rank's rows of ``linear``'s weight (outputs, inputs), which has no bias: whole in
+    forward and backward alone.
+    """
+
+    def __init__(self, linear):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.shard = nn.Parameter(weight.chunk(dist.get_world_size())[dist.get_rank()].clone())
+
+    def forward(self, x):
+        return _Gathered.apply(x, self.shard)
+
+
+def _layer(*, keep=lambda part, weight: part.clone(), run=None, **wrong):
+    """A wrong ``ShardedLinear``."""
+    function = _gathered(**wrong)
+
+    def init(self, linear):
+        nn.Module.__init__(self)
+        weight = linear.weight.detach()
+        self.shard = nn.Parameter(
+            keep(weight.chunk(dist.get_world_size())[dist.get_rank()], weight)
+        )
+
+    return type(
+        "ShardedLinear",
+        (nn.Module,),
+        {"__init__": init, "forward": run or (lambda self, x: function.apply(x, self.shard))},
+    )
+
+
+def _plain_gather(self, x):
+    return F.linear(x, gather(self.shard))
+
+
+def _once(self, x):
+    if not hasattr(self, "whole"):
+        self.whole = gather(self.shard.detach())
+    return _Gathered.apply(x, self.shard) + 0 * (x @ self.whole.T)
+
+
+def _all_reduced(whole):
+    whole = whole.clone()
+    dist.all_reduce(whole)
+    return whole.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+
+
+class Calls(TorchDispatchMode):
+    """Names of the collective calls that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, word: str) -> int:
+        return sum(word in name.replace("_", "") for name in self.names)
+
+
+def _shard_of(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for p in layer.parameters() if p.requires_grad]
+
+
+def _rows(candidate, linear: nn.Linear, x: Tensor) -> dict:
+    """Two updates of a layer on one rank."""
+    layer, x = candidate(linear), x.clone().requires_grad_()
+    found: dict = {"numbers held": sum(t.numel() for t in [*layer.parameters(), *layer.buffers()])}
+    for step in ("first", "second"):
+        out = layer(x)
+        out.square().mean().backward()
+        found[f"{step} output"], found[f"{step} x.grad"] = out.detach(), x.grad
+        found[f"{step} gradient"] = flat(p.grad for p in _shard_of(layer))
+        with torch.no_grad():
+            for p in _shard_of(layer):
+                if p.grad is not None:
+                    p -= 0.5 * p.grad
+                p.grad = None
+        x.grad = None
+    return found
+
+
+def _chain(candidate) -> tuple[nn.Sequential, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        layers = [candidate(nn.Linear(SIDE, SIDE, bias=False)) for _ in range(LAYERS)]
+        return nn.Sequential(*layers), torch.randn(4, SIDE)
+
+
+def _observe_layer(candidate):
+    found: dict = {}
+    for name, ranks, inside, outside in (
+        ("2 ranks", 2, 3, 4),
+        ("3 ranks, x of (2, 3, 5)", 3, 5, 6),
+        (Unseen("another shape"), 2, 4, 10),
+    ):
+        generator = torch.Generator().manual_seed(ranks + outside)
+        linears = [
+            nn.Linear(inside, outside, bias=False, dtype=torch.float64) for _ in range(ranks)
+        ]
+        weight = torch.randn(outside, inside, generator=generator, dtype=torch.float64)
+        for linear in linears:
+            linear.weight.data = weight.clone()
+        x = torch.randn(
+            ranks,
+            *((2, 3) if ranks == 3 else (4,)),
+            inside,
+            generator=generator,
+            dtype=torch.float64,
+        )
+        seen = on_ranks(
+            lambda rank, own=(linears, x): _rows(candidate, own[0][rank], own[1][rank]), ranks
+        )
+        found[name] = {
+            f"{part} on rank {rank}": seen[rank][part]
+            for rank in (0, ranks - 1)
+            for part in seen[rank]
+        }
+    with one_of(4, 0):
+        chain, x = _chain(candidate)
+        with Calls() as calls, MemoryTracker(chain, live=False) as tracker:
+            chain(x).square().mean().backward()
+    found["all-reduces"] = calls.count("allreduce")
+    found["six layers on one of 4 ranks"] = Measured(None, tracker.peak.total, SHARD_CARD)
+    return found
+
+
+def _explain_layer(got, expected):
+    mine, right = got["2 ranks"], expected["2 ranks"]
+    if mine["numbers held on rank 0"] > right["numbers held on rank 0"]:
+        return (
+            "the layer holds more than this rank's rows: keep only "
+            "weight.chunk(ranks)[rank].clone()."
+        )
+    for part in mine:
+        if mine[part] is None:
+            return f"{part} is None: backward returns a gradient for x and one for the shard."
+    name = next((part for part in right if difference(mine[part], right[part])), "")
+    if "output" in name:
+        if "second" in name:
+            return (
+                "the first output is right, but the output after an update is not: gather the "
+                "weight again each time."
+            )
+        return (
+            "the output differs from that of the whole layer: gather the shards in the order of "
+            "the ranks, and multiply by the transpose."
+        )
+    if "x.grad" in name:
+        return (
+            "x.grad is wrong: compute d_out @ weight with the whole weight, and take no mean "
+            "over ranks, since x belongs to this rank."
+        )
+    if "gradient" in name:
+        if not len(mine[name]) or not mine[name].any():
+            return "the shard gets no gradient: backward returns own_mean of d_out.T @ x for it."
+        return (
+            "the shard's gradient is wrong: it is this rank's rows of the mean over all ranks "
+            "of d_out.T @ x."
+        )
+    return None
+
+
+def wrap(model, mesh):
+    """Per layer a checkpoint and ``fully_shard``, then ``fully_shard`` for the rest; the model."""
+    enable_checkpointing(model, {"use_reentrant": False})
+    return _sharded()(model, mesh)
+
+
+def _sharded(*, layers=True, root=True, **options):
+    def wrong(model, mesh):
+        for layer in model.model.layers if layers else ():
+            fully_shard(layer, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options) if root else model
+
+    return wrong
+
+
+def _checkpointed(sharded):
+    def wrong(model, mesh):
+        enable_checkpointing(model, {"use_reentrant": False})
+        return sharded(model, mesh)
+
+    return wrong
+
+
+def wrap_setting(layers: int = 6, hidden: int = 64, dtype: torch.dtype = torch.float32):
+    """A tiny Llama, and token ids for 4 rows of 32."""
+    model = models.tiny_llama(
+        layers=layers, hidden=hidden, heads=4, intermediate=172, vocab=257
+    ).to(dtype)
+    return model.train(), torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def _whole(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _gradients(candidate) -> dict:
+    """One backward on two ranks: gradients, whole, on each."""
+    both = [wrap_setting(layers=2, hidden=16, dtype=torch.float64)[0] for _ in range(2)]
+    ids = wrap_setting(layers=1, hidden=16)[1][:, :8].chunk(2)
+
+    def run(rank: int):
+        model = candidate(both[rank], init_device_mesh("cpu", (2,)))
+        model = both[rank] if model is None else model
+        model(input_ids=ids[rank], labels=ids[rank]).loss.backward()
+        return flat(_whole(p.grad) for p in model.parameters())
+
+    first, last = on_ranks(run, 2)
+    return {"gradients on rank 0": first, "gradients on rank 1": last}
+
+
+def step_on_a_rank(candidate) -> tuple[nn.Module, Calls, MemoryTracker]:
+    """A forward and a backward of the tiny Llama on rank 0 of 2."""
+    model, ids = wrap_setting()
+    model = candidate(model, init_device_mesh("cpu", (2,))) or model
+    with Calls() as calls, MemoryTracker(model, live=False) as tracker:
+        model(input_ids=ids[:2], labels=ids[:2]).loss.backward()
+    return model, calls, tracker
+
+
+@quietly
+def _observe_wrap(candidate):
+    found: dict = {"two ranks": _gradients(candidate)}
+    with one_of(2, 0):
+        model, calls, tracker = step_on_a_rank(candidate)
+        whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    gathers = calls.count("allgather")
+    found["weights that stay whole"] = len(whole)
+    found["all-gathers beyond 20"] = max(0, gathers - 20)
+    found["a rank"] = Measured(None, tracker.peak.total, WRAP_CARD)
+    return found | {"gathered again in backward (1 is yes)": int(gathers > 9)}
+
+
+def _explain_wrap(got, expected):
+    if got["weights that stay whole"]:
+        return (
+            "some weights stay whole on every rank, and nobody averages their gradients: "
+            "fully_shard(model) takes what the layers leave."
+        )
+    if difference(got["two ranks"], expected["two ranks"]):
+        return (
+            "the gradients differ from those of one process: fully_shard each layer, then the "
+            "model, in float32, and do not change how the model runs."
+        )
+    if not got["gathered again in backward (1 is yes)"]:
+        return (
+            "weights stay gathered from forward to backward, or all are gathered at once: each "
+            "layer is a unit, and frees its weights after forward."
+        )
+    if got["all-gathers beyond 20"]:
+        return (
+            "too many small all-gathers: one layer is one unit, so fully_shard takes a whole layer."
+        )
+    return None
+
+
+EXERCISES = (
+    Exercise(
+        id="10.3",
+        title="a linear layer that is cut over ranks",
+        difficulty=3,
+        minutes=6,
+        trains="all-gather in forward and in backward, reduce-scatter after",
+        reference=ShardedLinear,
+        observe=_observe_layer,
+        explain=_explain_layer,
+        raises=(
+            (
+                rf"{APART}",
+                (
+                    "the ranks do not make the same calls: each gathers once in forward, and "
+                    "gathers and reduces once in backward."
+                ),
+            ),
+            (
+                r"shapes cannot be multiplied|size mismatch|must match the size",
+                (
+                    "x may have more than two dimensions, and the weight is (outputs, inputs): x @ "
+                    "weight.T, and d_out.flatten(0, -2).T @ x.flatten(0, -2)."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "keeps it",
+                _layer(again=False),
+                (
+                    "the whole weight of every layer is kept from forward to backward: save the "
+                    "shard, and gather again."
+                ),
+            ),
+            Mistake(
+                "not reduced",
+                _layer(
+                    reduce=lambda whole: whole.chunk(dist.get_world_size())[dist.get_rank()].clone()
+                ),
+                (
+                    "each rank keeps its rows of its own gradient: the gradients from the other "
+                    "ranks' batches are missing. reduce_scatter adds them up."
+                ),
+            ),
+            Mistake(
+                "sum",
+                _layer(reduce=lambda whole: own_mean(whole) * dist.get_world_size()),
+                "the gradient is the sum over the ranks: return the mean.",
+            ),
+            Mistake(
+                "all-reduce",
+                _layer(reduce=_all_reduced),
+                (
+                    "the numbers are right, but every rank receives the whole gradient: "
+                    "reduce_scatter sends each rank only its own rows, half as many bytes."
+                ),
+            ),
+            Mistake(
+                "plain autograd",
+                _layer(run=_plain_gather),
+                (
+                    "autograd does not follow an all_gather, so the shard gets no gradient: write "
+                    "forward and backward of a torch.autograd.Function."
+                ),
+            ),
+            Mistake(
+                "x averaged",
+                _layer(back=lambda d_out, weight: d_out @ weight / dist.get_world_size()),
+                (
+                    "x.grad is divided by the number of ranks: x belongs to this rank, and so "
+                    "does its gradient."
+                ),
+            ),
+        ),
+    ),
+    Exercise(
+        id="10.4",
+        title="a model of sharded layers",
+        difficulty=2,
+        minutes=4,
+        trains="units of FSDP2, and checkpoints under them",
+        reference=wrap,
+        observe=_observe_wrap,
+        explain=_explain_wrap,
+        tolerance=1e-9,
+        changes=("model.mode", "model.hook", "model.config"),
+        raises=(
+            (
+                r"Invariant encountered|already",
+                (
+                    "fully_shard(model) takes all that is not sharded yet: the layers come first, "
+                    "the model last."
+                ),
+            ),
+            (
+                r"comm\.cpp",
+                (
+                    "DistributedDataParallel leaves a whole copy of the model on every rank: "
+                    "fully_shard cuts it."
+                ),
+            ),
+        ),
+        mistakes=(
+            Mistake(
+                "no checkpoints",
+                _sharded(),
+                (
+                    "every layer's activations are kept: switch on checkpointing before you shard "
+                    "the layers."
+                ),
+            ),
+            Mistake(
+                "root only",
+                _checkpointed(_sharded(layers=False)),
+                (
+                    "the whole model is one unit, gathered at once: shard each layer separately, "
+                    "so that only one or two are whole at a time."
+                ),
+            ),
+            Mistake(
+                "layers only",
+                _checkpointed(_sharded(root=False)),
+                (
+                    "embeddings, the last norm and the head stay whole on every rank, and nobody "
+                    "averages their gradients: fully_shard(model) takes what the layers leave."
+                ),
+            ),
+            Mistake(
+                "kept gathered",
+                _checkpointed(_sharded(reshard_after_forward=False)),
+                (
+                    "every layer stays whole from forward to backward (ZeRO-2): leave "
+                    "reshard_after_forward as it is."
+                ),
+            ),
+            Mistake(
+                "bf16",
+                _checkpointed(_sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))),
+                "the layers compute in bf16: use no mixed precision here.",
+            ),
+            Mistake(
+                "checkpoints alone",
+                _checkpointed(lambda model, mesh: model),
+                (
+                    "nothing is sharded: every rank has the whole model, and learns only from its "
+                    "own rows."
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,96 @@
+"""Several ranks for a check, as threads of the notebook's own process: no port is opened, and no
+process group that the learner has is touched. Numbers are those of real ranks; bytes are measured
+on one rank of a group whose others are not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ...machine.compat import groups_of_threads
+
+APART = "the ranks do not make the same calls"
+
+
+class _Ended:
+    """What a rank that has ended hands to a call which the others still make: no tensors, so that
+    the call fails at once.
+    """
+
+    def _raise(self, *_):
+        raise RuntimeError(f"{APART}: one has ended, and another waits for it")
+
+    __getitem__ = __len__ = __iter__ = _raise
+
+
+class _AllEnded:
+    """The call that every rank makes at last."""
+
+    def work(self, data: list) -> None:
+        if not all(type(each) is _Ended for each in data):
+            _Ended()._raise()
+
+
+def _compare(one, other) -> None:
+    names = {type(call).__name__ for call in (one, other)} - {"_AllEnded"}
+    if len(names) > 1:
+        raise RuntimeError(f"{APART}: {' meets '.join(sorted(names))}")
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    """Wait half a second for the ranks that follow rank 0 to their end, then end those that compute
+    on and on.
+    """
+    end = time.monotonic() + 0.5
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    for _ in range(5):
+        for thread in filter(threading.Thread.is_alive, threads):
+            ident = ctypes.c_ulong(thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+            thread.join(0.05)
+
+
+def on_ranks(function: Callable[[int], Any], ranks: int) -> list:
+    """``function(rank)`` on so many ranks at once, each a thread with a process group; what each
+    returns.
+
+    Rank 0 is the calling thread. Where ranks raise, the first of them does here. Models are made
+    outside: threads share the generator of random numbers.
+    """
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
+    store = dist.HashStore()
+    with groups_of_threads(_compare) as (meet, stop):
+
+        def run(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+                results[rank] = function(rank)
+                meet(dist.group.WORLD, rank, _AllEnded(), _Ended())
+            except BaseException as error:
+                errors[rank] = error
+                stop(error)
+            finally:
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+
+        threads = [
+            threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(1, ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        run(0)
+        _end(threads)
+    # A rank that waits for one which has failed leaves by SystemExit, which says nothing.
+    raised = sorted(filter(None, errors), key=lambda error: isinstance(error, SystemExit))
+    if raised:
+        raise raised[0]
+    return results

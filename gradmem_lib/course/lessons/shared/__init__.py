@@ -1,0 +1,1 @@
+"""What the exercises and claims of two or more lessons use."""

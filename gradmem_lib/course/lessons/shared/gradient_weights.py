@@ -1,0 +1,235 @@
+"""Which micro-batches a gradient is made of, and with which weights: read off the gradient itself,
+however it was made.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...judge.hints import times
+
+NO_STEP = "optimizer.step() is missing: the weights never move."
+ANOTHER_STEP = "the weights move, but not by the given optimizer: call step() on that one."
+NOTHING = (
+    "no gradient is left in .grad: backward is not called, or the gradients are zeroed after it."
+)
+
+
+def weights_of(
+    gradient: torch.Tensor, parts: Sequence[torch.Tensor], slack: float = 1e-5
+) -> list[float] | None:
+    """The w with gradient = w[0] * parts[0] + …, for parts that are each the gradient of a summed
+    loss; ``None`` if there are none.
+    """
+    import numpy
+
+    if any(part.shape != gradient.shape for part in parts):
+        return None
+    left, right = torch.stack(list(parts), 1).double().numpy(), gradient.double().numpy()
+    found = numpy.linalg.lstsq(left, right, rcond=None)[0]
+    off = abs(left @ found - right).max()
+    return [float(w) for w in found] if off <= slack * max(abs(right).max(), 1e-12) else None
+
+
+def parts_of(
+    loss_and_count: Callable, micro_batches: Sequence, parameters: Sequence
+) -> tuple[list, list[int]]:
+    """For each micro-batch the gradient of its summed loss, in a row, and its count; nothing is
+    left in ``.grad``.
+    """
+    parts, counts = [], []
+    for micro in micro_batches:
+        loss, count = loss_and_count(micro)
+        found = torch.autograd.grad(loss, parameters)
+        parts.append(torch.cat([gradient.double().flatten() for gradient in found]))
+        counts.append(int(count))
+    return parts, counts
+
+
+def why(weights: Sequence[float], counts: Sequence[int], what: str = "gradient") -> str | None:
+    """What is wrong with the weights of a window's micro-batches, in a sentence; ``None`` where it
+    is not known, or nothing.
+    """
+    k, total = len(counts), sum(counts)
+    used = [(w * total, count) for w, count in zip(weights, counts, strict=True) if count]
+    gone = [
+        i
+        for i, (w, n) in enumerate(zip(weights, counts, strict=True), 1)
+        if n and abs(w * total) < 1e-6
+    ]
+    if len(gone) == len(used):
+        return NOTHING if what == "gradient" else None
+    if gone:
+        return _missing(gone, k, what)
+    ratios = [ratio for ratio, _ in used]
+    if _same(ratios):
+        return _all_times(ratios[0], counts, what)
+    # 1: every mean has the weight 1 / K
+    by_count = [ratio * count / total * k for ratio, count in used]
+    if _same(by_count):
+        if math.isclose(by_count[0], k, rel_tol=1e-3):
+            return (
+                f"this adds up the means of the micro-batches: with {k} of them the {what} is "
+                f"about {k} times too large."
+            )
+        if math.isclose(by_count[0], k / total, rel_tol=1e-3):
+            return (
+                "means are divided by the total here, as if they were sums: a mean is already "
+                "divided by its own count, so multiply it by that count first."
+            )
+        return (
+            f"every micro-batch has the same weight in the {what} (loss / K, a mean of means): a "
+            "token of a short one then counts more than one of a long one; divide sums by the "
+            "total."
+        )
+    running = [sum(counts[: i + 1]) for i in range(k) if counts[i]]
+    if _same([ratio / total * so_far for (ratio, _), so_far in zip(used, running, strict=True)]):
+        return (
+            "this divides by the items seen so far, a running total: the total of the whole "
+            "window must be known before the first backward."
+        )
+    if _same([ratio / count for ratio, count in used]):
+        return (
+            "each sum is multiplied by its count: a sum already has that weight, so only divide "
+            "it by the total."
+        )
+    if _same([ratio * count**2 for ratio, count in used]):
+        return (
+            "the weights are upside down: each mean is divided by its count, but must be "
+            "multiplied by it."
+        )
+    return None
+
+
+def _missing(gone: list[int], k: int, what: str) -> str:
+    if gone == list(range(1, k)):
+        lost = " (a zero_grad inside the window?)" if what == "gradient" else ""
+        return f"only the last micro-batch counts in the {what}: those before it are lost{lost}."
+    if gone == list(range(2, k + 1)):
+        return f"only the first micro-batch counts in the {what}."
+    which = "the last one" if gone == [k] else f"number {' and '.join(map(str, gone))} of {k}"
+    return f"a micro-batch is missing from the {what}: {which}."
+
+
+def _all_times(ratio: float, counts: Sequence[int], what: str) -> str | None:
+    """The sentence for a gradient, or a loss, that is ``ratio`` times what it should be."""
+    k, total = len(counts), sum(counts)
+    known = [
+        (1.0, None),
+        (
+            total,
+            (
+                f"no division: this is the {what} of the sum, as many times too large as there are "
+                "tokens."
+            ),
+        ),
+        (
+            k,
+            (
+                f"the {what} is K = {k} times too large: this divides by the mean count, or adds "
+                "up means; divide by the total."
+            ),
+        ),
+        (
+            total / k,
+            f"sums are divided by K = {k}: divide them by the number of items, {total} here.",
+        ),
+        (1 / k, f"this divides twice, by the total and by K: the {what} is {k} times too small."),
+        (
+            total / counts[0],
+            (
+                f"this divides by the count of the first micro-batch: the {what} needs the total "
+                "of all."
+            ),
+        ),
+        (
+            total / max(counts[-1], 1),
+            (
+                f"this divides by the count of the last micro-batch: the {what} needs the total of "
+                "all."
+            ),
+        ),
+        (
+            total / max(counts),
+            f"this divides by the largest count: the {what} needs the total of all.",
+        ),
+    ]
+    if what == "gradient":
+        known += [
+            (-1.0, "the gradient has the wrong sign: this increases the loss."),
+            (
+                total + 1,
+                (
+                    "backward runs in both passes, on the sums and again on the divided losses: "
+                    "count without backward."
+                ),
+            ),
+            (2.0, "the gradient is twice too large: backward runs twice for everything."),
+        ]
+    for wanted, says in known:
+        if math.isclose(ratio, wanted, rel_tol=1e-3):
+            return says
+    return f"the {what} is {times(ratio)} for every micro-batch: look at what it is divided by."
+
+
+def _same(numbers: Sequence[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=1e-3) for number in numbers)
+
+
+def why_loss(loss: float, sums: Sequence[float], counts: Sequence[int]) -> str | None:
+    """What a returned loss is that is not the mean over all items, from each micro-batch's summed
+    loss and count.
+    """
+    means = [total / count for total, count in zip(sums, counts, strict=True) if count]
+    k, mean = len(counts), sum(sums) / sum(counts)
+    known = (
+        (sum(means) / len(means), "an unweighted average of the micro-batches' means"),
+        (sum(means) / k, "an unweighted average of the micro-batches' means"),
+        (sum(means), "the sum of the micro-batches' means"),
+        (means[-1], "only the last micro-batch's mean"),
+        (means[-1] / k, "the last micro-batch's mean, divided by K"),
+        (means[0], "only the first micro-batch's mean"),
+        (sums[-1] / sum(counts), "only the last micro-batch's part"),
+        (sum(sums), "the sum over all items, not divided by their number"),
+        (sum(sums) / k, "the sum over all items, divided by K and not by the number of items"),
+        (mean / k, "the mean, divided by K once more"),
+        (mean / sum(counts), "divided by the number of items twice"),
+    )
+    if not isinstance(loss, (int, float)):
+        return None
+    return next((what for value, what in known if math.isclose(loss, value, rel_tol=1e-5)), None)
+
+
+class Graphs:
+    """``loss_and_count`` that notices how many graphs of earlier losses are alive when it is
+    called: ``most``.
+    """
+
+    def __init__(self, loss_and_count: Callable):
+        self.loss_and_count, self.most = loss_and_count, 0
+        self._alive: list[weakref.ref] = []
+
+    def __call__(self, micro):
+        self.most = max(self.most, sum(graph() is not None for graph in self._alive))
+        mark = _Mark()
+        # What a graph has saved holds the mark; backward, or letting go of the loss, lets go of it.
+        with saved_tensors_hooks(
+            lambda tensor, mark=mark: (mark, tensor.detach()), lambda packed: packed[1]
+        ):
+            result = self.loss_and_count(micro)
+        self._alive.append(weakref.ref(mark))
+        return result
+
+    @property
+    def kept(self) -> int:
+        """Graphs kept beside the one that is in work: 0 for an answer that lets go of each."""
+        return max(0, self.most - 1)
+
+
+class _Mark:
+    pass

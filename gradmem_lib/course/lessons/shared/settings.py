@@ -1,0 +1,104 @@
+"""What the exercises run on: small models, their batches and their cards, made afresh on each call.
+
+Lessons show them too.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import wraps
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ....names import IGNORED
+
+
+def flat(tensors) -> torch.Tensor:
+    """All tensors in a row, as float64; nothing for ``None``."""
+    parts = [t.detach().double().flatten() for t in tensors if t is not None]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+def gradients_of(module: nn.Module) -> torch.Tensor:
+    """All gradients in a row; zeros where there is none."""
+    return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters())
+
+
+def quietly(observe):
+    """``observe``, or ``explain``, without what transformers says on the way, which is not the
+    learner's output.
+
+    ``Trainer`` has the garbage collector look at all that lives, at the end of each run, which in a
+    kernel is most of its time: it is shown what the run has made alone.
+    """
+
+    @wraps(observe)
+    def quiet(*seen):
+        from transformers.utils import logging
+
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        gc.freeze()
+        try:
+            return observe(*seen)
+        finally:
+            gc.unfreeze()
+            logging.set_verbosity(level)
+
+    return quiet
+
+
+def rows(*lengths: int, seed: int = 0, vocab: int = 11) -> torch.Tensor:
+    """Token ids (batch, longest) of sequences of these lengths, with -100 where a sequence has
+    ended.
+    """
+    ids = torch.randint(
+        0, vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
+    )
+    return ids.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], IGNORED)
+
+
+def text_batch(*lengths: int, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels`` of sequences of these lengths, padded on the
+    right.
+    """
+    labels = rows(*lengths, seed=seed, vocab=vocab)
+    return {
+        "input_ids": labels.clamp(min=0),
+        "attention_mask": (labels != IGNORED).long(),
+        "labels": labels,
+    }
+
+
+class Bigrams(nn.Module):
+    """The smallest language model: the next token from this one.
+
+    Ids (batch, sequence) to logits, in float64.
+    """
+
+    def __init__(self, vocab: int = 11, hidden: int = 4):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(
+            torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+        )
+        self.head = nn.Parameter(
+            torch.randn(hidden, vocab, generator=generator, dtype=torch.float64)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: (batch, sequence); the result: (batch, sequence, vocabulary)."""
+        return self.table[ids] @ self.head
+
+
+def bigram_loss(model: Bigrams):
+    """``loss_and_count`` for token ids whose padding is -100: (summed loss, predicted tokens)."""
+
+    def loss_and_count(labels):
+        logits, targets = model(labels.clamp(min=0))[:, :-1], labels[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return loss, int((targets != IGNORED).sum())
+
+    return loss_and_count

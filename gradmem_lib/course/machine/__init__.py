@@ -1,0 +1,1 @@
+"""Processes, ranks, environment variables, the course's files, private names of torch."""

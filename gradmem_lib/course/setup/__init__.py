@@ -1,0 +1,1 @@
+"""What ``gradmem doctor`` and ``gradmem lab`` run."""

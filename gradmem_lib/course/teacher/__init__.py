@@ -1,0 +1,1 @@
+"""What a teacher touches: the board of a class."""

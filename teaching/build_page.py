@@ -1,0 +1,204 @@
+"""Writes docs/teaching.md: teaching/notes.md, with minutes, questions and known mistakes from
+lessons and exercises.
+
+``make notebooks`` runs this file. It also writes gradmem_lib/course/teacher/questions.json, which
+the class board reads.
+
+In the text, a block "```run 90" is a run sheet of at most 90 minutes. Its lines are "10 | what" for
+ten minutes, or "L01 1-3 | what" for sections of a lesson ("L01" for all of it). A heading "### 01"
+gets everything about that lesson. "{{06: Explore}}" is what lesson 06 says under that heading, from
+the second paragraph on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from math import ceil
+
+from build_notebooks import ROOT, Problem, write
+from lesson_facts import Lesson, lessons
+from sheet_facts import sheet
+
+from gradmem_lib.course.judge.exercise import Exercise
+from gradmem_lib.course.lessons.catalogue import all_exercises
+
+TEXT, PAGE = ROOT / "teaching" / "notes.md", ROOT / "docs" / "teaching.md"
+QUESTIONS = ROOT / "gradmem_lib" / "course" / "teacher" / "questions.json"
+ASKING = 2  # minutes that a room takes for a prediction: the guesses, the picture, a word about it
+STEP = 5  # rows of a run sheet are whole multiples
+RUN = re.compile(r"^```run (\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OF_LESSON = re.compile(r"^### (\d\d)\n(.*?)(?=^###? |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def page(found: list[Lesson], text: str) -> str:
+    """docs/teaching.md from its handwritten part."""
+    by_number = {lesson.number: lesson for lesson in found}
+    text = RUN.sub(lambda match: run_sheet(int(match[1]), match[2], by_number), text)
+    lacking = [number for number in by_number if number not in dict(OF_LESSON.findall(text))]
+    if lacking:
+        raise Problem(
+            f"{TEXT.name} has no notes for {', '.join(lacking)}: add a heading '### "
+            f"{lacking[0]}' to it"
+        )
+    text = re.sub(
+        r"\{\{(\d\d): (.*?)\}\}", lambda match: by_number[match[1]].cell_under(match[2]), text
+    )
+    text = OF_LESSON.sub(
+        lambda match: (
+            of_lesson(by_number[match[1]], match[2].strip()) if match[1] in by_number else ""
+        ),
+        text,
+    )
+    made = "<!-- make notebooks builds this page from teaching/notes.md -->"
+    return f"{made}\n\n{text.rstrip()}\n"
+
+
+def run_sheet(most: int, rows: str, found: dict[str, Lesson]) -> str:
+    """A table of rows that begin when the one before ends.
+
+    ``Problem`` if they take more than ``most`` minutes.
+    """
+    lines, at = ["| from | minutes | what |", "|---|---|---|"], 0
+    for row in rows.strip().splitlines():
+        left, _, what = (part.strip() for part in row.partition("|"))
+        if left.isdigit():
+            took = int(left)
+        elif lesson := re.fullmatch(r"L(\d\d) ?([\d-]*)", left):
+            number, sections = lesson.groups()
+            if number not in found:  # not run yet
+                continue
+            took, where = part_of(found[number], sections)
+            what = f"**{where}.** {what}".strip()
+        else:
+            raise Problem(
+                "a run sheet's row begins with minutes or a lesson, such as 10 or L01 1-3, not "
+                f"{left!r}"
+            )
+        lines.append(f"| {at // 60}:{at % 60:02} | {took} | {what} |")
+        at += took
+    if at > most:
+        raise Problem(f"a run sheet of {most} minutes takes {at}:\n{rows}")
+    return "\n".join([*lines, f"| {at // 60}:{at % 60:02} | | the end |"])
+
+
+def part_of(lesson: Lesson, sections: str) -> tuple[int, str]:
+    """Minutes that a room takes for some sections ("1-3"; "" for all), in steps, and their name."""
+    name = f"{lesson.number} {lesson.title}"
+    parts = {
+        title: part.total for title, part in lesson.sections.items() if title != "More practice"
+    }
+    if sections:
+        first, _, last = sections.partition("-")
+        wanted = range(int(first), int(last or first) + 1)
+        parts = {title: n for title, n in parts.items() if int(title.partition(" ")[0]) in wanted}
+        if len(parts) != len(wanted):
+            raise Problem(f"lesson {lesson.number} has no sections {sections}")
+        name += (
+            f", to the end of section {last}"
+            if first == "0"
+            else f", section{'s' * bool(last)} {sections.replace('-', ' to ')}"
+        )
+    asked = sum(asked.section in parts for asked in lesson.asked)
+    return ceil(round(sum(parts.values()) + ASKING * asked, 3) / STEP) * STEP, name
+
+
+def of_lesson(lesson: Lesson, notes: str) -> str:
+    """All about one lesson, folded."""
+    minutes, optional = lesson.minutes.stated
+    more = f", {optional} more for optional exercises" if optional else ""
+    room = part_of(lesson, "")[0]
+    exercises = all_exercises(lesson.number)
+    return "\n".join(
+        [
+            f"<details><summary><b>{lesson.number} · {escape(lesson.title)}</b>: {minutes} "
+            f"minutes{more}; about {room} with a room</summary>",
+            "",
+            (
+                f"**Learners need** {lesson.needs}{_seconds(lesson)} [With answers and "
+                f"outputs](../solutions/{lesson.source.stem}.ipynb)."
+            ),
+            "",
+            (
+                f"**What should stick:** {sheet(lesson).rule} ([sheet for the "
+                f"wall](sheets/{lesson.number}.svg))"
+            ),
+            "",
+            notes,
+            "",
+            "**Ask, and wait for the guesses, before the cell runs:**",
+            "",
+            "| | where | question | before the cell | the lesson finds |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {asked.id} | section {asked.section.partition(' ')[0]}, minute {asked.minute} "
+                f"| {_cell(asked.question)} | `{_cell(asked.before)}` | "
+                f"{_cell(asked.found)}{', in its short form' if asked.differs else ''} |"
+                for asked in lesson.asked
+            ),
+            "",
+            (
+                "**Exercises, with the wrong answers to expect and what `check` says of them** "
+                f"({len(exercises)}):"
+            ),
+            "",
+            *(line for exercise in exercises for line in _exercise(exercise, lesson)),
+            "</details>",
+            "",
+            "",
+        ]
+    )
+
+
+def _seconds(lesson: Lesson) -> str:
+    """What the README's table of the course says of the time that Run All takes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = re.search(
+        rf"^\| \[.*?\]\(lessons/{lesson.source.stem}\.ipynb\).*\| (.*?) \|$", readme, re.MULTILINE
+    )
+    return f" Run All takes {row[1]} on two CPU cores." if row else ""
+
+
+def _exercise(exercise: Exercise, lesson: Lesson) -> list[str]:
+    heading = next(
+        (cell.source for cell in lesson.cells if f"### Exercise {exercise.id} ·" in cell.source), ""
+    )
+    optional = re.search(
+        r"[●○]{3} · \d+ minutes · optional", heading.partition(f"Exercise {exercise.id} ·")[2]
+    )
+    said = dict.fromkeys(says for _, says in exercise.raises)
+    return [
+        f"<details><summary>{exercise.id} {escape(exercise.title)}, {exercise.dots}, "
+        f"{exercise.minutes} minutes{', optional' if optional else ''}</summary>",
+        "",
+        *(f"- {_plain(mistake.name)}: “{_plain(mistake.says)}”" for mistake in exercise.mistakes),
+        *(f"- stopped by an error: “{_plain(says)}”" for says in said),
+        "",
+        "</details>",
+    ]
+
+
+def _plain(words: str) -> str:
+    return re.sub(r"([*`$])", r"\\\1", escape(words, quote=False))
+
+
+def _cell(words: str) -> str:
+    return words.replace("|", "\\|")
+
+
+def questions(found: list[Lesson]) -> str:
+    """What each prediction asks, by its id: the class board shows it beside the guesses."""
+    asked = {asked.id: asked.question for lesson in found for asked in lesson.asked}
+    return json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
+
+
+def pages() -> dict:
+    """What belongs into which file."""
+    found = lessons()
+    return {PAGE: page(found, TEXT.read_text(encoding="utf-8")), QUESTIONS: questions(found)}
+
+
+if __name__ == "__main__":
+    for path, content in pages().items():
+        write(path, content)

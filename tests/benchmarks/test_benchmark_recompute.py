@@ -1,0 +1,82 @@
+"""The benchmark of recomputing and moving: its figures on a chain by hand, what was recorded, and a
+dry run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from benchmarks.benchmark_runs import FOLDER, from_a_plain_checkout
+
+RECORD = FOLDER / "results" / "recompute_or_move.json"
+
+
+@pytest.fixture
+def benchmark(load, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return load("recompute_or_move")
+
+
+def test_a_chain_by_hand(benchmark):
+    """Eight layers that keep five boundaries of 32 x 16 numbers each, and the sum at the end; the
+    input was there before.
+    """
+    setting, boundary = benchmark.tiny("chain"), 32 * 16 * 4
+    ways = benchmark.ways(setting)
+    found = {name: benchmark.measured(setting, way) for name, way in ways.items()}
+    kept = {name: one["kept"] for name, one in found.items()}
+    loss = 4
+    assert kept["none"] == 8 * 5 * boundary - boundary + loss
+    assert kept["per layer"] == 8 * boundary - boundary + loss
+    assert kept["none"] - kept["first 4"] == 4 * 4 * boundary
+    assert kept["all moved"] == kept["per layer, boundaries moved"] == loss
+    assert found["per layer, boundaries moved"]["moved"] == 8 * boundary
+    assert {one["moved"] for name, one in found.items() if "moved" not in name} == {0}
+    operations = {name: one["operations"] for name, one in found.items()}
+    again = operations["per layer"] - operations["none"]
+    assert operations["all moved"] == operations["elementwise"] == operations["none"]
+    assert again == 2 * (operations["first 4"] - operations["none"]) > 0
+
+
+def test_a_time_is_a_ratio_within_its_round(benchmark, monkeypatch):
+    clock = iter([0, 1, 1, 4, 4, 14, 14, 34, 34, 36, 36, 56])  # rounds of (1, 3), (10, 20), (2, 20)
+    monkeypatch.setattr(benchmark, "now", lambda: next(clock))
+    taken = {benchmark.NONE: benchmark.Way(), "other": benchmark.Way()}
+    assert benchmark.times(benchmark.tiny("chain"), taken, 3) == {benchmark.NONE: 1.0, "other": 3.0}
+
+
+def test_what_was_recorded_is_what_it_measures_today(benchmark):
+    """Bytes and operations of the chain, which no machine changes."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert {"device", "torch", "transformers", "date"} <= set(recorded["where"])
+    assert list(recorded["settings"]) == list(benchmark.NAMES)
+    chain = recorded["settings"]["chain"]
+    setting = benchmark.SETTINGS["chain"]()
+    ways = benchmark.ways(setting)
+    assert list(chain["ways"]) == list(ways)
+    assert benchmark.measured(setting, ways["none"]) == chain["none"]
+    for name in ("per layer", "first 32", "all moved"):
+        found, row = benchmark.measured(setting, ways[name]), chain["ways"][name]
+        assert row["kept / none"] == round(found["kept"] / chain["none"]["kept"], 3)
+        assert row["operations / none"] == round(
+            found["operations"] / chain["none"]["operations"], 3
+        )
+
+
+def test_the_dry_run_starts_from_a_plain_checkout_and_writes_nothing(tmp_path):
+    before = RECORD.stat().st_mtime_ns if RECORD.exists() else None
+    printed = from_a_plain_checkout(
+        tmp_path,
+        "recompute_or_move.py",
+        "--dry-run",
+        "--rounds",
+        "1",
+        "--settings",
+        "chain",
+        "full",
+    )
+    assert printed.count("time / none") == 9 + 11 and "wrote" not in printed
+    assert (RECORD.stat().st_mtime_ns if RECORD.exists() else None) == before
+    assert not list(tmp_path.iterdir())

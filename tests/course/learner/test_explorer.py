@@ -1,0 +1,250 @@
+"""Bars and the explorer: what they draw, say and refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import xml.etree.ElementTree as ET
+
+import pytest
+from support.nightly import each
+
+from gradmem_lib.course.learner import explorer
+from gradmem_lib.course.material import accounting
+from gradmem_lib.planning.cards import CARDS, find_card
+from gradmem_lib.planning.cost import beyond
+from gradmem_lib.prediction import allocator
+from gradmem_lib.units import GiB, format_bytes
+from gradmem_lib.view import bars
+
+# Bars.
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_bars_are_in_proportion_and_described():
+    parts = {"parameters": 14 * GiB, "gradients": 7 * GiB, "optimizer": 28 * GiB}
+    root = ET.fromstring(
+        bars.bar_svg({"a < b": parts}, cards={"24 GB card": 24 * GiB}, title="T & U")
+    )
+    assert root.get("role") == "img"
+    named = {e.get("id"): e.text for e in root.iter() if e.get("id") and e.text}
+    title, description = (named[key] for key in root.get("aria-labelledby").split())
+    assert (
+        title == "T & U"
+        and "a < b: 49.00 GiB" in description
+        and "24 GB card, 24.00 GiB" in description
+    )
+    boxes = {
+        e.get("data-category"): e for e in root.iter(f"{SVG}rect") if e.get("class") == "gm-part"
+    }
+    assert set(boxes) == set(parts)
+    per_byte = {float(box.get("width")) / parts[name] for name, box in boxes.items()}
+    assert max(per_byte) == pytest.approx(min(per_byte), rel=0.01)
+    patterns = {f"url(#{e.get('id')})" for e in root.iter(f"{SVG}pattern")}
+    assert {box.get("fill") for box in boxes.values()} <= patterns
+    line = next(e for e in root.iter(f"{SVG}line") if e.get("class") == "gm-card")
+    start = float(boxes["parameters"].get("x"))
+    assert (float(line.get("x1")) - start) / (24 * GiB) == pytest.approx(max(per_byte), rel=0.01)
+
+
+def test_bars_are_the_same_every_time_and_do_not_share_names():
+    one, other = ({"x": {"activations": n * GiB}} for n in (1, 2))
+    assert bars.bar_svg(one) == bars.bar_svg(one)
+    ids = [
+        {e.get("id") for e in ET.fromstring(bars.bar_svg(these)).iter() if e.get("id")}
+        for these in (one, other)
+    ]
+    assert not ids[0] & ids[1]
+
+
+def test_bars_refuse_a_category_without_a_colour():
+    with pytest.raises(ValueError, match="no colour for logits: the categories are parameters"):
+        bars.bar_svg({"x": {"logits": 1}})
+
+
+# The explorer.
+
+
+def test_verdict_changes_at_the_last_byte():
+    card = CARDS["RTX 3070 8GB"]
+    room = card.nbytes - allocator.CONTEXT - allocator.workspace(card.capability)
+    last, over = (explorer.Answer({"parameters": n}, "", reserved=n) for n in (room, room + 1))
+    assert explorer.verdict(last, card.name).startswith("Fits with 0 B to spare") and explorer.fits(
+        last, card.name
+    )
+    assert explorer.verdict(over, card.name).startswith("Exceeds by 1 B") and not explorer.fits(
+        over, card.name
+    )
+
+
+def test_verdict_is_that_of_plan_where_the_tensors_alone_would_fit():
+    settings = explorer.DEFAULTS | {"batch_size": 1, "seq_len": 4096, "card": "6 GiB"}
+    card, found = find_card("6 GiB"), explorer.answer(settings)
+    prediction = explorer.trace(settings)
+    needs = prediction.peak.total + sum(beyond(prediction, card.capability).values())
+    assert found.total < card.nbytes < needs
+    assert explorer.verdict(found, "6 GiB").startswith(
+        f"Exceeds by {format_bytes(needs - card.nbytes)}: "
+    )
+    assert "CUDA context" in explorer.detail(found, settings)
+    assert explorer.verdict(explorer.preview(settings), "6 GiB").startswith("Exceeds by")
+
+
+@pytest.mark.parametrize("model", accounting.SHAPES)
+@pytest.mark.parametrize("checkpointing", explorer.CHECKPOINTING.values())
+def test_every_model_has_a_picture(model, checkpointing):
+    settings = explorer.DEFAULTS | {"model": model, "checkpointing": checkpointing}
+    found = explorer.preview(settings)
+    root = ET.fromstring(explorer.picture(settings, found))
+    shown = sum(int(e.get("data-bytes")) for e in root.iter(f"{SVG}rect") if e.get("data-bytes"))
+    assert shown == found.total == explorer.estimate(settings).total
+
+
+@pytest.mark.parametrize("model", accounting.SHAPES)
+def test_a_shape_and_its_config_are_the_same_model(model):
+    shape = accounting.SHAPES[model]
+    assert accounting.Shape.from_config(shape.config(), model) == shape
+
+
+TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    each(
+        2,
+        [
+            *({"precision": name} for name in accounting.PRECISIONS),
+            *(
+                {"optimizer": name, "batch_size": 1, "seq_len": 32}
+                for name in explorer.OPTIMIZERS.values()
+            ),
+            {"attention": "eager"},
+            {"checkpointing": "per-layer"},
+            {"checkpointing": 2},
+            {"model": "GPT-2", "seq_len": 2048, "batch_size": 1, "checkpointing": 16},
+        ],
+        start=1,
+    ),
+    ids=str,
+)
+def test_the_trace_is_of_what_the_closed_form_describes(changed):
+    settings = explorer.DEFAULTS | TINY | changed
+    formula, found = explorer.estimate(settings), explorer.answer(settings)
+    assert found.total == pytest.approx(formula.total, rel=0.02)
+    assert (
+        "by an exact trace" in found.words
+        and f"{abs(formula.total - found.total):,} bytes" in found.words
+    )
+
+
+def test_what_no_recipe_can_train_keeps_the_closed_form_and_says_why():
+    settings = explorer.DEFAULTS | TINY | {"precision": "float32-master", "optimizer": "sgd"}
+    found = explorer.answer(settings)
+    assert found.by_category == explorer.estimate(settings).by_category
+    assert "no exact figure: float32-master is written for AdamW" in found.words
+
+
+def test_controls_change_picture_and_words(monkeypatch):
+    monkeypatch.setattr(explorer, "answer", explorer.preview)
+    shown = explorer.Explorer(model="Llama-2-7B", card="A100 80GB", batch_size=3)
+    shown.widget()
+    picture, before = shown._picture, shown._picture.svg
+    assert picture.fits
+    assert all(control.label for control in shown.controls.values()), (
+        "every control shows what is chosen"
+    )
+    shown.controls["precision"].value = "float32"
+    assert picture.svg != before and not picture.fits and picture.verdict.startswith("Exceeds by")
+    for name in (
+        "model",
+        "card",
+        "batch_size",
+        "seq_len",
+        "optimizer",
+        "attention",
+        "checkpointing",
+    ):
+        before = picture.svg
+        options = [o[1] if isinstance(o, tuple) else o for o in shown.controls[name].options]
+        shown.controls[name].value = next(o for o in options if o != shown.controls[name].value)
+        assert picture.svg != before, name
+
+
+def test_only_where_a_slider_comes_to_rest_is_traced(monkeypatch):
+    asked = []
+
+    def traced(settings):
+        asked.append(settings["batch_size"])
+        return explorer.Answer({"parameters": settings["batch_size"]}, "Traced.")
+
+    monkeypatch.setattr(explorer, "answer", traced)
+    timers = []
+
+    class Timer:
+        def __init__(self, act):
+            self.act, self.cancelled = act, False
+            timers.append(self)
+
+        def cancel(self):
+            self.cancelled = True
+
+    class Loop:
+        call_soon_threadsafe = staticmethod(lambda act: act())
+        call_later = staticmethod(lambda seconds, act: Timer(act))
+
+    shown = explorer.Explorer()
+    shown._loop = Loop()
+    shown.widget()
+    picture, controls = shown._picture, shown.controls
+    for size in (8, 16, 32):
+        controls["batch_size"].value = size
+        assert picture.pending and "By the closed form" in picture.detail
+    assert [timer.cancelled for timer in timers] == [True, True, True, False] and not asked
+    timers[-1].act()
+    assert asked == [32] and not picture.pending
+    assert "Traced." in picture.detail and "of 32 bytes" in picture.detail
+    controls["card"].value = "RTX 2060 6GB"
+    assert not picture.pending, "another card needs no new trace"
+    controls["batch_size"].value = 64
+    assert picture.pending
+    controls["batch_size"].value = 32
+    assert not picture.pending and "Traced." in picture.detail, "what was traced is kept"
+    assert asked == [32]
+
+
+def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
+    async def drag():
+        shown = explorer.Explorer()
+        shown.widget()
+
+        def slow(settings):  # the slider moves while this is computed
+            if settings["batch_size"] == 8:
+                shown.controls["batch_size"].value = 16
+            return explorer.Answer({"parameters": settings["batch_size"]}, "Traced.")
+
+        monkeypatch.setattr(explorer, "answer", slow)
+        drawn = []
+        shown._picture.observe(lambda change: drawn.append(change.new), "detail")
+        shown.controls["batch_size"].value = 8
+        while shown._picture.pending:
+            await asyncio.sleep(0.01)
+        assert "of 16 bytes" in drawn[-1] and not any("of 8 bytes" in words for words in drawn)
+        shown.controls["batch_size"].value = 8
+        assert not shown._picture.pending and "of 8 bytes" in drawn[-1]
+
+    asyncio.run(asyncio.wait_for(drag(), 60))
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ({"model": "GPT-9"}, ValueError, "model is 'GPT-9': choose one of 'tiny Llama'"),
+        ({"card": "abacus"}, ValueError, "no card is known as 'abacus'"),
+        ({"precision": "fp3"}, ValueError, "precision is 'fp3'"),
+        ({"colour": 1}, TypeError, "no setting named colour: choose from model"),
+    ],
+)
+def test_explorer_says_what_is_wrong(wrong, error, says):
+    with pytest.raises(error, match=says):
+        explorer.explore(**wrong)

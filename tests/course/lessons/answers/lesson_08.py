@@ -1,0 +1,528 @@
+"""Answers to the exercises of lesson 08 as people write them; see answers_numbers.py."""
+
+import bisect
+import io
+import itertools
+import math
+import pickle
+import uuid
+from functools import partial
+from pathlib import Path
+
+import torch
+from support.families import OLDER
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+RIGHT, WRONG, aten = {}, {}, torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy(
+    *,
+    is_product=lambda op: op in PRODUCTS,
+    odd=1,
+    run=lambda ctx: ctx.is_recompute,
+    rest=AGAIN,
+    save=SAVE,
+):
+    counts = {}
+
+    def policy(ctx, op, *args, **kwargs):
+        if not is_product(op):
+            return rest
+        counts[run(ctx)] = counts.get(run(ctx), 0) + 1
+        return save if counts[run(ctx)] % 2 == odd else AGAIN
+
+    return policy
+
+
+class _Policy:
+    def __init__(self):
+        self.turns = [itertools.cycle([True, False]), itertools.cycle([True, False])]
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        return next(self.turns[ctx.is_recompute]) if op in PRODUCTS else False
+
+
+SHARED = _policy()
+
+
+def _by_kind():
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        if op not in PRODUCTS:
+            return AGAIN
+        seen.append((ctx.is_recompute, op))
+        return SAVE if seen.count((ctx.is_recompute, op)) % 2 else AGAIN
+
+    return policy
+
+
+RIGHT["8.1"] = {
+    "counts": lambda: _policy(),
+    "an object": lambda: _Policy(),
+    "by name": lambda: _policy(is_product=lambda op: "mm" in str(op)),
+    "prefers": lambda: _policy(
+        save=CheckpointPolicy.PREFER_SAVE, rest=CheckpointPolicy.MUST_RECOMPUTE
+    ),
+}
+WRONG["8.1"] = {
+    "every second operation": (lambda: _policy(is_product=lambda op: True), "operation"),
+    "the others": (lambda: _policy(odd=0), "first"),
+    "all": (
+        lambda: lambda ctx, op, *args, **kwargs: SAVE if op in PRODUCTS else AGAIN,
+        "every product|all",
+    ),
+    "one count": (lambda: _policy(run=lambda ctx: 0), "second run|is_recompute"),
+    "one for all": (lambda: SHARED, "second run" if OLDER else "policy of its own|layer"),
+    "by kind": (_by_kind, "kind"),
+    "packets": (
+        lambda: _policy(is_product=lambda op: op in (aten.mm, aten.addmm, aten.bmm)),
+        "default",
+    ),
+    "the rest too": (lambda: _policy(rest=SAVE), "other operations than products"),
+    "contexts": (lambda: create_selective_checkpoint_contexts(_policy()), "policy itself|called"),
+    "mm alone": (lambda: _policy(is_product=lambda op: op == aten.mm.default), "addmm|bmm"),
+    "keeps nothing": (lambda: lambda ctx, op, *args, **kwargs: AGAIN, "nothing is kept|no product"),
+}
+
+
+def _fused(query, key, value, *args, factor=4, keys=lambda q, k: k[2], out_val=None, **kwargs):
+    return factor * query[0] * query[1] * query[2] * keys(query, key) * query[3]
+
+
+FUSED = aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _operations(step, formula=_fused, op=FUSED):
+    with FlopCounterMode(display=False, custom_mapping={op: formula}) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def _repeated(plain, checkpointed, *, formula=_fused, op=FUSED, of=lambda more, less: more - less):
+    return of(_operations(checkpointed, formula, op), _operations(plain, formula, op))
+
+
+def _as_plain_products(plain, checkpointed):
+    counts = []
+    for step in (plain, checkpointed):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+    return counts[1] - counts[0]
+
+
+class _Counter(TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in PRODUCTS:
+            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            self.total += 2 * a.numel() * b.shape[-1]
+        elif op is FUSED.default:
+            self.total += 4 * args[0].numel() * args[1].shape[-2]
+        return op(*args, **(kwargs or {}))
+
+
+def _by_mode(plain, checkpointed):
+    with _Counter() as less:
+        plain()
+    with _Counter() as more:
+        checkpointed()
+    return torch.tensor(more.total - less.total)
+
+
+def _blind(plain, checkpointed):
+    with FlopCounterMode(display=False) as less:
+        plain()
+    with FlopCounterMode(display=False) as more:
+        checkpointed()
+    return more.get_total_flops() - less.get_total_flops()
+
+
+RIGHT["8.2"] = {"mapping": _repeated, "plain products": _as_plain_products, "a mode": _by_mode}
+WRONG["8.2"] = {
+    "blind": (_blind, "fused attention"),
+    "blind by overload": (partial(_repeated, op=FUSED.default), "fused attention"),
+    "one product": (partial(_repeated, formula=partial(_fused, factor=2)), "two products"),
+    "multiplications": (
+        partial(_repeated, of=lambda more, less: (more - less) // 2),
+        "addition|too small",
+    ),
+    "whole step": (partial(_repeated, of=lambda more, less: more), "whole step|difference"),
+    "plain step": (partial(_repeated, of=lambda more, less: less), "without its checkpoint"),
+    "turned round": (partial(_repeated, of=lambda more, less: less - more), "sign|negative|round"),
+    "square": (partial(_repeated, formula=partial(_fused, keys=lambda q, k: q[2])), "keys"),
+    "a head": (
+        partial(
+            _repeated, formula=lambda q, k, v, *a, out_val=None, **kw: 4 * q[0] * q[2] * k[2] * q[3]
+        ),
+        "head",
+    ),
+    "a share": (
+        partial(_repeated, of=lambda more, less: more / less - 1),
+        "share|fraction|operations",
+    ),
+}
+
+
+class _Disk:
+    """Saves what is handed over; the switches below make it wrong."""
+
+    stays, file, clones, keeps, caches, half = True, "{n}", True, False, False, False
+
+    def __init__(self, folder, weights):
+        self.folder, self.numbers, self.kept = folder, itertools.count(), {}
+        self.weights = {w.untyped_storage().data_ptr() for w in weights}
+
+    def pack(self, tensor):
+        if self.stays and tensor.untyped_storage().data_ptr() in self.weights:
+            return tensor
+        name = self.file.format(n=next(self.numbers), id=id(tensor), shape=tuple(tensor.shape))
+        path = f"{self.folder}/{name}.pt"
+        if self.keeps:
+            self.kept[path] = tensor
+        torch.save(self.written(tensor.detach()), path)
+        return path
+
+    def written(self, tensor):
+        if self.half and tensor.is_floating_point():
+            tensor = tensor.half().to(tensor.dtype)
+        return tensor.clone() if self.clones else tensor
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if not self.caches:
+            return torch.load(packed)
+        if packed not in self.kept:
+            self.kept[packed] = torch.load(packed)
+        return self.kept[packed]
+
+
+def _disk(**switches):
+    return type("Disk", (_Disk,), switches)
+
+
+class _Paths:
+    """By pathlib and names by chance; files go when they are read, weights are known as
+    parameters.
+    """
+
+    def __init__(self, folder, weights):
+        self.folder = Path(folder)
+        self.stay = [w.data_ptr() for w in weights]
+
+    def pack(self, tensor):
+        if tensor.data_ptr() in self.stay:
+            return tensor
+        path = self.folder / uuid.uuid4().hex
+        torch.save(tensor.detach().contiguous().clone(), path)
+        return path
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor = torch.load(packed)
+        packed.unlink()
+        return tensor
+
+
+class _Numpy(_Disk):
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.weights:
+            return tensor
+        path = Path(self.folder) / str(next(self.numbers))
+        path.write_bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return path, tensor.dtype, tensor.shape
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        path, dtype, shape = packed
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=dtype).view(shape)
+
+
+class _Once(_Disk):
+    """One file a storage, as the library has it, as long as the storage lives."""
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self.weights:
+            return tensor
+        known, path = self.kept.get(storage._cdata, (None, None))
+        if known is None or known.expired():
+            path = f"{self.folder}/{next(self.numbers)}"
+            torch.save(torch.empty(0, dtype=tensor.dtype).set_(storage), path)
+            self.kept[storage._cdata] = StorageWeakRef(storage), path
+        return path, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed):
+        return (
+            packed
+            if isinstance(packed, torch.Tensor)
+            else torch.load(packed[0]).as_strided(*packed[1:])
+        )
+
+
+class _Memory(_Disk):
+    def pack(self, tensor):
+        if tensor.untyped_storage().data_ptr() in self.weights:
+            return tensor
+        buffer = io.BytesIO()
+        pickle.dump(tensor.detach().clone(), buffer)
+        return buffer
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        packed.seek(0)
+        return pickle.load(packed)
+
+
+class _Identity(_Disk):
+    def pack(self, tensor):
+        return tensor
+
+    def unpack(self, packed):
+        return packed
+
+
+class _Returns(_Disk):
+    def unpack(self, packed):
+        return packed
+
+
+RIGHT["8.3"] = {"plain": _Disk, "paths": _Paths, "bytes": _Numpy, "once": _Once}
+WRONG["8.3"] = {
+    "keeps": (_disk(keeps=True), "kept|alive"),
+    "whole storage": (_disk(clones=False), "storage|clone"),
+    "weights too": (_disk(stays=False), "weight"),
+    "by id": (_disk(file="{id}"), "name|overwrit"),
+    "by shape": (_disk(file="{shape}"), "name|overwrit"),
+    "one file": (_disk(file="saved"), "name|overwrit"),
+    "caches": (_disk(caches=True), "alive|keep|kept"),
+    "half": (_disk(half=True), "rounded|half precision"),
+    "in memory": (_Memory, "folder|file"),
+    "identity": (_Identity, "nothing is moved|no file"),
+    "names alone": (_Returns, "unpack"),
+}
+
+
+def _ratio(nbytes, operations, bandwidth, speed):
+    return 2 * nbytes / bandwidth / (operations / speed)
+
+
+RIGHT["8.4"] = {
+    "plain": _ratio,
+    "one fraction": lambda nbytes, operations, bandwidth, speed: (
+        nbytes * speed * 2 / (bandwidth * operations)
+    ),
+    "tensors": lambda n, o, b, s: torch.tensor(2.0 * n, dtype=torch.float64) / b * s / o,
+}
+WRONG["8.4"] = {
+    "one way": (lambda n, o, b, s: n / b / (o / s), "twice|both ways|back"),
+    "inverse": (lambda n, o, b, s: o / s / (2 * n / b), "round|inverse|divide"),
+    "difference": (lambda n, o, b, s: 2 * n / b - o / s, "difference"),
+    "swapped": (lambda n, o, b, s: 2 * n / s / (o / b), "speed|bandwidth"),
+    "truth": (lambda n, o, b, s: 2 * n / b < o / s, "number|how many times"),
+    "seconds": (lambda n, o, b, s: 2 * n / b, "seconds|has no effect"),
+    "free back": (lambda n, o, b, s: max(n / b, o / s), "got|times|effect"),
+    "share": (lambda n, o, b, s: (2 * n / b) / (2 * n / b + o / s), "share|sum"),
+    "forward and backward": (lambda n, o, b, s: 4 * n / b / (o / s), "times too large|twice"),
+}
+
+
+def _bisected(peak, layers, budget):
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high) // 2
+        if peak(middle) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _recursive(peak, layers, budget, low=0):
+    if low == layers:
+        return low
+    middle = (low + layers) // 2
+    return (
+        _recursive(peak, middle, budget, low)
+        if peak(middle) <= budget
+        else _recursive(peak, layers, budget, middle + 1)
+    )
+
+
+def _between(peak, layers, budget, *, low=0, high=None, fits=lambda found, budget: found <= budget):
+    high = layers if high is None else high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(peak(middle), budget) else (middle + 1, high)
+    return low
+
+
+def _scanned(peak, layers, budget):
+    return next(k for k in range(layers + 1) if peak(k) <= budget)
+
+
+def _straight(peak, layers, budget):
+    most, least = peak(0), peak(layers)
+    return max(0, math.ceil((most - budget) / (most - least) * layers))
+
+
+RIGHT["8.5"] = {
+    "loop": _bisected,
+    "recursive": _recursive,
+    "bisect": lambda peak, layers, budget: bisect.bisect_left(
+        range(layers), True, key=lambda k: peak(k) <= budget
+    ),
+    "ends first": lambda peak, layers, budget: (
+        0 if peak(0) <= budget else _between(peak, layers, budget, low=1)
+    ),
+}
+WRONG["8.5"] = {
+    "scan": (_scanned, "one after another|calls"),
+    "below": (partial(_between, fits=lambda found, budget: found < budget), "exactly|at most"),
+    "all": (lambda peak, layers, budget: layers, "all|fewest|whatever"),
+    "none": (lambda peak, layers, budget: 0, "none|budget|whatever"),
+    "straight": (_straight, "same|line|unequal"),
+    "at least one": (partial(_between, low=1), "0|nothing"),
+    "never all": (
+        lambda peak, layers, budget: _between(peak, layers, budget, high=layers - 1),
+        "all|last",
+    ),
+    "last that fails": (
+        lambda peak, layers, budget: max(_bisected(peak, layers, budget) - 1, 0),
+        "does not fit|over",
+    ),
+    "one more": (
+        lambda peak, layers, budget: min(_bisected(peak, layers, budget) + 1, layers),
+        "one layer too many",
+    ),
+    "the peak": (lambda peak, layers, budget: peak(_bisected(peak, layers, budget)), "peak|bytes"),
+}
+
+
+def _tiled(mlp, x, tiles, *, dim=1, run=None, cut=None, join=torch.cat):
+    parts = cut(x, tiles) if cut else x.tensor_split(tiles, dim=dim)
+    run = run or partial(checkpoint, use_reentrant=False)
+    return join([run(mlp, part) for part in parts], dim=dim)
+
+
+def _plain(mlp, part):
+    return mlp(part)
+
+
+def _tiled_into(mlp, x, tiles):
+    size = math.ceil(x.shape[1] / tiles)
+    out = []
+    for start in range(0, x.shape[1], size):
+        out.append(checkpoint(mlp, x[:, start : start + size], use_reentrant=False))
+    return torch.cat(out, 1)
+
+
+def _tiled_twice(mlp, x, tiles):
+    return checkpoint(lambda whole: _tiled(mlp, whole, tiles, run=_plain), x, use_reentrant=False)
+
+
+def _even(x, tiles):
+    size = x.shape[1] // tiles
+    return [x[:, i * size : (i + 1) * size] for i in range(tiles)]
+
+
+RIGHT["8.6"] = {
+    "chunk": lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.chunk(tiles, 1)),
+    "tensor_split": _tiled,
+    "slices": _tiled_into,
+    "split": lambda mlp, x, tiles: _tiled(
+        mlp, x, tiles, cut=lambda x, tiles: x.split(-(-x.shape[1] // tiles), 1)
+    ),
+}
+WRONG["8.6"] = {
+    "no checkpoint": (partial(_tiled, run=_plain), "checkpoint"),
+    "whole": (lambda mlp, x, tiles: checkpoint(mlp, x, use_reentrant=False), "whole|tile|at once"),
+    "tiles in one checkpoint": (_tiled_twice, "each tile|one checkpoint"),
+    "rows": (partial(_tiled, dim=0), "rows|dim"),
+    "rest dropped": (partial(_tiled, cut=_even), "left out|missing|rest|tokens"),
+    "no grad": (
+        lambda mlp, x, tiles: _tiled(mlp, x, tiles, run=lambda mlp, part: mlp(part).detach()),
+        "detach|gradient",
+    ),
+    "input cut off": (lambda mlp, x, tiles: _tiled(mlp, x.detach(), tiles), "x gets no gradient"),
+    "plain": (lambda mlp, x, tiles: mlp(x), "checkpoint|tile"),
+    "size": (
+        lambda mlp, x, tiles: _tiled(mlp, x, tiles, cut=lambda x, tiles: x.split(tiles, 1)),
+        "number of tiles|tokens each|length|runs",
+    ),
+    "reentrant": (partial(_tiled, run=partial(checkpoint, use_reentrant=True)), "reentrant"),
+}
+
+
+def _cache(
+    config,
+    rows,
+    tokens,
+    bytes_per_number,
+    *,
+    both=2,
+    heads="num_key_value_heads",
+    layers=True,
+    size=None,
+):
+    width = getattr(config, heads) * (size(config) if size else config.head_dim)
+    return (
+        both
+        * (config.num_hidden_layers if layers else 1)
+        * width
+        * rows
+        * tokens
+        * bytes_per_number
+    )
+
+
+def _real_size(config):
+    return config.hidden_size // config.num_attention_heads
+
+
+def _measured_cache(config, rows, tokens, bytes_per_number):
+    keys = torch.empty(
+        rows, config.num_key_value_heads, tokens, config.head_dim, device="meta", dtype=torch.int8
+    )
+    return sum(2 * keys.numel() * bytes_per_number for _ in range(config.num_hidden_layers))
+
+
+RIGHT["8.7"] = {
+    "plain": _cache,
+    "tensors": _measured_cache,
+    "or": lambda c, r, t, b: _cache(
+        c, r, t, b, size=lambda c: getattr(c, "head_dim", None) or _real_size(c)
+    ),
+}
+WRONG["8.7"] = {
+    "keys alone": (partial(_cache, both=1), "values"),
+    "every head": (partial(_cache, heads="num_attention_heads"), "grouped|share|key_value"),
+    "one layer": (partial(_cache, layers=False), "layer"),
+    "hidden / heads": (partial(_cache, size=_real_size), "head_dim"),
+    "hidden / shared heads": (
+        partial(_cache, size=lambda c: c.hidden_size // c.num_key_value_heads),
+        "num_key_value_heads|hidden",
+    ),
+    "one row": (lambda c, r, t, b: _cache(c, 1, t, b), "only one row"),
+    "numbers": (lambda c, r, t, b: _cache(c, r, t, 1), "bytes"),
+    "always bf16": (lambda c, r, t, b: _cache(c, r, t, 2), "bytes_per_number|two bytes"),
+    "square": (lambda c, r, t, b: _cache(c, r, t * t, b), "tokens|square"),
+    "queries too": (partial(_cache, both=3), "queries"),
+}

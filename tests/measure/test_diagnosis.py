@@ -1,0 +1,124 @@
+"""What could lower a peak: bounds that the real techniques keep, and a list of what cannot that is
+right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
+from gradmem_lib.course.material import models
+from gradmem_lib.measure.diagnosis import TECHNIQUES
+
+NAMES = [technique.name for technique in TECHNIQUES]
+MOVED, FUSED = "moving activations off the card", "an optimizer that works in place (fused)"
+REAL = dict(
+    zip(
+        NAMES,
+        (
+            {"accumulation": 4},
+            {"checkpointing": "per-layer"},
+            {"offload": "activations"},
+            {"chunked_loss": True},
+            {"optimizer": "adamw-fused"},
+            {"optimizer": "adafactor-torch"},
+            {"in_backward": True},
+            {"lora_rank": 2},
+            {"lora_rank": 2, "quantized_base": True},
+        ),
+        strict=True,
+    )
+)
+STARTS = {
+    "states": (Recipe(optimizer="adamw-foreach", accumulation=4), 4, 8),
+    "activations": (Recipe(optimizer="adamw"), 4, 96),
+    "no states": (Recipe(optimizer="sgd", precision="bf16"), 4, 64),
+    "checkpointed": (Recipe(checkpointing="per-layer"), 4, 64),
+}
+
+
+def tracked(recipe: Recipe, rows: int, tokens: int, layers: int = 3) -> MemoryTracker:
+    model = models.tiny_llama(layers=layers, hidden=64, heads=4, intermediate=128, vocab=400)
+    ids = torch.randint(0, 400, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    made = prepare(model, recipe)
+    with MemoryTracker(
+        made.model, None if isinstance(made.optimizer, list) else made.optimizer, live=False
+    ) as tracker:
+        for _ in range(2):
+            step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    return tracker
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(start):
+    recipe, rows, tokens = STARTS[start]
+    plain = tracked(recipe, rows, tokens)
+    found = diagnose(plain)
+    assert found.peak == plain.peak and set(found.helps) | set(found.cannot_help) == set(NAMES)
+    for name, change in REAL.items():
+        if "in_backward" in change and recipe.accumulation > 1:
+            continue
+        changed = replace(recipe, **change)
+        lora = recipe.lora_rank is None and changed.lora_rank is not None
+        peak = tracked(changed, rows, tokens).peak.total
+        # see diagnose: a side effect
+        saved_less = 0.2 * plain.peak.by_category["activations"] if lora else 0
+        assert peak >= found.lowest[name] - saved_less, name
+        if name in found.cannot_help:
+            assert peak >= 0.98 * plain.peak.total - saved_less, name
+
+
+def test_what_helps_is_what_the_peak_is_made_of():
+    states, activations = (diagnose(tracked(*STARTS[start])) for start in ("states", "activations"))
+    assert states.peak.phase == "optimizer_step" and activations.peak.phase in (
+        "forward",
+        "backward",
+    )
+    assert {NAMES[0], "checkpointing", MOVED} <= set(states.cannot_help)
+    assert activations.helps[:3] == [NAMES[0], MOVED, "checkpointing"]
+    assert FUSED in activations.cannot_help
+    assert "in optimizer_step: " in str(states) and "What cannot: smaller micro-batches" in str(
+        states
+    )
+
+
+def test_by_hand():
+    """Two weights of 1 MiB each."""
+    model = nn.Sequential(
+        nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)
+    )
+    x = torch.randn(1024, 512)
+    with MemoryTracker(model, live=False) as tracker:
+        model(x).sum().backward()
+    found, MiB = diagnose(tracker), 2**20
+    at = found.peak.by_category
+    loss = 8  # bytes of a scalar that was made outside of the layers, and its gradient
+    assert found.lowest["checkpointing"] == found.peak.total - at["activations"] + loss
+    assert found.lowest[NAMES[0]] == 4 * MiB  # weights and their gradients
+    assert found.lowest[MOVED] == found.peak.total - at["activations"]
+    assert found.lowest[FUSED] == found.peak.total and FUSED in found.cannot_help
+
+
+def test_a_prediction_and_an_error_are_diagnosed_as_well():
+    recipe = Recipe(optimizer="adamw-foreach")
+    config = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000).config
+    predicted = predict(config, batch_size=1, seq_len=8, recipe=recipe, target="cpu")
+    found = diagnose(predicted)
+    assert found.peak == predicted.peak and "checkpointing" in found.cannot_help
+    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000)
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, live=False, budget="5 MiB"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = diagnose(caught.value)
+    assert found.peak.total > 5 * 2**20 and NAMES[0] in found.helps
+
+
+def test_what_has_no_peak_is_refused():
+    with pytest.raises(TypeError, match="diagnose was given Linear: give a MemoryTracker"):
+        diagnose(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nothing was measured yet"):
+        diagnose(MemoryTracker())

@@ -1,0 +1,133 @@
+"""The tracker against the CPU allocator, for training steps that people write."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support import programs_layers, programs_loops, programs_methods
+from support.oracle import allocator_peak, without_collections
+from support.programs import PROGRAMS
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradmem_lib import MemoryTracker
+
+assert programs_methods and programs_layers and programs_loops  # they fill PROGRAMS
+CHOSEN = list(PROGRAMS) if os.environ.get("GRADMEM_ALL") else list(PROGRAMS)[::4]
+
+# Bytes that a program takes only under a dispatch mode, whichever, and the tracker is one: autograd
+# adds gradients up in place unless a mode is on (isTensorSubclassLike in torch 2.13).
+UNDER_A_MODE = {
+    "bidirectional_lstm_on_packed_rows": 49_152,
+    "orthogonal": 16_384,
+    "sparse_embedding": 512,
+}
+# An operation makes a tensor of a Python number, outside of every dispatch.
+NUMBERS = 16
+
+
+class Looking(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def there_already(but: dict[int, int]) -> list[torch.Tensor]:
+    """Tensors that live now, such as batches, masks, and what a hook has put away, except those in
+    the storages of ``but``.
+    """
+    gc.collect()
+    every = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and type(each) is not FakeTensor
+    ]
+    plain = [
+        part
+        for t in every
+        for part in ([t] if t.layout == torch.strided else [t._indices(), t._values()])
+    ]
+    return [t for t in plain if t.device.type == "cpu" and t.untyped_storage()._cdata not in but]
+
+
+def storages(tensors) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def tracked(name: str) -> tuple[MemoryTracker, int]:
+    """A tracker over the third step of a program, and its bytes above the start at the peak."""
+    torch.manual_seed(0)
+    model, optimizers, step = PROGRAMS[name]()
+    step()
+    step()
+    own = storages([*model.parameters(), *model.buffers()])
+    with without_collections(), MemoryTracker(model, optimizers, live=False) as tracker:
+        tracker.watch(there_already(own), "other")
+        start = tracker.current.total
+        step()
+    return tracker, tracker.peak.total - start
+
+
+def allocated(name: str, mode=None) -> int:
+    """The same step's bytes, as the CPU's allocator gave them out."""
+    torch.manual_seed(0)
+    *_, step = PROGRAMS[name]()
+    with mode or nullcontext():
+        return allocator_peak(step, before=2)
+
+
+def every_program(**wrong: str):
+    """A test for each program; those of ``wrong`` (name=reason) fail, until they no longer do."""
+    marks = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in wrong.items()}
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=marks[name]) if name in marks else name for name in CHOSEN],
+    )
+
+
+def test_there_are_as_many_as_we_say():
+    assert len(PROGRAMS) >= 60
+
+
+@every_program()
+def test_the_peak_is_the_allocators(name):
+    (tracker, found), expected = tracked(name), allocated(name)
+    if name in UNDER_A_MODE:
+        assert allocated(name, Looking()) - expected == UNDER_A_MODE[name]
+    assert 0 <= expected + UNDER_A_MODE.get(name, 0) - found <= NUMBERS
+    assert sum(tracker.peak.by_category.values()) == tracker.peak.total
+    assert min(tracker.peak.by_category.values()) >= 0
+
+
+def states(value):
+    """The tensors in an optimizer's state, however deep they lie."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from states(each)
+
+
+@every_program()
+def test_what_stays_after_a_step_is_parameters_states_and_the_rest(name):
+    torch.manual_seed(0)
+    model, optimizers, step = PROGRAMS[name]()
+    with MemoryTracker(model, optimizers, live=False) as tracker:
+        step()
+        step()
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    kept = {
+        kind: sum(sizes.values())
+        for kind, sizes in {
+            "parameters": storages(model.parameters()),
+            "optimizer": storages(t for o in optimizers for t in states(dict(o.state))),
+            "gradients": storages(p.grad for p in model.parameters() if p.grad is not None),
+        }.items()
+    }
+    assert {kind: tracker.current.by_category[kind] for kind in kept} == kept
+    assert tracker.current.by_category["temporaries"] == 0

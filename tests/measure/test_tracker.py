@@ -1,0 +1,367 @@
+"""MemoryTracker against independent counters: PyTorch's own MemTracker, and the CPU allocator's
+events.
+"""
+
+import itertools
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.nightly import ALL, each
+from support.oracle import allocator_peak
+from support.steps import BERT, GPT2, LLAMA, MODELS, OPTIMIZERS, build
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from gradmem_lib import MemoryTracker
+from gradmem_lib.measure.storages import has_memory
+from gradmem_lib.measure.watch import Watch
+from gradmem_lib.names import CATEGORIES, PHASES
+
+
+def both_peaks(model, opt, batch, step):
+    """Peaks of the tracker and of PyTorch's MemTracker over one and the same step.
+
+    The same, because MemTracker's own hooks keep some gradients a little longer: alone, it is 8192
+    bytes above the allocator's events on the checkpointed BERT, and the tracker is not.
+    """
+    oracle = MemTracker()
+    oracle.track_external(model, opt, *batch)
+    with oracle, MemoryTracker(model, opt, live=False) as tracker:
+        tracker.watch(batch, "other")
+        step()
+    return tracker, oracle.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+# Each model in each precision, with and without checkpoints: with one of the optimizers in turn,
+# and at night with all.
+CASES = [
+    (name, precision, optimizer, checkpointed)
+    for i, (name, precision, checkpointed) in enumerate(
+        itertools.product(MODELS, ["float32", "bf16", "autocast"], [False, True])
+    )
+    for optimizer in (OPTIMIZERS if ALL else [list(OPTIMIZERS)[(i + i // 3) % 3]])
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "optimizer", "checkpointed"), CASES)
+def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointed):
+    model, opt, batch, step = build(
+        name, precision=precision, checkpointed=checkpointed, optimizer=optimizer
+    )
+    step()
+    tracker, expected = both_peaks(model, opt, batch, step)
+    assert tracker.peak.total == expected
+    assert sum(tracker.peak.by_category.values()) == tracker.peak.total
+    assert sum(h.nbytes for h in tracker.largest_at_peak(10**6)) == tracker.peak.total
+    assert all(n >= 0 for n in tracker.peak.by_category.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointed"), each(3, itertools.product(MODELS, [False, True]))
+)
+def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed, monkeypatch):
+    # Large enough that the random-number states (5056 bytes a checkpoint), which the tracker cannot
+    # see, are small.
+    for config in (LLAMA, BERT, GPT2):
+        monkeypatch.setitem(config, "n_embd" if config is GPT2 else "hidden_size", 512)
+    monkeypatch.setitem(LLAMA, "intermediate_size", 1024)
+    model, opt, batch, step = build(name, checkpointed=checkpointed, seq_len=64)
+    step()
+    with MemoryTracker(model, opt, live=False) as tracker:
+        tracker.watch(batch, "other")
+        start = tracker.current.total
+        step()
+    assert tracker.peak.total - start == pytest.approx(allocator_peak(step), rel=1e-3)
+
+
+def test_the_first_step_counts_states_as_they_appear():
+    model, opt, batch, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        tracker.watch(batch, "other")
+        step()
+    states = sum(v.nbytes for s in opt.state.values() for v in s.values())
+    assert tracker.current.by_category["optimizer"] == states
+    seen = tracker.timeline.by_category["optimizer"]
+    assert len(set(seen)) > 10 and seen == sorted(seen), (
+        "states appear one by one, while the step runs"
+    )
+
+
+def test_later_steps_repeat_the_second_to_the_byte():
+    model, opt, _, step = build("llama")
+    step()
+    peaks = []
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+        for _ in range(3):
+            tracker.reset_peak()
+            step()
+            peaks.append(tracker.peak)
+    assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_categories_are_what_they_say():
+    model, opt, _, step = build("llama")
+    parameters = sum(p.nbytes for p in model.parameters())
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+        model(
+            input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)
+        ).loss.backward()
+        now = tracker.current.by_category
+    assert now["parameters"] == now["gradients"] == parameters
+    assert now["temporaries"] == 0
+
+
+def test_tied_weights_are_counted_once():
+    model = MODELS["llama_tied"](False)
+    with MemoryTracker(model, live=False) as tracker:
+        pass
+    assert tracker.current.by_category["parameters"] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_are_activations(reentrant):
+    """A checkpointed block's internals come back in the backward pass, under their own name."""
+    block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+    with MemoryTracker(block, live=False) as tracker:
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        after_forward = tracker.current.by_category["activations"]
+        y.sum().backward()
+    timeline = tracker.timeline
+    in_backward = [
+        n
+        for n, phase in zip(timeline.by_category["activations"], timeline.phases, strict=True)
+        if phase == "backward"
+    ]
+    internals = 2 * 32 * 256 * 4
+    assert after_forward < internals <= max(in_backward)
+
+
+@pytest.mark.parametrize("mode", ["hf", "hf_reentrant", "sequential", "offload"])
+def test_every_checkpoint_mode_equals_memtracker(mode):
+    model, opt, batch, step = build("llama")
+    if mode.startswith("hf"):
+        kwargs = {"use_reentrant": mode.endswith("reentrant")}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    elif mode == "sequential":
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)])
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        batch = (torch.randn(32, 64, requires_grad=True),)
+
+        def step():
+            checkpoint_sequential(model, 3, batch[0], use_reentrant=False).sum().backward()
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            batch[0].grad = None
+    else:
+        plain = step
+
+        def step():
+            with torch.autograd.graph.save_on_cpu():
+                plain()
+
+    step()
+    tracker, expected = both_peaks(model, opt, batch, step)
+    assert tracker.peak.total == expected
+
+
+def test_several_optimizers_and_frozen_parts():
+    model, *_ = build("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    first = torch.optim.AdamW(model.model.parameters(), foreach=False)
+    second = torch.optim.SGD(model.lm_head.parameters(), lr=0.1, momentum=0.9)
+    ids = torch.randint(0, 256, (2, 16))
+    with MemoryTracker(model, [first, second], live=False) as tracker:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+    states = sum(
+        v.nbytes
+        for o in (first, second)
+        for s in o.state.values()
+        for v in s.values()
+        if v is not None
+    )
+    assert tracker.current.by_category["optimizer"] == states
+    assert tracker.current.by_category["gradients"] == 0
+
+
+def test_an_optimizer_that_steps_inside_the_backward_pass():
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    size = model[0].weight.nbytes
+
+    def step_now(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    def peak(hooked):
+        handles = (
+            [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
+            if hooked
+            else []
+        )
+        with MemoryTracker(model, live=False) as tracker:
+            model(torch.randn(2, 64)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+        return max(tracker.timeline.by_category["gradients"])
+
+    assert peak(hooked=False) == 4 * size
+    assert peak(hooked=True) == size
+
+
+def test_in_the_hf_trainer(tmp_path):
+    model, _, _, _ = build("llama")
+    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(8)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        optim="adamw_torch",
+    )
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            steps.append(tracker.peak.total)
+            tracker.reset_peak()
+
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
+    with MemoryTracker(model, live=False) as tracker:
+        trainer.train()
+    states = sum(v.nbytes for s in trainer.optimizer.state.values() for v in s.values())
+    assert tracker.current.by_category["optimizer"] == states
+    assert {"forward", "backward", "optimizer_step"} <= set(tracker.timeline.phases)
+    assert len(steps) == 2
+
+
+def test_a_learners_own_step_is_counted_as_it_says():
+    weight = torch.randn(64, 64, requires_grad=True)
+    with MemoryTracker(live=False) as tracker:
+        tracker.watch(weight, "parameters")
+        (weight * 2).sum().backward()
+        tracker.watch(weight.grad, "gradients")
+        with torch.no_grad():
+            moment = torch.zeros_like(weight)
+            tracker.watch(moment, "optimizer")
+            weight -= 0.1 * weight.grad
+    by_category = tracker.current.by_category
+    assert (
+        by_category["parameters"]
+        == by_category["gradients"]
+        == by_category["optimizer"]
+        == weight.nbytes
+    )
+    assert tracker.peak_by_phase["idle"] == 4 * weight.nbytes
+    assert max(tracker.timeline.by_category["activations"]) > 0, (
+        "a forward pass written without modules"
+    )
+
+
+def test_evaluation_keeps_no_activations():
+    model, *_ = build("llama")
+    ids = torch.randint(0, 256, (2, 16))
+    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
+        model(input_ids=ids)
+    assert max(tracker.timeline.by_category["activations"]) == 0
+    assert tracker.peak_by_phase["forward"] > tracker.current.total
+
+
+def test_sparse_gradients_have_bytes_too():
+    table = nn.Embedding(100, 16, sparse=True)
+    with MemoryTracker(table, live=False) as tracker:
+        table(torch.tensor([1, 2, 3])).sum().backward()
+        now = tracker.current.by_category["gradients"]
+    assert now == 3 * 16 * 4 + 3 * 8  # values and indices
+
+
+def test_storages_that_are_resized():
+    with MemoryTracker(live=False) as tracker:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(40)
+        x.view(torch.uint8)
+        assert tracker.current.total == 40
+
+
+def test_a_dtype_change_inside_the_block_is_followed():
+    model = nn.Linear(64, 64, bias=False)
+    with MemoryTracker(model, live=False) as tracker:
+        model.to(torch.bfloat16)
+        assert tracker.current.by_category["parameters"] == 64 * 64 * 2
+        assert tracker.current.total == 64 * 64 * 2
+
+
+def test_an_address_that_is_in_use_again_is_another_storage():
+    with MemoryTracker(live=False) as tracker:
+        reused = 0
+        for _ in range(100):
+            x = torch.zeros(64)
+            address = x.untyped_storage()._cdata
+            del x
+            y = torch.from_dlpack(np.zeros(16, dtype=np.float32))  # does not dispatch
+            reused += y.untyped_storage()._cdata == address
+            tracker.watch(y, "other")
+            assert tracker.current.total == 64
+            del y
+    assert reused, "the allocator gave no address twice, so this test showed nothing"
+
+
+def test_repr_is_exact():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    assert repr(tracker).startswith(f"MemoryTracker(peak {tracker.peak.total:,} bytes in ")
+    assert tracker.allocator is None
+    assert set(tracker.peak.by_category) == set(CATEGORIES) and tracker.peak.phase in PHASES
+
+
+def test_the_watch_sees_backward_threads_too():
+    """Where autograd runs on its own threads (as on CUDA), counts from several threads must not be
+    lost.
+    """
+    done = []
+
+    def work():
+        with Watch(tracker._meter.observe):
+            for _ in range(500):
+                torch.zeros(64)
+            done.append(torch.zeros(64))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with MemoryTracker(live=False) as tracker:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        sys.setswitchinterval(before)
+        assert tracker.current.total == 4 * 256
+
+
+def test_a_fake_tensors_address_is_not_asked_for():
+    """PyTorch warns where it is, once a process, in the middle of whatever a learner runs."""
+
+    class Fake:
+        device, nbytes = torch.device("meta"), lambda self: 4
+
+        def data_ptr(self):
+            raise AssertionError("asked")
+
+    assert has_memory(Fake())

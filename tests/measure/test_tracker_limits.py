@@ -1,0 +1,403 @@
+"""MemoryTracker's budget, what is left when a block ends, however it does, and what is refused."""
+
+import contextlib
+import gc
+import signal
+import threading
+import traceback
+import weakref
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from support.steps import build, forward_then_backward
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker
+from gradmem_lib.measure import tracker as of_tracker
+from gradmem_lib.measure.budget import let_go
+from gradmem_lib.measure.diagnosis import TECHNIQUES
+from gradmem_lib.measure.timeline import Holder, MemorySnapshot
+
+
+def reachable():
+    """Every dense tensor that Python can reach, by its storage's address."""
+    gc.collect()
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and t.layout == torch.strided
+    ]
+    return {t.untyped_storage()._cdata: t for t in tensors}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer_step"])
+def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
+    model, opt, batch, step = build("llama")
+    with MemoryTracker(model, live=False) as tracker:
+        step()
+    phases = ["forward", "backward", "optimizer_step"]
+    peaks = [tracker.peak_by_phase[p] for p in phases]
+    model, opt, batch, step = build("llama")
+    if where == "backward":
+        step = forward_then_backward(model, batch)
+        with MemoryTracker(model, live=False) as tracker:
+            step()
+        peaks = [tracker.peak_by_phase[p] for p in phases]
+        model.zero_grad()
+    elif where == "optimizer_step":
+        with MemoryTracker(model, live=False) as tracker:
+            tracker.watch(batch, "other")
+            forward_then_backward(model, batch)()
+        peaks[2] = tracker.peak.total + 1000
+        model.zero_grad()
+    budget = {"forward": peaks[0] - 1, "backward": peaks[0] + 1, "optimizer_step": peaks[2]}[where]
+    before = reachable()
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, opt, budget=budget, live=False) as tracker,
+    ):
+        step()
+    error = caught.value
+    assert error.snapshot.phase == where
+    assert error.snapshot.total > budget == error.budget
+    assert error.snapshot.total - error.asked <= budget, "not an allocation too late"
+    assert sum(h.nbytes for h in error.everything) == error.snapshot.total
+    # `caught` still holds the exception and its traceback, as a notebook does: the tensors must be
+    # gone all the same.
+    model.zero_grad()
+    opt.state.clear()
+    leaked = [t.shape for address, t in reachable().items() if address not in before]
+    assert leaked == []
+    assert tracker.current.by_category["activations"] == 0, (
+        "the failed step is gone from the count as well"
+    )
+    with MemoryTracker(model, opt, live=False):
+        forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
+
+
+def test_in_a_notebook_a_failed_cell_leaks_nothing():
+    """A kernel keeps the last exception, with its traceback, for its debugger; tensors must not
+    hang on it.
+    """
+    cells = [
+        """
+import gc, torch
+from gradmem_lib import MemoryTracker
+from gradmem_lib.course import models
+model = models.tiny_llama(layers=2)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+ids = torch.zeros(4, 64, dtype=torch.long)
+def live():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+before = live()
+""",
+        """
+def step(ids):
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
+    step(ids)
+""",
+        # gradients that came before the error stay, as they should
+        "model.zero_grad(); print(live() - before)",
+        """
+with MemoryTracker(model, optimizer, budget="48 MiB") as tracker:
+    step(ids[:1, :8])
+print(tracker.peak.phase)
+""",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
+    NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
+    said = [
+        "".join(o.get("text", o.get("ename", "")) for o in c.outputs).strip()
+        for c in notebook.cells
+    ]
+    assert said[1].endswith("BudgetExceeded")
+    assert said[2] == "0"
+    assert said[3].endswith("backward")
+
+
+def test_budget_message_says_who_holds_what():
+    model, opt, batch, _ = build("llama", precision="bf16")
+    with (
+        pytest.raises(BudgetExceeded) as caught,
+        MemoryTracker(model, opt, budget="1 MiB", live=False),
+    ):
+        forward_then_backward(model, batch)()
+    message = str(caught.value)
+    for part in (
+        "1,048,576 allowed",
+        "asked for",
+        "parameters",
+        "activations",
+        "largest holders",
+        "micro-batch",
+    ):
+        assert part in message
+    assert isinstance(caught.value, torch.OutOfMemoryError), (
+        "code that handles a card's error handles this one"
+    )
+
+
+def test_the_message_has_every_figure():
+    everything = [
+        Holder(350, "activations", "model.layers.0.mlp.act", "mul"),
+        Holder(300, "parameters", "embed", ""),
+        Holder(150, "activations", "model.layers.0.attention", "mm"),
+        Holder(85, "temporaries", "head", "mm"),
+        Holder(60, "activations", "model.layers.1.mlp", "mul"),
+        Holder(40, "activations", "model.layers.2.mlp", "mul"),
+        Holder(15, "temporaries", "(backward)", "mm"),
+    ]
+    parts = {
+        "parameters": 300,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 600,
+        "temporaries": 100,
+    }
+    snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
+    # Without activations 400 bytes are left, and without what else belongs to the batch 300.
+    error = BudgetExceeded(400, 60, "mul", snapshot, everything)
+    assert error.everything == everything and error.holders == everything[:5]
+    could = [
+        "smaller micro-batches, or shorter rows",
+        "checkpointing",
+        "moving activations off the card",
+    ]
+    assert str(error).splitlines() == [
+        "out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)",
+        "  asked for 60 bytes: mul, in forward",
+        "  live by category:",
+        "                 300 bytes  parameters",
+        "                 600 bytes  activations",
+        "                 100 bytes  temporaries",
+        "  largest holders:",
+        "                 500 bytes  activations  model.layers.0",
+        "                 300 bytes  parameters   embed",
+        "                  85 bytes  temporaries  head",
+        "                  60 bytes  activations  model.layers.1",
+        "                  40 bytes  activations  model.layers.2",
+        f"  What could bring this moment within the budget: {'; '.join(could)}.",
+        f"  What could not: {'; '.join(t.name for t in TECHNIQUES if t.name not in could)}.",
+        "  A card of that size would be out of memory.",
+    ]
+    assert "the budget: none of these by itself." in str(
+        BudgetExceeded(299, 60, "mul", snapshot, everything)
+    )
+
+
+def fails_where_it_closes_over(found):
+    kept, local = torch.ones(1), torch.ones(1)
+    found.extend(map(weakref.ref, (kept, local)))
+
+    def inside():
+        raise ZeroDivisionError(kept.shape)
+
+    inside()
+
+
+def fails_twice(found):
+    also = torch.ones(1)
+    found.append(weakref.ref(also))
+    try:
+        fails_where_it_closes_over(found)
+    except ZeroDivisionError as error:
+        raise RuntimeError("caused") from error
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_an_error_that_is_kept_keeps_no_tensors(said):
+    found: list[weakref.ref] = []
+    with pytest.raises(RuntimeError) as caught:
+        fails_twice(found)
+    error, first = caught.value, caught.value.__cause__
+    if not said:
+        error.__cause__ = None  # as "during handling of the above exception"
+    first.__context__ = error  # round and round
+    del caught
+    gc.collect()
+    assert any(each() is not None for each in found)
+    let_go(error)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == [
+        "fails_twice"
+    ]
+    assert [frame.name for frame in traceback.extract_tb(first.__traceback__)] == [
+        "fails_twice",
+        "fails_where_it_closes_over",
+    ]
+    gc.collect()
+    assert [each() for each in found] == [None] * 3
+
+
+def test_a_budget_below_the_model_raises_at_the_door():
+    model, opt, _, _ = build("llama")
+    with (
+        pytest.raises(BudgetExceeded, match="before the first step"),
+        MemoryTracker(model, opt, budget=1000, live=False),
+    ):
+        pytest.fail("the block must not start")
+    assert MemoryTracker._running is None
+
+
+def test_a_budget_equal_to_the_peak_is_enough():
+    model, opt, _, step = build("llama")
+    step()
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    with MemoryTracker(model, opt, budget=tracker.peak.total, live=False):
+        step()
+    with (
+        pytest.raises(BudgetExceeded),
+        MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False),
+    ):
+        step()
+
+
+def hook_counts(model):
+    from torch.nn.modules import module as m
+    from torch.optim import optimizer as o
+
+    return (
+        len(m._global_forward_pre_hooks),
+        len(m._global_forward_hooks),
+        len(o._global_optimizer_pre_hooks),
+        len(o._global_optimizer_post_hooks),
+        len(model._forward_pre_hooks),
+        sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+@pytest.mark.parametrize("how", ["end", "exception", "ctrl_c", "budget", "at_the_door"])
+def test_everything_is_uninstalled(how, interruptible):
+    model, opt, _, step = build("llama")
+    before = hook_counts(model)
+    error = {"exception": ZeroDivisionError, "ctrl_c": KeyboardInterrupt, "end": None}.get(
+        how, BudgetExceeded
+    )
+    budget = {"budget": "1 MiB", "at_the_door": 1}.get(how)
+    with (
+        pytest.raises(error) if error else contextlib.nullcontext(),
+        MemoryTracker(model, opt, budget=budget, live=False),
+    ):
+        if how == "ctrl_c":
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+            while True:
+                step()
+        step()
+        if how == "exception":
+            raise ZeroDivisionError
+    assert hook_counts(model) == before
+    assert MemoryTracker._running is None
+
+
+def test_the_model_is_not_kept_alive():
+    model, opt, _, step = build("mlp")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    gone = weakref.ref(model)
+    del model, opt, step
+    gc.collect()
+    assert gone() is None
+    assert tracker.peak.total > 0 and tracker.largest_at_peak(1)
+
+
+def test_trackers_do_not_nest_and_do_not_run_twice():
+    with MemoryTracker(live=False) as tracker:
+        with pytest.raises(RuntimeError, match="running already"), MemoryTracker(live=False):
+            pass
+        torch.zeros(10)
+    with pytest.raises(RuntimeError, match="make a new one"), tracker:
+        pass
+
+
+def test_compiled_modules_are_refused():
+    compiled = torch.compile(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(compiled, live=False):
+        pass
+    with pytest.raises(RuntimeError, match=r"torch\.compile"), MemoryTracker(live=False):
+        compiled(torch.zeros(1, 4))
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].compile()
+    with pytest.raises(RuntimeError, match="0 is compiled"), MemoryTracker(module, live=False):
+        pass
+
+
+def test_a_function_that_compiles_nothing_is_let_through():
+    only_compiled = torch._dynamo.run(lambda x: torch.ones_like(x))  # of which there is nothing
+    with MemoryTracker(live=False) as tracker:
+        out = only_compiled(torch.zeros(5))
+    assert tracker.peak.total == 40 and out.sum() == 5
+
+
+def test_a_model_that_moves_to_another_device_is_refused():
+    model = nn.Linear(4, 4)
+    with (
+        pytest.raises(RuntimeError, match="moved while it was tracked"),
+        MemoryTracker(model, live=False),
+    ):
+        model.to("meta")
+        model(torch.zeros(1, 4, device="meta"))
+
+
+def test_a_model_on_several_devices_needs_a_choice():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="several devices"):
+        MemoryTracker(model)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"model": {"weights": 1}}, TypeError, "takes a torch.nn.Module, and was given dict"),
+        ({"optimizer": "adam"}, TypeError, "takes a torch.optim.Optimizer or a list"),
+        ({"budget": "2 gigs"}, ValueError, 'such as "2 GiB"'),
+        ({"budget": -1}, ValueError, "positive number of bytes"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(kwargs, error, words):
+    with pytest.raises(error, match=words.replace(".", r"\.")):
+        MemoryTracker(**kwargs)
+
+
+def test_bad_names_get_a_sentence():
+    with (
+        MemoryTracker(live=False) as tracker,
+        pytest.raises(ValueError, match="choose one of 'parameters'"),
+    ):
+        tracker.watch(torch.zeros(1), "weights")
+
+
+def test_who_watches_gets_frames_and_an_end_and_nobody_else_draws(monkeypatch):
+    told = []
+
+    class Plot:
+        def __init__(self, **settings):
+            told.append(("made", settings["budget"]))
+
+        def __getattr__(self, action):
+            return lambda *figures: told.append((action, *figures))
+
+    def run(live, **settings):
+        told.clear()
+        with MemoryTracker(live=live, **settings) as tracker:
+            kept = torch.ones(1000)
+        del kept
+        return tracker, [what for what, *_ in told]
+
+    monkeypatch.setattr(of_tracker, "pictures", lambda: SimpleNamespace(LivePlot=Plot))
+    monkeypatch.setattr(of_tracker, "LIVE_FRAME_SECONDS", -1.0)
+    for seen, live in ((False, None), (False, True), (True, False)):
+        monkeypatch.setattr(of_tracker, "watched", lambda seen=seen: seen)
+        assert run(live)[1] == []
+    monkeypatch.setattr(of_tracker, "watched", lambda: True)
+    tracker, actions = run(None, budget=10**6)
+    assert actions[:3] == ["made", "start", "push"] and actions[-1] == "finish"
+    assert told[0][1] == 10**6 and max(told[-1][1].totals) == tracker.peak.total == 4000
+    assert any(figures[-1].total == 4000 for what, *figures in told if what == "push")

@@ -1,0 +1,228 @@
+"""What MemoryTracker keeps of a run: samples, phases, peaks and laps."""
+
+import numpy as np
+import pytest
+import torch
+from support.steps import build
+from torch import nn
+
+from gradmem_lib import BudgetExceeded, MemoryTracker, Timeline
+from gradmem_lib.measure.recording import Recording
+from gradmem_lib.names import CATEGORIES
+
+
+def test_timeline_holds_the_peak_and_every_phase():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        step()
+    timeline = tracker.timeline
+    assert max(timeline.totals) == tracker.peak.total == timeline.totals[timeline.peak_index]
+    assert timeline.phases[timeline.peak_index] == tracker.peak.phase
+    assert [
+        sum(parts) for parts in zip(*timeline.by_category.values(), strict=True)
+    ] == timeline.totals
+    assert timeline.events == sorted(timeline.events)
+    order = [p for i, p in enumerate(timeline.phases) if i == 0 or timeline.phases[i - 1] != p]
+    assert [p for p in order if p != "idle"] == ["forward", "backward", "optimizer_step"]
+
+
+def test_thinning_keeps_the_maximum(monkeypatch):
+    monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", 64)
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        for _ in range(3):
+            step()
+    assert 16 <= len(tracker.timeline) <= 65
+    assert max(tracker.timeline.totals) == tracker.peak.total
+    assert max(tracker.timeline.decimate(10).totals) == tracker.peak.total
+    assert len(tracker.timeline.decimate(10)) <= 10
+
+
+def test_decimate_by_hand():
+    rows = np.zeros((5, 3 + len(CATEGORIES)), dtype=np.int64)
+    rows[:, 0], rows[:, 2] = range(5), [1, 9, 3, 2, 7]
+    assert Timeline(rows).decimate(3).totals == [9, 3, 7]
+    assert Timeline(rows).decimate(5).totals == [1, 9, 3, 2, 7]
+    assert len(Timeline(rows[:0])) == 0
+
+
+def test_phases_come_back_step_after_step_under_checkpointing():
+    """Recomputation leaves a block's forward early, by an exception: the next forward must still be
+    seen as one.
+    """
+    model, opt, _, step = build("llama", checkpointed=True)
+    with MemoryTracker(model, opt, live=False) as tracker:
+        for _ in range(3):
+            step()
+    phases = tracker.timeline.phases
+    order = [p for i, p in enumerate(phases) if p != "idle" and (i == 0 or phases[i - 1] != p)]
+    assert order == ["forward", "backward", "optimizer_step"] * 3
+
+
+def test_a_forward_that_failed_leaves_the_next_one_right():
+    model, opt, _, step = build("llama")
+    with MemoryTracker(model, opt, live=False) as tracker:
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10**6))
+        step()
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+    with MemoryTracker(model, opt, live=False) as alone:
+        step()
+    assert (
+        tracker.timeline.by_category["activations"][-1]
+        == alone.timeline.by_category["activations"][-1]
+    )
+
+
+def test_a_step_that_failed_leaves_the_next_forward_right():
+    model, _, _, step = build("mlp")
+
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    with MemoryTracker(model, live=False) as tracker:
+        with pytest.raises(ZeroDivisionError):
+            Broken(model.parameters()).step()
+        step()
+    assert max(tracker.timeline.by_category["activations"]) > 0
+    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+
+
+def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
+    with MemoryTracker(live=False) as tracker:
+        small = torch.ones(1000)
+        first = tracker.lap()
+        large = torch.ones(5000)
+        del large
+        second = tracker.lap()
+        middle = torch.ones(2000)
+        third = tracker.lap()
+        assert [lap.total for lap in (first, second, third)] == [4000, 24000, 12000]
+        assert tracker.peak == second
+        assert [holder.nbytes for holder in tracker.largest_at_peak()] == [20000, 4000]
+        del middle
+        highest = torch.ones(9000)
+    assert tracker.peak.total == 4000 + 36000
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [36000, 4000]
+    assert small.numel() + highest.numel() == 10000
+
+
+@pytest.mark.parametrize("keep", [4, 6, 16])
+@pytest.mark.parametrize("n", [3, 4, 5, 9, 40, 123])
+def test_a_long_run_is_thinned_to_the_largest_of_equal_windows(keep, n):
+    recording, totals = Recording(torch.device("cpu"), keep=keep), torch.randperm(n).tolist()
+    for recording.total in totals:
+        recording.sample()
+    window = 1
+    while -(-n // window) > keep:
+        window *= 2
+    assert Timeline(recording.rows()).totals == [
+        max(totals[i : i + window]) for i in range(0, n, window)
+    ]
+
+
+def test_states_that_were_there_are_in_every_sample():
+    """Of an optimizer that was not given: they are found when it steps."""
+    model, opt, _, step = build("mlp")
+    step()
+    states = sum(t.nbytes for state in opt.state.values() for t in state.values())
+    model.zero_grad(set_to_none=True)
+    with MemoryTracker(model, live=False) as tracker:
+        step()
+        lap = tracker.lap()
+    parts = tracker.timeline.by_category
+    assert min(parts["optimizer"]) == states == lap.by_category["optimizer"]
+    assert [sum(each) for each in zip(*parts.values(), strict=True)] == tracker.timeline.totals
+    assert (
+        lap.total
+        == sum(lap.by_category.values())
+        == tracker.peak.total
+        == max(tracker.timeline.totals)
+    )
+    assert tracker.peak_by_phase["forward"] == max(
+        n
+        for n, phase in zip(tracker.timeline.totals, tracker.timeline.phases, strict=True)
+        if phase == "forward"
+    )
+
+
+def test_peaks_begin_anew_from_what_is_live():
+    with MemoryTracker(live=False) as tracker:
+        kept = torch.ones(1000)
+        torch.ones(9000)
+        tracker.reset_peak()
+        assert tracker.peak.total == 4000
+        torch.ones(500)
+        assert tracker.peak.total == 6000 == tracker.peak_by_phase["idle"]
+        assert tracker.lap().total == 6000
+    assert max(tracker.timeline.totals) == 40_000 and kept.numel() == 1000
+
+
+def test_no_bytes_are_held_by_nobody():
+    with MemoryTracker(live=False) as tracker:
+        empty, one = torch.empty(0), torch.ones(1)
+    assert [holder.nbytes for holder in tracker.largest_at_peak()] == [
+        4
+    ] and empty.numel() < one.numel()
+
+
+def test_what_is_freed_is_seen_with_the_next_operation():
+    with MemoryTracker(live=False) as tracker:
+        kept = torch.ones(10)
+        large = torch.ones(1000)
+        del large
+        kept.add_(1)
+        kept.add_(1)
+        assert tracker.timeline.totals == [0, 40, 4040, 40]
+
+
+def test_what_follows_an_evaluation_is_no_part_of_it():
+    model = torch.nn.Linear(2, 2)
+    with MemoryTracker(model, live=False) as tracker:
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        kept = torch.ones(1000)
+    assert tracker.peak.phase == "idle" and tracker.peak.by_category["other"] >= kept.nbytes
+
+
+def test_weights_that_nobody_dispatched_are_found_by_the_next_forward():
+    model, other = torch.nn.Linear(10, 1, bias=False), torch.nn.Parameter(torch.ones(1, 100))
+    model.forward = lambda x: x  # no operation
+    with MemoryTracker(model, live=False) as tracker:
+        model.weight = other
+        model(None)
+        assert tracker.peak.total == 400 == tracker.timeline.totals[-1]
+
+
+def test_what_a_larger_size_asks_for_is_what_it_adds():
+    storage = torch.ones(100).untyped_storage()
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(live=False, budget=900) as tracker:
+        tracker.watch(torch.empty(0).set_(storage), "other")
+        storage.resize_(1000)
+    assert (caught.value.asked, caught.value.snapshot.total) == (600, 1000)
+
+
+class Force(nn.Module):
+    """An energy's slope, as in models of molecules, and a weight for it that is drawn anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(20, 1)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return slope * (torch.rand_like(x) + 1)
+
+
+def test_what_follows_a_gradient_within_a_forward_is_forward():
+    model, x = Force(), torch.ones(50, 20)
+    with MemoryTracker(model, live=False) as tracker:
+        out = model(x)
+        assert tracker.timeline.phases[-2:] == ["forward", "forward"]
+        assert tracker.current.by_category["other"] == x.nbytes
+        out.sum().backward()
+        torch.rand(7)
+    assert tracker.timeline.phases[-1] == "idle"

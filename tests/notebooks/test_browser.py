@@ -1,0 +1,249 @@
+"""The widgets in a real browser: a plot that moves while its cell runs, then stays as a picture; an
+explorer that answers.
+"""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from notebooks.browser import Lab, Notebook, assert_explorer_reacts, shot
+from support.nightly import each
+
+CANVAS = "document.querySelector('canvas.gm-canvas')"
+
+MODEL = """
+import torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+from gradmem_lib import MemoryTracker
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+                                     num_attention_heads=4, vocab_size=2048, use_cache=False))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+tokens = torch.randint(0, 2048, (4, 128))
+
+def train(enough=lambda: False):
+    while True:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if enough():
+            return
+"""
+TRAIN = """
+with MemoryTracker(model, optimizer, budget="64 MiB", title="a tiny Llama") as tracker:
+    train({enough})
+"""
+PRINT = """
+from gradmem_lib.units import format_bytes
+parts = reversed(tracker.peak.by_category.values())
+print(format_bytes(tracker.peak.total), *(format_bytes(n) for n in parts), sep=", ")
+"""
+RANKS = """
+from gradmem_lib.course import run_ranks
+
+def both(enough):
+    import torch.distributed as dist
+    def agreed():
+        stop = torch.tensor(enough())
+        dist.broadcast(stop, 0)
+        return stop
+    with MemoryTracker(model, optimizer, title="two ranks"):
+        train(agreed)
+
+run_ranks(both, Path("seen_enough").exists)
+"""
+SEEN = "seen_enough"  # a file that ends the training of live.ipynb
+NOTEBOOKS = {
+    "live.ipynb": [MODEL, TRAIN.format(enough=f"Path({SEEN!r}).exists")],
+    "ranks.ipynb": [MODEL, RANKS],
+    "endless.ipynb": [MODEL, TRAIN.format(enough="")],
+    "after.ipynb": [
+        MODEL,
+        TRAIN.format(enough="iter([False, False, True]).__next__"),
+        "tracker.show()",
+        PRINT,
+    ],
+    "explorer.ipynb": ["from gradmem_lib.course.learner.explorer import explore\nexplore()"],
+    "schedule.ipynb": ["from gradmem_lib import explore_schedule\nexplore_schedule()"],
+}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("notebooks")
+    for name, cells in NOTEBOOKS.items():
+        kernel = {
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        }
+        notebook = nbformat.v4.new_notebook(
+            cells=[
+                nbformat.v4.new_markdown_cell("# A heading"),
+                *(nbformat.v4.new_code_cell(source.strip()) for source in cells),
+            ],
+            metadata=kernel,
+        )
+        nbformat.write(notebook, folder / name)
+    with Lab(folder) as running:
+        yield running
+
+
+def assert_still_picture(notebook: Notebook, output) -> None:
+    image = output.locator("img").first
+    image.wait_for()
+    assert image.get_attribute("src").startswith("data:image/png;base64,")
+    assert image.evaluate("(img) => img.decode().then(() => img.naturalWidth)") > 600
+    assert output.locator("canvas").count() == 0
+
+
+def test_a_notebook_that_never_gets_ready_is_an_error_not_a_wait(browser, lab):
+    with pytest.raises(RuntimeError, match=r"no_such\.ipynb was not ready after 5 s"):
+        Notebook(browser, lab, "no_such.ipynb", ready_within=5)
+
+
+@pytest.mark.parametrize("theme", each(2, ["Dark", "Light"]))
+def test_plot_moves_while_the_cell_runs_then_becomes_a_picture(browser, lab, theme):
+    with Notebook(browser, lab, "live.ipynb", scale=1.5) as notebook:
+        notebook.theme(f"JupyterLab {theme}")
+        notebook.start()
+        # The cell trains until it has shown five different pictures, however long a busy machine
+        # takes to draw them.
+        notebook.watch(until=lambda pictures: pictures >= 5)
+        shot(notebook, f"live_{theme.lower()}")
+        assert notebook.running()
+        (lab.folder / SEEN).touch()
+        notebook.watch()
+        (lab.folder / SEEN).unlink()
+        assert_still_picture(notebook, notebook.output(1))
+        shot(notebook, f"after_{theme.lower()}")
+        assert notebook.errors == []
+
+
+def test_two_ranks_move_side_by_side_on_one_scale(browser, lab):
+    with Notebook(browser, lab, "ranks.ipynb", scale=1.5) as notebook:
+        notebook.start()
+        notebook.watch(until=lambda pictures: pictures >= 5)
+        views = notebook.output(1).locator(".gm-small")
+        assert [name.strip() for name in views.locator(".gm-title").all_inner_texts()] == [
+            "rank 0, two ranks",
+            "rank 1, two ranks",
+        ]
+        left, right = (view.bounding_box() for view in views.all())
+        assert (
+            left["y"] == right["y"]
+            and left["x"] + left["width"] <= right["x"]
+            and left["width"] > 200
+        )
+        frames = views.locator("canvas.gm-canvas")
+        assert all(int(canvas.get_attribute("data-frames")) >= 2 for canvas in frames.all())
+        views.last.locator("tfoot").scroll_into_view_if_needed()
+        shot(notebook, "ranks_live")
+        assert notebook.running()
+        (lab.folder / SEEN).touch()
+        notebook.watch()
+        (lab.folder / SEEN).unlink()
+        assert_still_picture(notebook, notebook.output(1))
+        notebook.output(1).scroll_into_view_if_needed()
+        shot(notebook, "ranks_after")
+        assert notebook.failed() == 0 and notebook.errors == []
+
+
+def test_an_interrupted_cell_also_ends_in_a_picture(browser, lab):
+    with Notebook(browser, lab, "endless.ipynb") as notebook:
+        notebook.start()
+        notebook.watch(until=lambda pictures: pictures >= 2)
+        notebook.command("notebook:interrupt-kernel")
+        notebook.watch()
+        assert_still_picture(notebook, notebook.output(1))
+        assert "KeyboardInterrupt" in notebook.output(1).inner_text()
+
+
+def test_keyboard_and_mouse_read_the_timeline(browser, lab):
+    with Notebook(browser, lab, "after.ipynb") as notebook:
+        notebook.run_all()
+        output = notebook.output(2)
+        canvas, spoken = output.locator("canvas.gm-canvas"), output.locator(".gm-read")
+        canvas.wait_for()
+        assert "Peak" in canvas.get_attribute("aria-label")
+        shown = [
+            output.locator(".gm-figure b").last.inner_text(),
+            *output.locator("tbody td").all_inner_texts(),
+        ]
+        assert ", ".join(shown) == notebook.output(3).inner_text().strip()
+        canvas.focus()
+        active = "() => jupyterapp.shell.currentWidget.content.activeCellIndex"
+        cell, said = notebook.page.evaluate(active), []
+        for key in ("Home", "ArrowRight", "p", "End", "ArrowLeft"):
+            notebook.page.keyboard.press(key)
+            said.append(spoken.inner_text())
+            assert said[-1].startswith("operation ")
+        assert len(set(said)) == len(said)
+        # JupyterLab must not have taken the keys to move to another cell.
+        assert notebook.page.evaluate(active) == cell
+        peak = output.locator(".gm-figure b").last.inner_text()
+        assert f": {peak}, of which" in said[2]
+        assert spoken.get_attribute("aria-live") == "polite"
+        shot(notebook, "keyboard")
+        notebook.page.keyboard.press("Escape")
+        assert not spoken.inner_text().startswith("operation ")
+        box = canvas.bounding_box()
+        notebook.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        assert spoken.inner_text().startswith("operation ")
+
+
+def test_a_change_of_theme_redraws(browser, lab):
+    with Notebook(browser, lab, "after.ipynb") as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        canvas = notebook.output(2).locator("canvas.gm-canvas")
+        canvas.wait_for()
+        in_its_colours = f"() => {CANVAS}.dataset.ink === getComputedStyle({CANVAS}).color"
+        notebook.page.wait_for_function(in_its_colours)
+        light = canvas.get_attribute("data-ink")
+        notebook.theme("JupyterLab Dark")
+        notebook.page.wait_for_function(f"(before) => {CANVAS}.dataset.ink !== before", arg=light)
+        notebook.page.wait_for_function(in_its_colours)
+        canvas.scroll_into_view_if_needed()
+        shot(notebook, "shown_dark")
+        # A theme may also change colours alone, and move nothing.
+        notebook.page.evaluate(
+            "document.body.style.setProperty('--jp-ui-font-color1', 'rgb(1, 200, 3)')"
+        )
+        notebook.page.wait_for_function(f"() => {CANVAS}.dataset.ink === 'rgb(1, 200, 3)'")
+
+
+def test_explorer_reacts_to_a_slider(browser, lab):
+    with Notebook(browser, lab, "explorer.ipynb", scale=1.5) as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        shot(notebook, "explorer_light")
+        assert_explorer_reacts(notebook)
+        notebook.panel.locator(".widget-dropdown select").first.select_option("Llama-2-7B")
+        notebook.panel.locator(".gm-exceeds").wait_for()
+        notebook.theme("JupyterLab Dark")
+        shot(notebook, "explorer_dark")
+        assert notebook.errors == []
+
+
+def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
+    with Notebook(browser, lab, "schedule.ipynb", scale=1.5) as notebook:
+        notebook.theme("JupyterLab Light")
+        notebook.run_all()
+        picture = notebook.panel.locator(".gm-schedule")
+        picture.first.wait_for()
+        summary = picture.locator(".gm-summary").inner_text()
+        grid = picture.locator("svg").first.inner_html()
+        handle = notebook.panel.locator(".jupyter-widgets:has(.gm-schedule) [role=slider]").first
+        assert handle.get_attribute("aria-label") == "segment"
+        handle.focus()
+        notebook.page.keyboard.press("ArrowRight")
+        notebook.page.wait_for_function(
+            "(before) => document.querySelector('.gm-schedule .gm-summary').textContent !== before",
+            arg=summary,
+        )
+        assert picture.locator("svg").first.inner_html() != grid
+        shot(notebook, "schedule_light")
+        notebook.theme("JupyterLab Dark")
+        shot(notebook, "schedule_dark")
+        assert notebook.errors == []

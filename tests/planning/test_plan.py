@@ -1,0 +1,249 @@
+"""The plan: what it recommends fits, and what it refuses does not."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gradmem_lib.course.material import models
+from gradmem_lib.measure.budget import BudgetExceeded
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cost import count, resident_bytes
+from gradmem_lib.planning.options import EQUAL_TIME
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.prediction import allocator
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+
+
+def small():
+    model = models.tiny_llama(**SMALL)
+    model.config.max_position_embeddings = 256
+    return model
+
+
+@pytest.fixture(scope="module")
+def config():
+    return small().config
+
+
+def needs(config, recipe, rows, seq_len) -> int:
+    """Predicted anew, by the whole trace."""
+    return predict(
+        config, batch_size=rows, seq_len=seq_len, recipe=recipe, target="cpu", full=True
+    ).peak.total
+
+
+def track(recipe, seq_len, rows, budget):
+    """Two real steps, the second under the budget."""
+    with torch.random.fork_rng():
+        model, optimizer, undo = prepare(small(), recipe)
+        ids = torch.randint(0, 512, (rows, seq_len))
+        batch = {"input_ids": ids, "labels": ids}
+        step(model, optimizer, batch, recipe)
+        try:
+            with MemoryTracker(model, optimizer, budget=budget, live=False) as tracker:
+                step(model, optimizer, batch, recipe)
+        finally:
+            undo.close()
+    return tracker
+
+
+@pytest.fixture(scope="module")
+def tight(config):
+    """A card on which QLoRA has to give something up."""
+    whole = needs(
+        config,
+        Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused"),
+        4,
+        128,
+    )
+    return plan(config, card=whole // 2, seq_len=128, global_batch=4, method="qlora", target="cpu")
+
+
+def test_best_fits_and_next_faster_does_not_predicted_independently(config, tight):
+    best, faster = tight.best, tight.next_faster
+    assert best.recipe.accumulation * best.micro_batch == 4
+    assert best.needs == needs(config, best.recipe, 4, 128) <= tight.card.nbytes
+    assert faster.seconds < best.seconds
+    assert faster.needs == needs(config, faster.recipe, 4, 128) > tight.card.nbytes
+    assert best.spare == tight.card.nbytes - best.needs
+
+
+def test_best_runs_under_the_card_and_the_refused_one_exceeds_it(tight):
+    tracker = track(tight.best.recipe, 128, 4, tight.card.nbytes)
+    assert tracker.peak.total == tight.best.needs
+    with pytest.raises(BudgetExceeded):
+        track(tight.next_faster.recipe, 128, 4, tight.card.nbytes)
+
+
+def test_options_are_in_order_of_time_but_for_those_that_count_as_equal(tight):
+    seconds = [o.seconds for o in tight.fits]
+    assert all(b * EQUAL_TIME >= a for a, b in pairwise(seconds))
+    assert tight.best is tight.fits[0] and tight.closest is tight.best
+
+
+def test_refusals_say_what_is_missing_in_bytes(tight):
+    text = tight.next_faster.why_not()
+    assert "more than there is" in text and "activations" in text
+    assert str(tight.next_faster) in str(tight) and "estimates" in str(tight)
+    assert tight._repr_html_().startswith("<pre>")
+
+
+def test_no_fit_names_the_closest_and_what_would_do(config):
+    made = plan(config, card="400 KB", seq_len=128, global_batch=4, method="full", target="cpu")
+    assert made.best is None and not made.fits and made.code == ""
+    assert made.closest.needs > 400_000
+    assert made.ruled_out and "alone" in made.ruled_out[0].why
+    assert any("RTX 2060" in line for line in made.advice)
+    assert "Nothing fits" in str(made)
+
+
+def test_a_card_without_room_for_a_context_is_answered_after_two_predictions(config, monkeypatch):
+    asked = []
+
+    def counted(*args, **kwargs):
+        asked.append(kwargs["recipe"])
+        return predict(*args, **kwargs)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", counted)
+    made = plan(config, card="1 MB", seq_len=128, global_batch=4, target="cuda")
+    assert not made.fits and made.closest.needs > 500 * 2**20
+    assert [recipe.in_backward for recipe in asked] == [False, True]
+    assert "RTX 2060 6GB would do" in str(made)
+
+
+def test_an_optimizer_in_backward_gets_the_whole_batch_at_once_and_advice_to_shrink_it(config):
+    work = count(config)
+    weights = resident_bytes(work, Recipe(precision="bf16"))["parameters"]
+    made = plan(config, card=int(weights * 1.9), seq_len=8, global_batch=1, target="cpu")
+    kept = made.best or made.closest
+    assert kept.recipe.in_backward and kept.recipe.accumulation == 1
+
+
+def test_roomy_card_gets_plain_training(config):
+    made = plan(config, card="24 GiB", seq_len=16, global_batch=4, method="qlora", target="cpu")
+    recipe = made.best.recipe
+    assert (
+        recipe.checkpointing is None and recipe.every_n_layers is None and recipe.accumulation == 1
+    )
+    assert made.next_faster is None
+
+
+def test_on_a_card_the_allocator_and_the_driver_need_room_too(config):
+    made = plan(config, card="8 GiB", seq_len=16, global_batch=1, method="qlora", target="cuda")
+    best = made.best
+    assert best.needs == best.prediction.peak.total + sum(best.parts.values())
+    assert (
+        best.needs >= best.prediction.replay_allocator() + allocator.workspace() + allocator.CONTEXT
+    )
+    cards = Card("one byte less", best.needs - 1, 1e12, 1e12, 1e12)
+    refused = plan(config, card=cards, seq_len=16, global_batch=1, method="qlora", target="cuda")
+    assert best.recipe not in [o.recipe for o in refused.fits]
+
+
+def test_whatever_is_listed_for_a_card_was_replayed(config):
+    made = plan(config, card="2 GiB", seq_len=64, global_batch=4, method="any", target="cuda")
+    assert len(made.fits) >= 2
+    for option in made.fits:
+        reserved = max(option.prediction.replay_allocator(), option.prediction.peak.total)
+        assert option.needs == reserved + allocator.workspace() + allocator.CONTEXT
+
+
+@pytest.mark.parametrize("checkpointing", [None, "per-layer"])
+def test_qlora_predicted_equals_tracked(config, checkpointing):
+    recipe = Recipe(precision="bf16", lora_rank=4, quantized_base=True, checkpointing=checkpointing)
+    predicted = predict(config, batch_size=2, seq_len=64, recipe=recipe, target="cpu")
+    assert track(recipe, 64, 2, None).peak == predicted.peak
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"card": "Voodoo 2"}, "no card is known"),
+        ({"method": "dora"}, "method='dora' is not known"),
+        ({"method": ""}, "method='' is not known: choose one of None, 'full', 'lora'"),
+        ({"global_batch": 2.5}, "give a whole number of rows"),
+        ({"global_batch": 0}, "at least 1"),
+        ({"seq_len": 100_000}, "beyond the 256 positions"),
+        ({"seq_len": None}, "number of tokens"),
+        ({"target": "tpu"}, "target='tpu'"),
+        ({"target": None}, "target=None is not known"),
+    ],
+)
+def test_bad_input_is_a_sentence(config, changes, says):
+    asked = {
+        "card": "1 GiB",
+        "seq_len": 16,
+        "global_batch": 2,
+        "method": "qlora",
+        "target": "cpu",
+    } | changes
+    with pytest.raises(ValueError, match=says):
+        plan(config, **asked)
+
+
+def with_frozen_layers(model):
+    model.model.layers[0].requires_grad_(False)
+
+
+def with_another_head(model):
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size)  # with a bias
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (with_frozen_layers, ValueError, "some are frozen or different: predict each recipe"),
+        (with_another_head, ValueError, "some are frozen or different"),
+        (lambda model: model.gradient_checkpointing_enable(), RuntimeError, "checkpointed already"),
+        (lambda model: model.compile(), RuntimeError, "compiled"),
+    ],
+)
+def test_a_model_that_is_not_its_configs_is_refused(change, error, says):
+    model, asked = small(), {"card": "8 MiB", "seq_len": 16, "global_batch": 2, "target": "cpu"}
+    of_config = plan(model.config, **asked).best.needs
+    assert plan(model, **asked).best.needs == of_config
+    change(model)
+    with pytest.raises(error, match=says):
+        plan(model, **asked)
+
+
+def test_lora_freezes_what_it_is_given_frozen_or_not():
+    model, asked = (
+        small(),
+        {"card": "8 MiB", "seq_len": 16, "global_batch": 2, "target": "cpu", "method": "lora"},
+    )
+    before = plan(model, **asked).best.needs
+    with_frozen_layers(model)
+    assert plan(model, **asked).best.needs == before
+
+
+def test_a_module_without_a_config_is_sent_to_predict():
+    with pytest.raises(ValueError, match="plan is for transformers models"):
+        plan(nn.Linear(2, 2), card="1 GiB", seq_len=16, global_batch=1)
+
+
+def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(
+    config, monkeypatch
+):
+    def only_bf16(*args, recipe, **kwargs):
+        if recipe.precision != "bf16":
+            raise CannotTrace("some operation reads values")
+        return predict(*args, recipe=recipe, **kwargs)
+
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", only_bf16)
+    made = plan(config, card="1 GiB", seq_len=8, global_batch=1, method="lora", target="cpu")
+    assert made.best.recipe.precision == "bf16"
+    assert [(out.recipe.precision, out.why) for out in made.ruled_out] == [
+        (precision, "some operation reads values") for precision in ("float32", "autocast-bf16")
+    ]

@@ -1,0 +1,363 @@
+"""A plan for several cards: what they send each other, what each holds, and the way that
+is found.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.nightly import ALL
+from support.paths import ROOT
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradmem_lib.course.machine.run_ranks import loopback_only, run_ranks
+from gradmem_lib.course.machine.torchrun import torchrun
+from gradmem_lib.course.material import models
+from gradmem_lib.planning.cards import CARDS, find_card
+from gradmem_lib.planning.cost import (
+    NCCL,
+    beside,
+    count,
+    resident_bytes,
+    seconds_per_token,
+    sent_bytes,
+)
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.planning.options import Option, describe
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+from gradmem_lib.view.plan_code import plan_code
+
+LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)
+SENT = [
+    Recipe(sharding="ddp", accumulation=2, precision="autocast-bf16", lora_rank=16),
+    Recipe(sharding="zero1", precision="bf16", lora_rank=16),
+    Recipe(sharding="zero2", precision="bf16", accumulation=2),
+    Recipe(sharding="fsdp", checkpointing="per-layer"),
+    Recipe(sharding="fsdp", precision="float32-master", accumulation=2),
+]
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that broadcasts, gathers and scatters are of, but for a rotary embedding's few
+    frequencies.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in (
+            "c10d::broadcast_",
+            "c10d::_allgather_base_",
+            "c10d::_reduce_scatter_base_",
+        ):
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            nbytes = max(t.nbytes for t in tensors)  # of a gather or a scatter, the whole
+            self.nbytes += nbytes if nbytes > 1000 else 0
+        return func(*args, **(kwargs or {}))
+
+
+def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
+    """Bytes that the second step sends around a ring of ``ranks``."""
+    torch.manual_seed(0)
+    model, optimizer, undo = prepare(models.tiny_llama(**sizes), recipe)
+    buckets = []
+
+    def hook(state, bucket):
+        buckets.append(bucket.buffer().nbytes)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    if not recipe.fully_sharded:
+        model.register_comm_hook(None, hook)
+    ids = torch.randint(0, 512, (2, 8))
+    with undo:
+        step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+        buckets.clear()
+        with Sent() as sent:
+            step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    # DDP's buckets are added up and cut, and gathered again.
+    return (2 * sum(buckets) + sent.nbytes) * (ranks - 1) / ranks
+
+
+def test_bytes_sent_are_those_of_real_ranks():
+    work = count(models.tiny_llama(**LLAMA).config)
+    found = run_ranks(lambda: [sent_by_a_rank(recipe, LLAMA, 2) for recipe in SENT])[0]
+    assert found == [sent_bytes(work, recipe, 2) for recipe in SENT]
+
+
+def test_seconds_on_two_cards_by_hand():
+    """Llama-2-7B on two RTX 4090, 4 x 2 rows of 2,048 tokens each: what one card takes, and gathers
+    and sums over PCIe 4.
+    """
+    work, card = count(known_model("Llama-2-7B")[1]), CARDS["RTX 4090 24GB"]
+    parameters, root = 6_738_415_616, 2 * 131_072_000 + 4096
+    alone = Recipe(precision="bf16", optimizer="adamw-fused", accumulation=4)
+    # weights, gradients and states in the optimizer's step
+    step_bytes = (3 * 2 + 4 * 2) * parameters
+    rows = 4 * 2 * 2048
+
+    def found(**changes):
+        return seconds_per_token(work, replace(alone, **changes), card, 2, 2048, cards=2)
+
+    one = seconds_per_token(work, alone, card, 2, 2048)
+    link = 0.8 * 31.5e9 * rows
+    half = step_bytes / 2 / 1008e9 / rows  # of the step is the other card's
+    assert found(sharding="ddp") == pytest.approx((one + 2 * parameters / link) / 2)
+    assert found(sharding="zero1") == pytest.approx((one - half + 3 * parameters / link) / 2)
+    assert found(sharding="zero2") == pytest.approx((one - half + 4 * 2 * parameters / link) / 2)
+    assert found(sharding="fsdp") == pytest.approx(
+        (one - half + 4 * (3 * parameters - root) / link) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, parameters, gradients, optimizer",
+    [  # bytes of a weight on each of four cards
+        (Recipe(precision="bf16", sharding="ddp"), 2, 2, 4),
+        (Recipe(precision="bf16", sharding="zero1"), 2, 2, 1),
+        (Recipe(precision="bf16", sharding="zero2"), 2, 0.5, 1),
+        (Recipe(precision="bf16", sharding="fsdp"), 0.5, 0.5, 1),
+        (Recipe(precision="float32-master", sharding="zero2"), 2, 1, 2),
+        (Recipe(precision="float32-master", sharding="fsdp"), 1, 1, 2),
+        (Recipe(precision="bf16", sharding="fsdp", offload="parameters"), 0, 0, 0),
+    ],
+    ids=lambda value: describe(value) if isinstance(value, Recipe) else None,
+)
+def test_residents_of_one_of_four_cards_by_hand(recipe, parameters, gradients, optimizer):
+    work = count(known_model("Llama-2-7B")[1])
+    held = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+    assert resident_bytes(work, recipe, 4) == {
+        name: n * work.parameters for name, n in held.items()
+    }
+
+
+def test_nccl_needs_room_on_each_of_several_cards():
+    one, two = beside(2**30, (8, 9), 2**30), beside(2**30, (8, 9), 2**30, 2)
+    assert two == one | {"NCCL, about": NCCL} and "NCCL, about" not in one
+
+
+def test_ways_over_several_cards_go_together():
+    search = Search(count(known_model("Llama-2-7B")[1]), find_card("4090"), 2048, 8, "cuda", 2)
+    mixed, eight_bits = [
+        next(f for f in search.families("full") if f.optimizer == o)
+        for o in ("adamw-fused", "adamw-8bit")
+    ]
+    precisions = {(way.sharding, way.precision) for way in search.ways(mixed)}
+    cut, whole = "float32-master", "autocast-bf16"
+    assert precisions == {("ddp", whole), ("zero1", whole), ("zero2", cut), ("fsdp", cut)}
+    assert {way.sharding for way in search.ways(eight_bits)} == {"ddp", "zero1"}
+    assert {way.accumulation for way in search.ways(mixed)} == {1, 2, 4}
+    assert (
+        search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
+    )
+    lora = next(iter(search.families("lora")))
+    assert {way.sharding for way in search.ways(lora)} == {
+        "ddp",
+        "fsdp",
+    }  # zero2: more bytes than ddp, held and sent
+    in_backward = [f for f in search.families("full") if f.in_backward]
+    assert {f.optimizer for f in in_backward} == {"adamw-fused"}
+    assert {way.sharding for f in in_backward for way in search.ways(f)} == {"zero2", "fsdp"}
+
+
+def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
+    few = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
+    )
+    search = Search(count(few), find_card("1 GiB"), 64, 4, "cuda", 2)
+    # in one piece, nothing run again
+    whole = Recipe(precision="bf16", optimizer="sgd", sharding="fsdp")
+    assert search.seconds(replace(whole, sharding="ddp")) < search.seconds(whole)
+    assert search.next_faster(search.option(whole)) is None
+    slower = replace(whole, checkpointing="per-layer", accumulation=2)
+    assert search.next_faster(search.option(slower)).recipe.sharding == "fsdp"
+
+
+def test_where_nothing_fits_shards_go_to_the_host():
+    few = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
+    )
+    search = Search(count(few), find_card("1064 MiB"), 64, 2, "cuda", 2)
+    search.move(["full"])
+    away = {o.recipe.offload: o for o in search.fits() + search.refused()}
+    assert {None, "boundaries", "parameters"} == set(away)
+    host, here = away["parameters"], away[None]
+    assert host.recipe.sharding == "fsdp" and host.needs < here.needs and host.prediction.moved > 0
+    # a step's bytes, up and down, of one row a card
+    both_ways = host.prediction.moved / 64 / search.card.bus
+    assert host.seconds * 2 > both_ways > 0
+
+
+def test_what_moves_away_leaves_room_for_larger_micro_batches():
+    # A 70B on two cards of 24 GB: one row at a time is what fits before anything moves; afterwards
+    # two do, and weights travel once.
+    few = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
+    )
+    away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
+    search = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
+    search.join(search.option(recipe))
+    assert [option.recipe.accumulation for option in search.fits()] == [1]
+    tight = Search(
+        count(few),
+        find_card(search.option(replace(recipe, accumulation=2)).needs),
+        2048,
+        8,
+        "cuda",
+        2,
+    )
+    tight.join(tight.option(recipe))
+    assert [option.recipe.accumulation for option in tight.fits()] == [2]
+    stays = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
+    stays.join(stays.option(replace(recipe, offload=None)))
+    assert [option.recipe.accumulation for option in stays.fits()] == [4]
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"cards": 3}, "is not dealt evenly to 3 cards"),
+        ({"cards": 0}, "cards=0: give a whole number of cards"),
+    ],
+)
+def test_bad_numbers_of_cards_are_sentences(changes, says):
+    with pytest.raises(ValueError, match=says):
+        plan("tiny llama", **{"card": "1 GiB", "seq_len": 16, "global_batch": 4} | changes)
+
+
+SCRIPT = """
+import os, torch
+from transformers import AutoConfig
+
+torch.manual_seed(0)
+config = AutoConfig.from_pretrained({folder!r})
+ids = torch.arange(64).reshape(4, 16) * 7 % 96
+train_dataset = [{{"input_ids": row, "labels": row}} for row in ids]
+"""
+SAVE = """
+whole = {}
+for n, p in model.named_parameters():
+    p = p.full_tensor() if hasattr(p, "full_tensor") else p
+    whole[n] = p.detach().clone()
+torch.save(whole, f"{config._name_or_path}/" + os.environ["RANK"])
+"""
+HELD = """
+def nbytes(tensors):
+    return sum(t.to_local().nbytes for t in tensors if t.dim())
+
+states = [state for of in optimizer.state.values() for state in of.values()]
+held = [float(loss), nbytes(model.parameters()), nbytes(states)]
+torch.save(held, f"{config._name_or_path}/" + os.environ["RANK"])
+"""
+
+
+PORTS = {"torchrun": "--master-port", "accelerate": "--main_process_port"}
+
+
+def launched(starts: str, script: str, folder, monkeypatch) -> None:
+    """Run ``script`` by one of the commands that it names itself, on a port of its own."""
+    (folder / "train.py").write_text(script)
+    commands = re.findall("start it with: (.*), or: (.*)", script)[0]
+    (command,) = (words for words in map(shlex.split, commands) if words[0] == starts)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        command.insert(-2, f"{PORTS[starts]}={probe.getsockname()[1]}")
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name, value in (ours | loopback_only()).items():
+        monkeypatch.setenv(name, value)
+    program = Path(sys.executable).parent / command[0]
+    done = subprocess.run(
+        [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_plan_is_carried_out_by_the_torchrun_command_that_it_prints(tmp_path, monkeypatch):
+    config = models.tiny_llama(layers=2, hidden=16, heads=2, intermediate=32, vocab=96).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    asked = {"card": "1 GiB", "cards": 2, "seq_len": 16, "global_batch": 4, "target": "cpu"}
+    found = plan(str(tmp_path), **asked)
+    assert 'precision="bf16"' in found.code and 'sharding="zero2"' in found.code
+    start = SCRIPT.format(folder=str(tmp_path))
+    launched("torchrun", start + found.code + HELD, tmp_path, monkeypatch)
+    space: dict = {}
+    with torch.random.fork_rng():
+        exec(start, space)
+        alone = LlamaForCausalLM(space["config"]).bfloat16()
+    loss = alone(input_ids=space["ids"], labels=space["ids"]).loss.item()
+    half = sum(p.numel() for p in alone.parameters()) // 2
+    for rank in "01":  # half of the numbers in bf16, and two states of each
+        assert torch.load(tmp_path / rank) == [
+            pytest.approx(loss, rel=1e-6),
+            2 * half,
+            2 * 2 * half,
+        ]
+
+
+STARTED = [("fsdp", "accelerate"), ("ddp", "run_ranks")]  # each program
+if ALL:  # and each command that starts it: ten seconds more for each
+    STARTED += [("ddp", "accelerate"), ("ddp", "torchrun"), ("fsdp", "torchrun")]
+
+
+@pytest.mark.parametrize("sharding, starts", STARTED)
+def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
+    sharding, starts, tmp_path, monkeypatch
+):
+    config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=2)
+    text = plan_code(Option(recipe, 1, 0.0, 0, None, {}, cards=2), config, config, "cpu")
+    more = (
+        ", max_steps=1, max_grad_norm=0, learning_rate=1.0, live=False, progress=False, "
+        f"output_dir={str(tmp_path)!r}"
+    )
+    text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    text = text.replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
+    start = SCRIPT.format(folder=str(tmp_path))
+    script = start + text.removesuffix("destroy_process_group()\n") + SAVE
+    starters = {"torchrun": torchrun, "run_ranks": lambda script: run_ranks(exec, script, {})}
+    starters.get(starts, lambda script: launched(starts, script, tmp_path, monkeypatch))(script)
+    space: dict = {}
+    with torch.random.fork_rng():
+        exec(start, space)
+        model = LlamaForCausalLM(space["config"]).train()
+    model(input_ids=space["ids"], labels=space["ids"]).loss.backward()
+    for rank in "01":
+        found = torch.load(tmp_path / rank)
+        for name, before in model.named_parameters():
+            torch.testing.assert_close(
+                found[name], before.detach() - before.grad, rtol=1e-5, atol=1e-6, msg=name
+            )

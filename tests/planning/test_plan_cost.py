@@ -1,0 +1,342 @@
+"""Costs of a recipe against what is counted by hand, by torch, and on real models: absolute
+numbers, not orders.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.families import OLDER
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
+
+from gradmem_lib.course.material import models
+from gradmem_lib.planning.cards import CARDS, Card
+from gradmem_lib.planning.cost import (
+    Work,
+    beyond,
+    count,
+    kept_by_a_token,
+    resident_bytes,
+    run_again,
+    seconds_per_token,
+)
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.planning.options import describe
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+FAST = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, math.inf)
+WIDE = Card("endless operations, one byte a second", 1, math.inf, math.inf, 1.0)
+RTX_4090 = CARDS["RTX 4090 24GB"]
+
+
+@pytest.fixture(scope="module")
+def work() -> Work:
+    return count(models.tiny_llama(**LLAMA).config)
+
+
+def test_sizes_of_llama_2_7b_by_hand():
+    """From the paper's table: 32 layers of width 4096 with an MLP of 11008, 32,000 words, output
+    layer not tied.
+    """
+    found = count(known_model("Llama-2-7B")[1])
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    assert found.matrices == 32 * layer and found.head == 32000 * 4096
+    assert found.parameters == 32 * (layer + 2 * 4096) + 2 * 32000 * 4096 + 4096
+    assert found.passed == 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert found.scores == 32 * 4096 and found.layers == 32 and found.vocabulary == 32000
+    assert found.causal and found.chunked and found.fused and found.experts == 0
+    assert sum(map(math.prod, found.sizes)) == found.parameters
+
+
+def test_sizes_of_other_kinds_by_hand():
+    bert = count(known_model("BERT-base")[1])
+    assert (
+        not bert.causal
+        and not bert.chunked
+        and bert.vocabulary == 30522
+        and bert.head == 30522 * 768
+    )
+    assert bert.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
+    t5 = count(known_model("T5-small")[1])
+    assert t5.scores == 3 * 6 * 8 * 64 and not t5.causal
+    assert t5.layers == 6 + 6 and run_again(t5, Recipe(checkpointing="first-3")) == 3 / 12
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    mixtral = count(
+        AutoConfig.for_model("mixtral", num_local_experts=8, num_experts_per_tok=2, **sizes)
+    )
+    assert mixtral.experts == 3 * 2 * (3 * 32 * 48) and mixtral.matrices == 3 * (4 * 32 * 32)
+    gemma = count(known_model("Gemma-2-2B")[1])
+    assert (
+        not gemma.chunked and gemma.scores == 26 * 8 * 256
+    )  # its logits are capped, its heads are wider than hidden / heads
+
+
+@pytest.mark.parametrize(
+    "recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step",
+    [
+        # Numbers a parameter: read in forward and backward; a gradient written twice over and read;
+        # then weights read and written, gradients read, and two states read and written.
+        (Recipe(optimizer="adamw-fused"), 83, 4 * (2 + 3), 4 * 3 + 4 * 4),
+        (Recipe(precision="bf16", optimizer="adamw-fused"), 165, 2 * (2 + 3), 2 * 3 + 4 * 2),
+        (Recipe(precision="bf16", optimizer="adamw-8bit"), 165, 2 * (2 + 3), 2 * 3 + 4),
+        (Recipe(precision="bf16", optimizer="sgd"), 165, 2 * (2 + 3), 2 * 3),
+        (Recipe(precision="bf16", optimizer="adafactor"), 165, 2 * (2 + 3), 2 * 3 + 17 * 4),
+        (Recipe(precision="bf16", optimizer="adafactor-torch"), 165, 2 * (2 + 3), 2 * 3 + 14 * 2),
+    ],
+    ids=lambda value: f"{value.precision}-{value.optimizer}" if isinstance(value, Recipe) else None,
+)
+def test_seconds_of_a_token_by_hand(recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step):
+    """Llama-2-7B on an RTX 4090, 4 x 2 rows of 2,048 tokens: from the data sheet and the paper's
+    sizes alone.
+    """
+    parameters, matrices, head, scores = 6_738_415_616, 6_476_005_376, 131_072_000, 131_072
+    # two products of (2048, 128) matrices a head, half of them masked
+    attention = 2 * 2048 * scores
+    forward = 2 * (matrices + head) + attention
+    computed = 3 * forward / (rate * 1e12 / 2)
+    rows = 2 * 2048
+    moved = (bytes_of_a_micro_batch + bytes_of_a_step / 4) * parameters / rows / 1008e9
+    found = seconds_per_token(
+        count(known_model("Llama-2-7B")[1]), replace(recipe, accumulation=4), RTX_4090, 2, 2048
+    )
+    assert found == pytest.approx(computed + moved, rel=1e-12)
+
+
+def test_what_is_moved_crosses_the_bus_away_and_back():
+    """The inputs of Llama-2-7B's 32 layers, 4,096 bf16 numbers a token, over PCIe 4 at 80 % of its
+    31.5 GB a second.
+    """
+    work, alone = (
+        count(known_model("Llama-2-7B")[1]),
+        Recipe(precision="bf16", checkpointing="per-layer"),
+    )
+    moving, sizes = replace(alone, offload="boundaries"), (RTX_4090, 2, 2048)
+    nbytes = 2 * 32 * 4096 * 2
+    longer = seconds_per_token(work, moving, *sizes) - seconds_per_token(work, alone, *sizes)
+    assert longer == pytest.approx(nbytes / (0.8 * 31.5e9))
+    assert seconds_per_token(work, moving, *sizes, nbytes) == seconds_per_token(
+        work, moving, *sizes
+    )
+
+
+def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen(
+    work,
+):
+    # torch counts whole matrices of scores, also where half of them is masked.
+    whole = replace(work, causal=False)
+
+    def counted(recipe):
+        model, _, undo = prepare(models.tiny_llama(**LLAMA, attention="eager"), recipe)
+        ids = torch.randint(0, 512, (2, 64))
+        with undo, FlopCounterMode(display=False) as flops:
+            model(input_ids=ids, labels=ids).loss.backward()
+        return flops.get_total_flops()
+
+    def estimated(recipe):
+        return seconds_per_token(whole, recipe, FAST, 2, 64) * 2 * 64
+
+    plain = Recipe(attention="eager")
+    positions = 2 * 8 * 64 if OLDER else 0  # times frequencies, as a product of matrices
+    assert estimated(plain) == counted(plain) - positions
+    again = replace(plain, checkpointing="per-layer")
+    # A checkpoint ends its second forward where the last tensor that it needs is made: without each
+    # layer's last product.
+    assert estimated(again) - counted(again) + positions == 2 * (2 * 172 * 64) * (2 * 64)
+    assert (
+        estimated(replace(plain, every_n_layers=2)) - estimated(plain)
+        == (estimated(again) - estimated(plain)) / 2
+    )
+    lora = replace(plain, lora_rank=16)
+    # The first layer's adapters need no gradient of the embedding.
+    assert counted(lora) == pytest.approx(estimated(lora), rel=0.06)
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, MixtralForCausalLM])
+def test_operations_of_other_kinds(kind):
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=128,
+    )
+    config = kind.config_class(**sizes, pad_token_id=0, attn_implementation="eager")
+    if kind is MixtralForCausalLM:
+        config.num_key_value_heads = 4
+        config._experts_implementation = "eager"
+    model = kind(config).train()
+    ids = torch.randint(1, 128, (1, 64))
+    with FlopCounterMode(display=False) as flops:
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = seconds_per_token(replace(count(config), causal=False), Recipe(), FAST, 1, 64) * 64
+    # The routers, of 8 columns, are no linear layers.
+    assert found == pytest.approx(flops.get_total_flops(), rel=0.02)
+
+
+def test_bytes_moved_by_hand(work):
+    def moved(recipe, micro=1):
+        return seconds_per_token(work, recipe, WIDE, micro, 1) * micro
+
+    p, m, a = work.parameters, work.matrices, 16 * work.passed
+    sgd = Recipe(precision="bf16", optimizer="sgd")
+    assert moved(sgd) == pytest.approx(2 * 2 * p + 6 * p + 6 * p)
+    assert moved(replace(sgd, checkpointing=1)) == pytest.approx(moved(sgd) + 2 * p)
+    assert moved(replace(sgd, every_n_layers=2)) == pytest.approx(moved(sgd) + p)
+    assert moved(replace(sgd, accumulation=6)) == pytest.approx(moved(sgd) - 5 * p)
+    mixed = replace(sgd, precision="autocast-bf16")
+    assert moved(mixed) == pytest.approx(2 * (4 * p + 4 * (m + work.head)) + 12 * p + 12 * p)
+    lora = replace(sgd, lora_rank=16)
+    assert moved(lora) == pytest.approx(2 * 2 * p + 6 * a + 6 * a)
+    assert moved(replace(lora, quantized_base=True)) == pytest.approx(moved(lora) + 2 * 2.5 * m)
+
+
+def test_operations_of_adapters_by_hand(work):
+    """Frozen weights have no gradient of their own, and attention's products have two each;
+    adapters are like other weights.
+    """
+    attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
+    frozen = 2 * (work.matrices + work.head)
+    found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
+    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.passed)
+
+
+def test_rates_by_precision_and_card(work):
+    turing = replace(FAST, half=8.0, capability=(7, 5))
+
+    def seconds(precision, card=turing):
+        return seconds_per_token(work, Recipe(precision=precision), card, 1, 8)
+
+    assert (
+        seconds("float32")
+        == seconds("bf16")
+        == seconds("autocast-bf16")
+        == 4 * seconds("autocast-fp16")
+    )
+    ampere = replace(turing, capability=(8, 0))
+    assert seconds("bf16", ampere) == seconds("autocast-fp16") and seconds(
+        "float32", ampere
+    ) == seconds("float32")
+
+
+def test_layers_run_again():
+    seven = count(
+        AutoConfig.for_model(
+            "llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8
+        )
+    )
+    assert run_again(seven, Recipe()) == 0 and run_again(seven, Recipe(checkpointing=3)) == 1
+    assert (
+        run_again(seven, Recipe(every_n_layers=2)) == 4 / 7
+        and run_again(seven, Recipe(every_n_layers=9)) == 1 / 7
+    )
+
+
+def test_bytes_that_a_token_keeps_at_least(work):
+    """Linear layers take and return 2 x (4 x 128 + 3 x 236) numbers a token, of which half is
+    counted, and 512 logits.
+    """
+    layers = 4 * (64 + 64) + 3 * (64 + 172)
+
+    def kept(**changes):
+        return kept_by_a_token(work, Recipe(**changes))
+
+    assert kept() == 4 * (layers + 512) and kept(precision="bf16") == 2 * (layers + 512)
+    assert kept(precision="autocast-bf16", chunked_loss=True) == 2 * layers
+    assert kept(every_n_layers=2) == 4 * (layers / 2 + 512)
+    assert (
+        kept(checkpointing="per-layer")
+        == kept(checkpointing=1, chunked_loss=True)
+        == 4 * layers / 2
+    )
+    assert kept_by_a_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
+    assert kept_by_a_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
+
+
+OPTIMIZERS = [
+    "adamw",
+    "adamw-foreach",
+    "adamw-fused",
+    "adamw-8bit",
+    "adafactor",
+    "adafactor-torch",
+    "sgd",
+]
+RESIDENTS = [
+    *(Recipe(precision=p, optimizer=o) for p in ("float32", "bf16") for o in OPTIMIZERS),
+    Recipe(precision="bf16", optimizer="adamw-stochastic"),
+    Recipe(precision="autocast-bf16", optimizer="adamw-fused"),
+    Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True),
+    Recipe(precision="bf16", lora_rank=16),
+    Recipe(precision="autocast-bf16", lora_rank=16),
+    Recipe(precision="bf16", lora_rank=16, quantized_base=True),
+    Recipe(lora_rank=16, quantized_base=True),
+]
+
+
+def nbytes(tensors) -> int:
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+@pytest.mark.parametrize("recipe", RESIDENTS, ids=describe)
+def test_resident_bytes_are_those_of_real_models(work, recipe):
+    model, optimizer, undo = prepare(models.tiny_llama(**LLAMA), recipe)
+    ids = torch.randint(0, 512, (1, 8))
+    with undo:
+        step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        found = resident_bytes(work, recipe)
+        # AdamW counts its steps in tensors of 4 bytes; codes and scales of 8-bit states and of a
+        # base in 4 bits are in whole blocks, and small tensors' states stay in the weights' dtype.
+        states = [
+            s
+            for o in optimizers
+            for one in o.state.values()
+            for s in one.values()
+            if isinstance(s, torch.Tensor)
+        ]
+        assert found["optimizer"] == pytest.approx(
+            nbytes(s for s in states if s.dim()), rel=0.06, abs=1
+        )
+        slack = 0.01 if recipe.quantized_base else 0
+        assert found["parameters"] == pytest.approx(nbytes(model.parameters()), rel=slack)
+        if not recipe.in_backward:
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert found["gradients"] == nbytes(
+                p.grad for p in model.parameters() if p.grad is not None
+            )
+        else:
+            assert found["gradients"] == 0
+
+
+def test_what_lies_beside_the_live_bytes():
+    config = models.tiny_llama(**LLAMA).config
+    found = predict(config, batch_size=1, seq_len=8, target="cuda")
+    roughly = beyond(found, (8, 6), replay=False)
+    assert roughly == {
+        "allocator, about": round(found.peak.total / 20),
+        "cuBLAS workspace": 2 * (8 * 2**20 + 128 * 1024),
+        "CUDA context": 500 * 2**20,
+    }
+    replayed = beyond(found, (9, 0))
+    assert replayed == {
+        "allocator, reserved and free": found.replay_allocator() - found.peak.total,
+        "cuBLAS workspace": 2 * 32 * 2**20,
+        "CUDA context": 500 * 2**20,
+    }
+    assert beyond(predict(config, batch_size=1, seq_len=8, target="cpu")) == {}

@@ -1,0 +1,511 @@
+"""The search finds what trying every recipe finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.families import OLDER
+from support.nightly import ALL, each
+
+from gradmem_lib.course.material import models
+from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cost import (
+    beyond,
+    count,
+    kept_by_a_token,
+    resident_bytes,
+    run_again,
+    seconds_per_token,
+)
+from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.units import MiB
+
+LLAMA = dict(layers=2, hidden=32, heads=4, intermediate=64, vocab=256)
+CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    """``predict`` that remembers all its answers."""
+
+    config = models.tiny_llama(**LLAMA).config
+
+    @cache
+    def answer(**asked):
+        return predict(config, **asked)
+
+    return config, lambda given, **asked: answer(**asked)
+
+
+def brute_force(
+    config, remembered, card: Card, rows: int, method: str, target: str, seq_len=16, cards=1
+) -> list[Option]:
+    """Every recipe that the planner may propose, with every micro-batch."""
+    search = Search(count(config), card, seq_len, rows * cards, target, cards)
+    ranks = {"ranks": cards} if cards > 1 else {}
+    options = []
+    for family in search.families(method):
+        for chunked in (False, True):
+            for recipe in search.ways(replace(family, chunked_loss=chunked)):
+                found = remembered(
+                    config, batch_size=rows, seq_len=seq_len, recipe=recipe, target=target, **ranks
+                )
+                parts = beyond(found, card.capability)
+                micro = rows // recipe.accumulation
+                seconds = seconds_per_token(search.work, recipe, card, micro, seq_len, cards=cards)
+                options.append(Option(recipe, micro, seconds, card.nbytes, found, parts, cards))
+    return options
+
+
+def check(everything: list[Option], nbytes: int, made) -> None:
+    """Nothing that fits is faster than the plan's best by more than an estimate can tell, or as
+    fast and closer to plain training. Optimizers in backward, which ``Trainer`` has not, are for
+    where nothing else fits.
+    """
+    fits = [replace(o, card_bytes=nbytes) for o in everything if o.needs <= nbytes]
+    fits = [o for o in fits if not o.recipe.in_backward] or fits
+    assert bool(made.best) == bool(fits), nbytes
+    if not fits:
+        assert min(everything, key=lambda o: o.needs).needs == made.closest.needs
+        return
+    # A part of each layer that runs again is not in the table: it is taken where it is faster than
+    # anything there.
+    best = next((o for o in fits if o.recipe == made.best.recipe), made.best)
+    less = (
+        (*SELECTIVE, "first-1") if OLDER else SELECTIVE
+    )  # one layer in two is not among the older one's ways
+    assert best in fits or (best.fits and best.recipe.checkpointing in less)
+    assert (made.best.needs, made.best.seconds) == (best.needs, best.seconds)
+    assert best.seconds <= min(o.seconds for o in fits) * EQUAL_TIME, nbytes
+    least = changes(best.recipe)
+    assert not [o for o in fits if o.seconds <= best.seconds and changes(o.recipe) < least], nbytes
+    faster = made.next_faster
+    assert faster is None or (faster.needs > nbytes and faster.seconds < best.seconds)
+
+
+@pytest.mark.parametrize("method", ["qlora", "lora", "full"])
+def test_the_best_found_is_the_best_of_all(method, predicted, monkeypatch):
+    """On cards of every size from too small to ample, so that each step of the search is the one
+    that decides.
+    """
+    if method != "qlora" and not ALL:
+        pytest.skip("many predictions: make nightly")
+    if method == "full":
+        monkeypatch.setattr(
+            "gradmem_lib.planning.search.OPTIMIZERS", ("adamw-fused", "adafactor-torch")
+        )
+    config, remembered = predicted
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", remembered)
+    rows = 4 if method == "qlora" and ALL else 2
+    everything = brute_force(config, remembered, CARD, rows, method, "cpu")
+    sizes = sorted({option.needs for option in everything})
+    chosen = set()
+    for nbytes in [sizes[0] - 1, *sizes[:: max(1, len(sizes) // 25)], sizes[-1]]:
+        card = replace(CARD, nbytes=nbytes)
+        made = plan(config, card=card, seq_len=16, global_batch=rows, method=method, target="cpu")
+        check(everything, nbytes, made)
+        chosen.add(made.best and made.best.recipe)
+    assert len(chosen) > 3
+
+
+def pretended(work):
+    """A model of memory in place of a prediction: four moments of a step, by counted sizes."""
+
+    def answer(config, *, batch_size, seq_len, recipe, target, ranks=1):
+        tokens = batch_size // recipe.accumulation * seq_len
+        held = resident_bytes(work, recipe, ranks)
+        layers = 3.0 * tokens * work.passed
+        kept = (1 - run_again(work, recipe)) * layers + 2 * tokens * work.head / work.vocabulary
+        layer = layers / work.layers
+        loss = (1 if recipe.chunked_loss else 8) * tokens * work.vocabulary
+        before = held["gradients"] if recipe.accumulation > 1 else 0
+        scratch = 4 * max(map(np.prod, work.sizes)) * (recipe.optimizer != "adamw-fused")
+        moments = [  # phase, gradients, activations, temporaries
+            ("forward", before, kept + loss, 0),
+            ("backward", max(before, held["gradients"] // 2), kept / 2 + layer, loss / 2),
+            ("backward", held["gradients"], layer, layer),
+            ("optimizer_step", held["gradients"], 0, scratch),
+        ]
+        rows = np.array(
+            [
+                [
+                    i,
+                    PHASES.index(phase),
+                    0,
+                    held["parameters"],
+                    gradients,
+                    held["optimizer"],
+                    kept,
+                    extra,
+                    64,
+                ]
+                for i, (phase, gradients, kept, extra) in enumerate(moments)
+            ],
+            dtype=np.int64,
+        )
+        rows[:, 2] = rows[:, 3:].sum(axis=1)
+        at = rows[rows[:, 2].argmax()]
+        peak = MemorySnapshot(
+            int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]]
+        )
+        return SimpleNamespace(
+            target=target, timeline=SimpleNamespace(rows=rows), peak=peak, moved=0
+        )
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "method, seq_len, cards",
+    each(
+        2,
+        [
+            ("full", 4, 1),
+            ("full", 200, 1),
+            ("lora", 200, 1),
+            ("lora", 4, 1),
+            ("qlora", 4, 4),
+            ("qlora", 200, 1),
+            ("full", 200, 2),
+            ("qlora", 4, 1),
+        ],
+    ),
+)
+def test_the_best_found_is_the_best_of_all_on_every_card(
+    method, seq_len, cards, predicted, monkeypatch
+):
+    """With bytes from a formula, so that hundreds of cards cost nothing."""
+    config, _ = predicted
+    asked = []
+
+    def answer(*args, **kwargs):
+        asked.append(kwargs["recipe"])
+        return formula(*args, **kwargs)
+
+    formula = pretended(count(config))
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", answer)
+    everything = brute_force(config, formula, CARD, 12, method, "cpu", seq_len, cards)
+    sizes = sorted({option.needs for option in everything})
+    chosen, plans = set(), 0
+    for nbytes in [sizes[0] - 1, *sizes[:: max(1, len(sizes) // 60)], sizes[-1]]:
+        card = replace(CARD, nbytes=nbytes)
+        made = plan(
+            config,
+            card=card,
+            seq_len=seq_len,
+            global_batch=12 * cards,
+            method=method,
+            target="cpu",
+            cards=cards,
+        )
+        check(everything, nbytes, made)
+        chosen.add(made.best and made.best.recipe)
+        plans += 1
+    assert len(chosen) > 5
+    assert len(asked) < len(everything) * plans / 4  # most of it without a prediction
+
+
+def first_k(made, layers: int, rows: int) -> list:
+    """Of the best recipe's kind, each number of layers run again, in micro-batches as large and
+    smaller.
+    """
+    plain = replace(made.best.recipe, checkpointing=None, every_n_layers=None)
+    return [
+        replace(plain, accumulation=n, checkpointing=f"first-{k}")
+        for n in range(plain.accumulation, rows + 1)
+        if rows % n == 0
+        for k in range(1, layers)
+    ]
+
+
+@pytest.mark.parametrize("method, cards", [("full", 1), ("lora", 1), ("lora", 2)])
+def test_no_smaller_number_of_layers_run_again_is_faster_and_fits(method, cards, monkeypatch):
+    """On cards of every size, with bytes from a formula."""
+    config, rows = models.tiny_llama(**LLAMA | {"layers": 7}).config, 4
+    work = count(config)
+    formula = pretended(work)
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", formula)
+    everything = brute_force(config, formula, CARD, rows, method, "cpu", 200, cards)
+    sizes = sorted({option.needs for option in everything})
+    found = set()
+    for nbytes in sizes[:: max(1, len(sizes) // 30)]:
+        sized = {"seq_len": 200, "global_batch": rows * cards, "target": "cpu", "cards": cards}
+        made = plan(config, card=replace(CARD, nbytes=nbytes), method=method, **sized)
+        found.add(made.best.recipe.checkpointing)
+        if made.best.recipe.checkpointing is None and made.best.recipe.every_n_layers is None:
+            continue
+        for recipe in first_k(made, 7, rows):
+            needs = formula(
+                config, batch_size=rows, seq_len=200, recipe=recipe, target="cpu", ranks=cards
+            ).peak.total
+            micro = rows // recipe.accumulation
+            seconds = seconds_per_token(work, recipe, CARD, micro, 200, cards=cards)
+            assert needs > nbytes or seconds >= made.best.seconds, (
+                nbytes,
+                made.best.recipe,
+                recipe,
+            )
+    assert len([way for way in found if str(way).startswith("first-")]) > (1 if OLDER else 2)
+
+
+def test_the_layers_run_again_are_as_few_as_really_fit():
+    """Predicted by itself, one layer less needs more than there is."""
+    config = models.tiny_llama(**LLAMA | {"layers": 6}).config
+    sizes = {"batch_size": 2, "seq_len": 64, "target": "cpu"}
+    recipe = plan(
+        config, card=2**40, method="qlora", seq_len=64, global_batch=2, target="cpu"
+    ).best.recipe
+    halves = replace(recipe, accumulation=2)
+    most, least = (
+        predict(config, recipe=replace(halves, checkpointing=how), **sizes).peak.total
+        for how in (None, "per-layer")
+    )
+    best = plan(
+        config,
+        card=(3 * most + least) // 4,
+        method="qlora",
+        seq_len=64,
+        global_batch=2,
+        target="cpu",
+    ).best
+    k = int(best.recipe.checkpointing.removeprefix("first-"))
+    needs = [
+        predict(config, recipe=replace(best.recipe, checkpointing=f"first-{n}"), **sizes).peak.total
+        for n in (k - 1, k)
+    ]
+    assert 1 < k < 6 and needs[1] == best.needs <= (3 * most + least) // 4 < needs[0]
+
+
+def test_what_one_recipe_says_that_another_needs_at_least_it_really_needs():
+    config = models.tiny_llama(layers=6, hidden=32, heads=4, intermediate=128, vocab=64).config
+    search = Search(count(config), CARD, 64, 4, "cpu")
+    ways = [{}, {"every_n_layers": 2}, *({"checkpointing": f"first-{k}"} for k in (1, 2, 4))]
+    ways += [{"checkpointing": "per-layer"}, *({"checkpointing": part} for part in SELECTIVE)]
+    base = next(iter(search.families("full")))
+    options = [search.option(replace(base, accumulation=n, **way)) for way in ways for n in (1, 4)]
+    for known in options:
+        for other in options:
+            least = search._least(other.recipe, known)
+            assert least <= 1.01 * other.prediction.peak.total, (known.recipe, other.recipe)
+
+
+@pytest.fixture
+def searching(predicted, monkeypatch):
+    """A search with bytes from a formula, of 4 rows on each of its cards."""
+    work = count(predicted[0])
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", pretended(work))
+    return lambda seq_len=64, cards=1, card=CARD: Search(
+        work, card, seq_len, 4 * cards, "cpu", cards
+    )
+
+
+BF16 = Recipe(precision="bf16", optimizer="adamw-fused", attention="fused")
+
+
+@pytest.mark.parametrize("pieces, others", [(1, (2, 4)), (2, (4,)), (4, (4,))])
+def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching):
+    """All but what does not shrink with them (64 bytes and what is rounded), gradients waiting at
+    every moment.
+    """
+    search = searching()
+    known = search.option(replace(BF16, accumulation=pieces))
+    for n in others:
+        recipe = replace(BF16, accumulation=n)
+        peak = search.option(recipe).prediction.peak.total
+        least = search._least(recipe, known)
+        assert peak - 70 <= least <= peak
+        rows = known.prediction.timeline.rows.copy()
+        known.prediction.timeline.rows[1, 4] += 2**30  # those that are about to be cut
+        assert search._least(recipe, known) == least
+        known.prediction.timeline.rows[:] = rows
+
+
+def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(searching):
+    search = searching()
+    known = search.option(replace(BF16, accumulation=4))
+    rows = known.prediction.timeline.rows
+    assert search._least(BF16, known) == (rows[:, 2] - rows[:, 4]).max()
+
+
+def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searching):
+    search = searching(seq_len=1)
+    known = search.option(replace(BF16, optimizer="adafactor-torch"))
+    other = search.option(BF16)
+    assert (
+        known.prediction.peak.phase == "optimizer_step"
+        and other.prediction.peak.phase == "backward"
+    )
+    assert search._least(BF16, known) == other.prediction.peak.total > known.prediction.peak.total
+    back = search._least(known.recipe, other)
+    assert (
+        back
+        == max(row[2] for row in known.prediction.timeline.rows[:3])
+        < known.prediction.peak.total
+    )
+
+
+def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):
+    search = searching(seq_len=4096)
+    held = resident_bytes(search.work, BF16)
+    for n in (1, 4):
+        recipe = replace(BF16, accumulation=n)
+        kept = kept_by_a_token(search.work, recipe) * 4096 * 4 / n
+        assert kept > held["gradients"]
+        waiting = held["gradients"] * (n > 1)
+        assert search._least(recipe) == held["parameters"] + held["optimizer"] + waiting + kept
+
+
+def test_the_lightest_is_the_lightest_of_all(searching):
+    """One that steps after backward, and one that steps in it, by trying every way of every
+    family.
+    """
+    for methods in (["full"], ["lora", "full"], ["qlora"]):
+        search = searching()
+        every = [way for m in methods for f in search.families(m) for way in search.ways(f)]
+        kinds = sorted({way.in_backward for way in every})
+        bytes_of = {
+            k: [sum(search.residents(w).values()) for w in every if w.in_backward == k]
+            for k in kinds
+        }
+        found = search.lightest(methods)
+        assert [recipe.in_backward for recipe in found] == kinds
+        assert [sum(search.residents(recipe).values()) for recipe in found] == [
+            min(bytes_of[k]) for k in kinds
+        ]
+
+
+def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(searching):
+    families = list(searching().families("full"))
+    held = [
+        min(sum(searching().residents(way).values()) for way in searching().ways(f))
+        for f in families
+    ]
+    search = searching(card=replace(CARD, nbytes=min(held)))
+    search.run("full")
+    assert not search.fits()
+    assert [r.recipe for r in search.ruled_out] == [
+        f for f, h in zip(families, held, strict=True) if h > min(held)
+    ]
+
+
+@pytest.mark.parametrize(
+    "mib, says",
+    [
+        (2, "weights 3.00 MiB alone, and the card has 2.00 MiB"),
+        (
+            4,
+            "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB",
+        ),
+        (
+            5,
+            (
+                "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are "
+                "9.00 MiB"
+            ),
+        ),
+    ],
+)
+def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, monkeypatch):
+    search = searching(card=replace(CARD, nbytes=mib * MiB))
+    held = {"parameters": 3 * MiB, "gradients": 2 * MiB, "optimizer": 4 * MiB}
+    monkeypatch.setattr(search, "residents", lambda recipe: held)
+    assert search._too_many(BF16).startswith(says)
+    held["gradients"] = 0
+    assert "gradients" not in search._too_many(BF16)
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("layers", [8, 40])
+def test_the_fewest_layers_are_found_on_the_line_or_beside_it_in_two_looks(
+    layers, beside, searching, monkeypatch
+):
+    """Where every layer that runs again saves as much; or where one more has to than the
+    line says.
+    """
+    for fewest in range(1, layers - beside):
+        search = searching(card=replace(CARD, nbytes=1000 * (layers - fewest) + 500))
+        search.work = replace(search.work, layers=layers)
+        asked = []
+        monkeypatch.setattr(
+            search, "_fits", lambda k, n=fewest, a=asked: a.append(k) or k >= n + beside
+        )
+        none = SimpleNamespace(needs=1000 * layers, fits=False)
+        every = SimpleNamespace(needs=0, recipe=replace(BF16, checkpointing="per-layer"))
+        ways = list(range(1, layers))
+        assert ways[search._fewest(ways, none, every)] == fewest + beside
+        assert len(asked) <= 2
+
+
+@pytest.mark.parametrize("first, tried", [(0.9, 1), (1.0, 2), (1.1, 2), (None, 2)])
+def test_the_next_is_tried_where_what_seemed_faster_is_not_or_does_not_fit(
+    first, tried, searching, monkeypatch
+):
+    """How much is moved is known once it is predicted, and with it the time."""
+    search = searching(seq_len=1024)
+    best = search.option(replace(BF16, checkpointing="per-layer"))
+    guessed = {part: search.seconds(replace(BF16, checkpointing=part)) for part in SELECTIVE}
+    faster = sorted(
+        (part for part in SELECTIVE if guessed[part] * EQUAL_TIME < best.seconds), key=guessed.get
+    )
+    assert len(faster) > 1
+    found = {faster[0]: (first is not None, best.seconds * (first or 0.9))}
+    asked = []
+
+    def option(recipe):
+        asked.append(recipe.checkpointing)
+        fits, seconds = found.get(recipe.checkpointing, (False, 0.0))
+        return SimpleNamespace(fits=fits, seconds=seconds)
+
+    search._known.clear()
+    monkeypatch.setattr(search, "option", option)
+    search.refine(best)
+    assert {part for part in asked if part in SELECTIVE} == {*faster[:tried]}
+
+
+def test_master_weights_are_for_those_that_gather_and_train_all_of_them(searching):
+    search = searching(cards=2)
+    for method, masters in (("full", {"zero2", "fsdp"}), ("lora", set())):
+        family = next(f for f in search.families(method) if f.precision == "autocast-bf16")
+        found = {(way.sharding, way.precision) for way in search.ways(family)}
+        assert {how for how, precision in found if precision == "float32-master"} == masters
+        assert {how for how, precision in found if precision == "autocast-bf16"} == {
+            way.sharding for way in search.ways(family)
+        } - masters
+
+
+@pytest.mark.parametrize(
+    "cards, fits, asks",
+    [(1, False, {"boundaries"}), (2, False, {"boundaries", "parameters"}), (2, True, set())],
+)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_moves_to_the_host_where_nothing_fits(
+    method, cards, fits, asks, predicted, monkeypatch
+):
+    """Inputs of checkpoints on any number of cards; of several, what they share.
+
+    Neither where there is no room for a context.
+    """
+    # as of a model whose loss is not taken in pieces
+    work = replace(count(predicted[0]), chunked=False)
+    for nbytes, asks_here in ((2**31, asks), (2**20, set())):
+        search, asked = Search(work, replace(CARD, nbytes=nbytes), 64, 4 * cards, "cuda", cards), []
+        monkeypatch.setattr(
+            search, "option", lambda recipe, a=asked: a.append(recipe) or SimpleNamespace(fits=fits)
+        )
+        search.move([method])
+        lightest = search.lightest([method])
+        assert [recipe for recipe in asked if not recipe.offload] == lightest
+        assert {recipe.offload for recipe in asked} - {None} == asks_here
+        moved = [recipe for recipe in asked if recipe.offload]
+        assert all(r.checkpointing == "per-layer" and r.every_n_layers is None for r in moved)
+        assert all(r.sharding == "fsdp" for r in moved if r.offload == "parameters")

@@ -1,0 +1,165 @@
+"""Predictions for a card: what its kernels keep, what its allocator reserves, and functions that
+come back afterwards.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.predicted import BATCH, SEQ, config
+from torch import nn
+
+from gradmem_lib.prediction import allocator, cuda_kernels
+from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.prediction.trace import traced
+from gradmem_lib.training.recipe import Recipe
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.sum() if y.sum().item() > 0 else -y.sum()
+
+
+def patched() -> dict:
+    """The functions that a trace for a card replaces."""
+    places = [*cuda_kernels.IN_FLOAT32, (torch.nn.functional, "scaled_dot_product_attention")]
+    return {
+        (home, name): getattr(home, name)
+        for home, name in [*places, (torch.nn.functional, "dropout")]
+    }
+
+
+def test_functions_come_back_after_a_trace_for_a_card():
+    before, own = patched(), set(vars(torch.Tensor))
+    ask = {"target": "cuda", "recipe": Recipe(precision="autocast-bf16")}
+    with cuda_kernels.kernels(torch.bfloat16):
+        assert sum(function is not before[place] for place, function in patched().items()) > 20
+    predict(config("gpt2"), batch_size=2, seq_len=8, **ask)
+    assert patched() == before and set(vars(torch.Tensor)) == own
+    with pytest.raises(CannotTrace):
+        predict(Reads(), batch=torch.randn(4, 4), **ask)
+    assert patched() == before and set(vars(torch.Tensor)) == own
+
+
+def on_card(family: str, **settings):
+    return predict(
+        config(family), batch_size=BATCH, seq_len=SEQ, target="cuda", recipe=Recipe(**settings)
+    )
+
+
+def test_cuda_counts_whole_blocks():
+    prediction = on_card("gpt2", precision="bf16", checkpointing="per-layer")
+    assert not (prediction.timeline.rows[:, 2:] % 512).any()
+    on_cpu = predict(
+        config("gpt2"), batch_size=BATCH, seq_len=SEQ, target="cpu", recipe=Recipe(precision="bf16")
+    )
+    assert prediction.peak.by_category["parameters"] > on_cpu.peak.by_category["parameters"]
+
+
+def test_step_counters_stay_on_the_host_unless_fused():
+    plain, fused = (
+        on_card("llama", optimizer=name).current.by_category for name in ("adamw", "adamw-fused")
+    )
+    tensors = sum(1 for _ in model_class(config("llama"))(config("llama")).parameters())
+    assert fused["optimizer"] - plain["optimizer"] == 512 * tensors
+
+
+def test_cuda_lines_beside_the_tensors():
+    prediction = on_card("llama", precision="bf16")
+    reserved = prediction.replay_allocator()
+    assert reserved >= prediction.peak.total and reserved % allocator.SMALL_SEGMENT == 0
+    on_cpu = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, target="cpu")
+    assert on_cpu.replay_allocator() is None
+
+
+def live(requests: list[int]) -> list[int]:
+    """The bytes that are held after each request."""
+    sizes, total, held = [], 0, []
+    for request in requests:
+        sizes += [request] if request >= 0 else []
+        total += request if request >= 0 else -sizes[-1 - request]
+        held.append(total)
+    return held
+
+
+@pytest.mark.parametrize(("k", "some"), [(1, None), (2, None), (5, None), (5, "first-1")])
+def test_what_is_asked_of_the_allocator_is_what_the_timeline_holds(k, some):
+    recipe = Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=k, checkpointing=some)
+    predicted = predict(config("gpt2"), batch_size=2 * k, seq_len=SEQ, target="cuda", recipe=recipe)
+    held = live(predicted.requests())
+    assert (max(held), held[-1]) == (predicted.peak.total, predicted.current.total)
+    every = traced(predicted._question, None).requests
+    assert len(every) > len(predicted.requests()) or k <= 2
+    assert predicted.replay_allocator() == allocator.replayed(every)
+
+
+def test_the_target_is_the_card_where_there_is_one(monkeypatch):
+    for card, target in ((False, "cpu"), (True, "cuda")):
+        cuda = SimpleNamespace(
+            is_available=lambda card=card: card
+        )  # asked by predict alone: PyTorch itself would look for the card
+        monkeypatch.setattr(
+            "gradmem_lib.prediction.predict.torch", SimpleNamespace(**vars(torch) | {"cuda": cuda})
+        )
+        assert predict(config("gpt2"), batch_size=2, seq_len=8).target == target
+
+
+def test_the_allocators_rules():
+    MiB = 2**20
+    assert allocator.replayed([1]) == 2 * MiB
+    assert allocator.replayed([MiB, MiB]) == 2 * MiB  # one small segment, split
+    assert allocator.replayed([MiB, MiB, 512]) == 4 * MiB
+    assert allocator.replayed([2 * MiB]) == 20 * MiB  # a large one serves up to 10 MiB
+    assert allocator.replayed([9 * MiB, 9 * MiB]) == 20 * MiB
+    assert allocator.replayed([11 * MiB]) == 12 * MiB  # its own segment, in whole 2 MiB
+    assert allocator.replayed([12 * MiB, -1, 12 * MiB]) == 12 * MiB  # a freed block serves again
+    # 1 MiB left is not split off
+    assert allocator.replayed([12 * MiB, -1, 11 * MiB, MiB + 1]) == 32 * MiB
+    # free neighbours merge
+    assert allocator.replayed([9 * MiB, 9 * MiB, -1, -2, 16 * MiB]) == 20 * MiB
+    assert allocator.replayed([9 * MiB, 9 * MiB, -1, 16 * MiB]) == 36 * MiB
+
+
+def test_the_allocator_keeps_its_books():
+    """Random requests: blocks never overlap, and all free memory merges back into whole
+    segments.
+    """
+    rng = np.random.default_rng(0)
+    blocks, live = allocator.Allocator(), {}
+    for _ in range(2000):
+        if live and rng.random() < 0.5:
+            blocks.free(live.pop(list(live)[rng.integers(len(live))]))
+        else:
+            live[len(live), rng.random()] = blocks.allocate(int(2 ** rng.uniform(3, 25)))
+    spans = sorted((a, a + blocks._used[a][0]) for a in live.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    for address in live.values():
+        blocks.free(address)
+    free = {address: size for pool in blocks._free.values() for size, address in pool}
+    assert sum(free.values()) == blocks.reserved and not blocks._used
+    assert not any(address + size in free for address, size in free.items())
+
+
+@pytest.mark.parametrize("target, nbytes", [("cuda", 4 + 1), ("cpu", 4 + 4)])
+def test_dropout_keeps_a_mask_of_a_byte_on_a_card_alone(target, nbytes):
+    """Beside its result, for each number; on the CPU, a factor in its dtype."""
+
+    def kept(dropout: nn.Module) -> int:
+        model = nn.Sequential(nn.Linear(16, 1024), dropout, nn.Linear(1024, 1))
+        found = predict(
+            model, batch=torch.ones(64, 16), loss=lambda m, x: m(x).mean(), target=target
+        )
+        return max(found.timeline.by_category["activations"])
+
+    assert round((kept(nn.Dropout(0.5)) - kept(nn.Identity())) / (64 * 1024)) == nbytes

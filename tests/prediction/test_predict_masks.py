@@ -1,0 +1,88 @@
+"""What a batch's values hide: fused attention builds a mask where they hide something, and none
+where they do not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.families import OLDER, tiny_config
+from support.predicted import assert_predicted
+
+from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.training.recipe import Recipe
+
+FULL, HIDDEN = torch.ones(2, 16, dtype=torch.int64), (torch.arange(16) < 10).long().expand(2, 16)
+ONE_ROW = torch.stack([FULL[0], HIDDEN[0]])
+POSITIONS = torch.arange(16).expand(2, 16)
+RECIPES = {
+    "whole": Recipe(attention=None),
+    "cut": Recipe(attention=None, accumulation=2, checkpointing="per-layer"),
+}
+
+
+def text_batch(**more) -> dict:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 96, (2, 16))
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def lm(family: str) -> torch.nn.Module:
+    config = tiny_config(family)
+    config.use_cache = False
+    return model_class(config)(config)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mask", [FULL, HIDDEN], ids=["nothing", "hidden"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "modernbert", "gemma3_text"])
+def test_a_mask_of_hidden_tokens_is_predicted(family, mask, recipe):
+    assert_predicted(lm(family), text_batch(attention_mask=mask), RECIPES[recipe])
+
+
+@pytest.mark.parametrize(
+    "positions", [POSITIONS, POSITIONS % 8], ids=["one sequence", "two sequences"]
+)
+def test_a_mask_between_packed_sequences_is_predicted(positions):
+    assert_predicted(lm("llama"), text_batch(position_ids=positions), Recipe(attention=None))
+
+
+def test_hidden_tokens_need_more_bytes_than_none():
+    peaks = [
+        predict(lm("llama"), batch=text_batch(attention_mask=m), target="cpu").peak
+        for m in (FULL, HIDDEN)
+    ]
+    assert peaks[0].total < peaks[1].total
+
+
+@pytest.mark.parametrize(
+    ("family", "mask", "recipe"),
+    [
+        ("llama", ONE_ROW, Recipe(accumulation=2)),
+        ("bart", HIDDEN, Recipe()),  # its decoder makes a mask of its own, of ones
+    ],
+)
+def test_a_batch_that_hides_tokens_in_a_part_is_refused(family, mask, recipe):
+    with pytest.raises(CannotTrace, match="hidden tokens"):
+        predict(lm(family), batch=text_batch(attention_mask=mask), recipe=recipe, target="cpu")
+
+
+@pytest.mark.parametrize("mask", [FULL, HIDDEN], ids=["nothing", "hidden"])
+# Older versions draw for each of BART's layers whether it runs, which is refused.
+@pytest.mark.parametrize("family", ["llama", "bert", *([] if OLDER else ["bart"]), "mpnet"])
+def test_eager_attention_leaves_a_mask_out_that_is_neither_causal_nor_hides(family, mask):
+    """Under autocast, scores beside a mask are float32."""
+    recipe = Recipe(
+        attention=None if family == "mpnet" else "eager", precision="autocast-bf16", accumulation=2
+    )
+    assert_predicted(lm(family), text_batch(attention_mask=mask), recipe)
+
+
+def test_a_mask_without_values_is_taken_to_hide_nothing():
+    real, meta = text_batch(attention_mask=FULL), text_batch(attention_mask=FULL.to("meta"))
+    assert (
+        predict(lm("llama"), batch=meta, target="cpu").peak
+        == predict(lm("llama"), batch=real, target="cpu").peak
+    )

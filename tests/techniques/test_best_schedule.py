@@ -1,0 +1,391 @@
+"""``every="best"`` on whole models: never above one checkpoint a layer, whatever comes after the
+layers.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers
+from support.families import OLDER, tiny_config
+from support.nightly import ALL
+from support.paths import ROOT
+from torch import nn
+
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.lora import add_lora
+from gradmem_lib.techniques.schedules import extra_forwards
+
+LAYERS = 4
+SIZES = dict(hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, intermediate_size=96)
+FEW_HEADS = SIZES | dict(num_key_value_heads=1)
+MODELS = {
+    "gpt_neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, SIZES),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        FEW_HEADS | dict(head_dim=16),
+    ),
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, FEW_HEADS),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        dict(n_embd=32, n_layer=LAYERS, n_head=2),
+    ),
+    "qwen3": (
+        transformers.Qwen3ForCausalLM,
+        transformers.Qwen3Config,
+        FEW_HEADS | dict(head_dim=16),
+    ),
+    "bert": (transformers.BertForMaskedLM, transformers.BertConfig, SIZES),
+    "smollm2": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig,
+        FEW_HEADS | dict(num_hidden_layers=8, tie_word_embeddings=True),
+    ),
+}
+
+
+def language_model(family, vocab=600, **settings):
+    kind, config, sizes = MODELS[family]
+    torch.manual_seed(0)
+    return kind(config(vocab_size=vocab, use_cache=False, **sizes | settings)).train()
+
+
+def peaks(model, every, ids):
+    """Peaks in bytes: of a first step, in which "best" measures, of a second micro-batch, and of
+    another step.
+    """
+    found = []
+    with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
+        for fresh in (True, False, True):
+            if fresh:
+                model.zero_grad(set_to_none=True)
+            model(input_ids=ids, labels=ids).loss.backward()
+            found.append(tracker.lap().total)
+    model.zero_grad(set_to_none=True)
+    return found, handle
+
+
+@pytest.mark.parametrize("family", ["olmo2", "bert", "clip"])
+def test_while_best_measures_autocast_keeps_no_casts(family):
+    config = tiny_config(family)
+    config.num_hidden_layers, config.use_cache = 5, False
+    model, found = model_class(config)(config).train(), []
+    batch = example_batch(model, 4, 48)
+    for every in (1, "best"):
+        with checkpoint_layers(model, every), MemoryTracker(model, live=False) as tracker:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+        model.zero_grad(set_to_none=True)
+        found.append(tracker.peak.total)
+    assert found[1] <= found[0]
+
+
+SETTINGS = list(itertools.product(((1, 8), (4, 48)), (True, False)))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family):
+    """Few tokens and many, trained and frozen: two of the four in turn, and every night all."""
+    model, turn = language_model(family), list(MODELS).index(family) % 2
+    for shape, trained in SETTINGS if ALL else (SETTINGS[turn], SETTINGS[3 - turn]):
+        ids = torch.randint(0, 500, shape)
+        model.requires_grad_(trained)
+        model.get_input_embeddings().weight.requires_grad_(True)
+        single, _ = peaks(model, 1, ids)
+        best, handle = peaks(model, "best", ids)
+        assert all(b <= s for b, s in zip(best, single, strict=True)), (shape, trained, handle)
+
+
+def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_a_state():
+    """Bloom's return the attention's weights too, which are kept for backward and which no gradient
+    comes from.
+    """
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(
+        hidden_size=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
+    )
+    model, ids, found = (
+        transformers.BloomForCausalLM(config).train(),
+        torch.randint(0, 64, (2, 128)),
+        {},
+    )
+    for every in (1, "best"):
+        with checkpoint_layers(model, every) as handle, MemoryTracker(model, live=False) as tracker:
+            model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+        found[every] = tracker.peak.total
+    assert found["best"] <= found[1]
+    weights = 2 * 4 * 128 * 128 * 4  # rows, heads, tokens, tokens, bytes
+    assert min(handle.internal) > weights
+
+
+def test_best_is_below_one_a_layer_where_layers_keep_little():
+    model = language_model("smollm2", vocab=64, num_hidden_layers=16)
+    model.requires_grad_(False)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    ids = torch.randint(0, 64, (4, 48))
+    (single, _), (best, handle) = (peaks(model, every, ids) for every in (1, "best"))
+    assert best[-1] < single[-1] and len(handle.segments) < len(handle.layers)
+
+
+def test_best_given_the_list_alone_or_a_loss_outside_of_the_model_is_never_above_one_a_layer():
+    model = language_model("llama")
+    ids = torch.randint(0, 500, (4, 48))
+
+    def peak(given, every):
+        with checkpoint_layers(given, every), MemoryTracker(model, live=False) as tracker:
+            logits = model(input_ids=ids).logits.float()
+            nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        model.zero_grad(set_to_none=True)
+        return tracker.peak.total
+
+    for part in (model, model.model.layers):
+        assert peak(part, "best") <= peak(part, 1)
+
+
+def test_layers_of_different_kinds_get_segments_of_their_own_from_best():
+    model = language_model("gemma2")
+    ids = torch.randint(0, 500, (2, 8))
+    mask = torch.ones_like(ids)
+    with checkpoint_layers(model, "best") as handle:
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert handle.segments == [1] * LAYERS and not handle.keep_last
+        mask[0, :3] = 0  # sliding and full attention have masks of their own now
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+
+
+# Models with two lists, and other ways to run.
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=50,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=3,
+            num_heads=2,
+            num_decoder_layers=4,
+            decoder_start_token_id=0,
+            dropout_rate=0.2,
+        )
+    )
+
+
+def bart():
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**_two_lists(), max_position_embeddings=32)
+    )
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **_two_lists(),
+            max_source_positions=20,
+            max_target_positions=32,
+            num_mel_bins=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        )
+    )
+
+
+def _two_lists():
+    return dict(
+        vocab_size=50,
+        d_model=16,
+        encoder_layers=3,
+        decoder_layers=4,
+        encoder_attention_heads=2,
+        # where each layer is drawn for, other numbers are drawn for its dropout
+        dropout=0.0 if OLDER else 0.2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+    )
+
+
+@pytest.mark.parametrize("make", [t5, bart, whisper])
+def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients(make):
+    torch.manual_seed(0)
+    model = make().train()
+    model.config.use_cache = False
+    ids = torch.randint(3, 50, (3, 8))
+    inputs = {"input_features": torch.randn(3, 8, 40)} if make is whisper else {"input_ids": ids}
+
+    def step(every):
+        found = None
+        with nullcontext() if every is None else checkpoint_layers(model, every) as handle:
+            for _ in range(2):  # the first one measures
+                model.zero_grad(set_to_none=True)
+                with MemoryTracker(model, live=False) as tracker:
+                    torch.manual_seed(2)
+                    loss = model(**inputs, labels=ids, use_cache=False).loss
+                    loss.backward()
+                found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        return found, tracker.peak.total, handle
+
+    expected, plain, _ = step(None)
+    peak = {}
+    for every in (1, "best", "per-layer") if make is t5 else (1, "best", 2, "sqrt"):
+        found, peak[every], handle = step(every)
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found)), every
+        assert [sum(segments) for segments in handle.segments.values()] == [3, 4]
+        assert list(handle.layers) == list(handle.segments) and len(handle.layers) == 2
+    assert peak["best"] <= peak[1] < plain
+    with pytest.raises(ValueError, match="several lists"):
+        checkpoint_layers(model, [2, 1])
+    if make is t5:  # its first layer makes the position bias of the others
+        with (
+            checkpoint_layers(model, 2),
+            pytest.raises(RuntimeError, match="more than their hidden state"),
+        ):
+            model(**inputs, labels=ids)
+
+
+def half(model, how):
+    layers = list(model.model.layers)[:2]
+    if how == "ours":
+        return checkpoint_layers(nn.ModuleList(layers), 1)
+    if how == "a part of a layer":
+        return checkpoint_layers(nn.Sequential(layers[0].mlp), 1)
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+    return nullcontext()
+
+
+@pytest.mark.parametrize(
+    "how", ["ours", "a part of a layer", *([] if OLDER else ["every_n_layers"])]
+)
+def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
+    model = language_model("llama")
+    with half(model, how), pytest.raises(RuntimeError, match="three times"):
+        checkpoint_layers(model, 1)
+
+
+@pytest.mark.skipif(OLDER, reason="has no such option")
+def test_transformers_checkpointing_of_half_the_layers_is_refused_afterwards_too():
+    model, ids = language_model("llama"), torch.randint(0, 500, (1, 8))
+    with checkpoint_layers(model, [1, 1, 2]):
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+        with pytest.raises(RuntimeError, match="three times"):
+            model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("every", ["best", [2, 1, 1]])
+def test_adapters_on_a_frozen_base_train_the_same(every):
+    model, ids = language_model("llama"), torch.randint(0, 500, (2, 8))
+    add_lora(model, 4)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    expected = gradients()
+    with checkpoint_layers(model, every):
+        assert all(map(torch.equal, expected, gradients()))
+
+
+def test_compiled_models_are_right_and_compiled_layers_refused():
+    model, ids = language_model("llama", num_hidden_layers=3), torch.randint(0, 500, (2, 8))
+
+    def gradients(run):
+        model.zero_grad(set_to_none=True)
+        run(input_ids=ids, labels=ids).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected, calls = gradients(model), []
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+        for layer in model.model.layers
+    ]
+    with checkpoint_layers(model, "best") as handle:
+        compiled = torch.compile(model, backend="eager")
+        gradients(compiled)
+        calls.clear()
+        assert torch.allclose(gradients(compiled), expected, atol=1e-6)
+        assert len(calls) == 3 + extra_forwards(handle.segments, handle.keep_last)
+    for hook in handles:
+        hook.remove()
+    model.model.layers[1].compile(backend="eager")
+    with pytest.raises(RuntimeError, match="compiled"):
+        checkpoint_layers(model, 1)
+    torch.compiler.reset()
+
+
+FSDP = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from gradmem_lib.course import models
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+
+def llama():
+    return models.tiny_llama(layers=4, hidden=32, heads=2, intermediate=48, vocab=64)
+
+checkpoint_layers(llama(), 1)  # all that takes seconds to import is imported once
+child = os.fork()
+rank, calls = 0 if child else 1, []
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+mesh = dist.init_device_mesh("cpu", (2,))
+
+def run(every, before):
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+    if before and every:
+        checkpoint_layers(model, every)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    if not before and every:
+        checkpoint_layers(model, every)
+    calls.clear()
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+expected = run(None, False)
+for before in (False, True):
+    for every, again in ((1, 4), ([2, 2], 2), ([[1, 1], 2], 3)):
+        assert all(map(torch.equal, run(every, before), expected)), every
+        assert len(calls) == 4 + again, (every, len(calls))
+    try:
+        run("best", before)
+    except RuntimeError as error:
+        assert "spread" in str(error)
+    else:
+        raise AssertionError("best took spread weights")
+print("right", flush=True)
+assert not child or os.waitpid(child, 0)[1] == 0
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch is built without processes"
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its second process by a fork")
+def test_layers_that_fsdp_spreads_over_two_processes_run_again_with_the_same_gradients(tmp_path):
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform, "")
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", FSDP, str(tmp_path / "meeting")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout.count("right") == 2, done.stderr

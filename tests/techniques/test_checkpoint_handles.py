@@ -1,0 +1,442 @@
+"""Checkpoints put on and taken off: what is refused, what is left behind, and what copies are."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support.checkpointed import PLAIN, N, batch_for, block, layers_of, made, same, step, untouched
+from support.families import tiny_config
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gradmem_lib.course.material import models
+from gradmem_lib.techniques.checkpointing import checkpoint_layers, without_cache
+from gradmem_lib.techniques.layers import find_layers
+
+
+class Holds(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        self.config = transformers.PretrainedConfig()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_each_list_of_layers_has_the_innermost_model_around_it():
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self, inside: int = 0):
+            super().__init__()
+            self.parts = nn.ModuleList(Layer() for _ in range(inside))
+
+    def layers(inside: int = 0) -> nn.ModuleList:
+        return nn.ModuleList([Layer(inside), Layer(inside)])
+
+    plain = nn.ModuleList([nn.Linear(2, 2)])
+    encoder, decoder = (
+        Holds(blocks=layers(), plain=plain),
+        Holds(blocks=layers(3), none=nn.ModuleList()),
+    )
+    pair = Holds(encoder=encoder, decoder=decoder, last=layers())
+    found = find_layers(Holds(pair=pair))
+    owners = {"pair.encoder.blocks": encoder, "pair.decoder.blocks": decoder, "pair.last": pair}
+    assert found.keys() == owners.keys(), "and no list inside a layer of another"
+    for name, (several, owner) in found.items():
+        assert owner is owners[name] and several == list(Holds(pair=pair).get_submodule(name))
+    alone = nn.Module()
+    alone.blocks = layers()
+    assert find_layers(alone) == {"blocks": (list(alone.blocks), None)}
+    assert find_layers(alone.blocks) == {"layers": (list(alone.blocks), None)}
+    itself = Holds(blocks=layers())
+    assert find_layers(itself)["blocks"][1] is itself
+
+
+def test_remove_gives_every_layer_its_own_forward_back_and_may_be_repeated():
+    model = made("llama")
+    handle = checkpoint_layers(model, 2)
+    assert not untouched(model)
+    handle.remove()
+    assert untouched(model)
+    handle.remove()
+    with checkpoint_layers(model, "best"), pytest.raises(ZeroDivisionError):
+        _ = 1 / 0
+    assert untouched(model)
+    with pytest.raises(ValueError):
+        checkpoint_layers(model, [1, 1])
+    assert untouched(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_interrupted_step_passes_through_and_the_next_one_is_right(error, when):
+    model, batch = made("gpt2"), batch_for("gpt2")
+    expected = step("gpt2", model, batch)
+    stop_at, calls = N + 1 if when == "backward" else 3, 0
+
+    def hook(module, args):
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise error("stop")
+
+    with checkpoint_layers(model, 3):
+        handles = [layer.ln_1.register_forward_pre_hook(hook) for layer in model.transformer.h]
+        with pytest.raises(error):
+            step("gpt2", model, batch)
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+        same(step("gpt2", model, batch), expected)
+    assert untouched(model)
+
+
+def test_backward_may_come_after_the_schedule_is_taken_off():
+    for family in ("llama", "modulelist"):
+        model, batch = made(family), batch_for(family)
+        expected = step(family, model, batch)
+        torch.manual_seed(7)
+        with checkpoint_layers(layers_of(family, model), [[2, 1], 2, 1]):
+            out = (
+                model(batch).square().sum()
+                if family in PLAIN
+                else model(**batch, use_cache=False).loss
+            )
+        out.backward()
+        same((out.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
+
+
+def test_a_second_schedule_on_the_same_layers_is_refused():
+    model = made("llama")
+    with checkpoint_layers(model, 2):
+        for again in (model, model.model.layers):
+            with pytest.raises(RuntimeError, match="already"):
+                checkpoint_layers(again, 1)
+    with checkpoint_layers(model.model.layers, [N]), pytest.raises(RuntimeError, match="already"):
+        checkpoint_layers(model, 1)  # also where the one segment is kept, and nothing runs again
+
+
+def switch(model, way):
+    """transformers' own checkpointing "enable" or "disable", by its newer name where it has one."""
+    name = f"activation_checkpointing_{way}"
+    getattr(model, name if hasattr(model, name) else name.replace("activation", "gradient"))()
+
+
+def test_transformers_own_checkpointing_is_refused_before_and_after():
+    model, batch = made("llama"), batch_for("llama")
+    switch(model, "enable")
+    with pytest.raises(RuntimeError, match="transformers"):
+        checkpoint_layers(model, 2)
+    switch(model, "disable")
+    with checkpoint_layers(model, 2):
+        switch(model, "enable")
+        with pytest.raises(RuntimeError, match="transformers"):
+            step("llama", model, batch)
+
+
+def test_eval_and_no_grad_run_as_if_nothing_were_there():
+    model, batch = made("llama"), batch_for("llama")
+    calls = 0
+
+    def hook(module, args):
+        nonlocal calls
+        calls += 1
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(hook)
+    with checkpoint_layers(model, 3):
+        with torch.no_grad():
+            model(**batch)
+        assert calls == N
+        model.eval()
+        model(**batch).loss.backward()
+        assert calls == 2 * N, "in eval mode nothing runs again"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_generate_is_unaffected_also_in_training_mode(family):
+    model = made(family).eval()
+    ids = torch.randint(2, 50, (2, 5))
+
+    def generated():
+        return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    expected = generated()
+    with checkpoint_layers(model, 3):
+        assert torch.equal(generated(), expected)
+        model.train()
+        step(family, model, batch_for(family))
+        model.eval()
+        assert torch.equal(generated(), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_key_value_cache_is_left_out_in_training_with_one_warning(family):
+    model, batch = made(family), batch_for(family)
+    expected = step(family, model, batch)
+    with checkpoint_layers(model, 2):
+        torch.manual_seed(7)
+        with pytest.warns(UserWarning, match="use_cache"):
+            loss = model(**batch, use_cache=True).loss
+        loss.backward()
+        same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(**batch, use_cache=True)
+
+
+def test_a_cache_with_entries_is_refused_in_training():
+    model, batch = made("llama"), batch_for("llama")
+    past = model.eval()(input_ids=batch["input_ids"], use_cache=True).past_key_values
+    model.train()
+    with checkpoint_layers(model, 2), pytest.raises(RuntimeError, match="past_key_values"):
+        model(input_ids=batch["input_ids"], past_key_values=past)
+
+
+@pytest.mark.parametrize("every", [2, "best"])
+def test_a_copy_is_a_plain_model(every, tmp_path):
+    model, batch = made("llama"), batch_for("llama")
+    expected = step("llama", model, batch)
+    with checkpoint_layers(model, every):
+        torch.save(model, tmp_path / "model.pt")
+        copies = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(tmp_path / "model.pt", weights_only=False),
+        ]
+        same(step("llama", model, batch), expected)
+    for other in copies:
+        same(step("llama", other, batch), expected)
+        with checkpoint_layers(other, 3):  # not "already checkpointed"
+            same(step("llama", other, batch), expected)
+            other.config.output_hidden_states = True
+    same(step("llama", model, batch), expected)
+
+
+def test_saved_pretrained_and_state_dict_load_into_a_plain_model(tmp_path):
+    model, batch = made("gpt2"), batch_for("gpt2")
+    expected = step("gpt2", model, batch)
+    with checkpoint_layers(model, "sqrt"):
+        model.save_pretrained(tmp_path)
+        state = copy.deepcopy(model.state_dict())
+    plain = made("gpt2")
+    plain.load_state_dict(state)
+    same(step("gpt2", plain, batch), expected)
+    same(
+        step("gpt2", transformers.GPT2LMHeadModel.from_pretrained(tmp_path).train(), batch),
+        expected,
+    )
+
+
+def test_layers_called_out_of_order_or_with_something_else_are_refused():
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    x = torch.randn(2, 4, requires_grad=True)
+    with checkpoint_layers(layers, [2, 2], keep_last=False):  # what is kept runs as it is called
+        with pytest.raises(RuntimeError, match="in order"):
+            layers[1](x)
+        layers[0](x)
+        with pytest.raises(RuntimeError, match="in order"):
+            layers[3](x)
+        y = layers[0](x)
+        with pytest.raises(RuntimeError, match="something else"):
+            layers[1](y + 1)
+        y = layers[0](x)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="switched off"):
+            layers[1](y)
+    with checkpoint_layers(layers, "best"), pytest.raises(RuntimeError, match="before layer 0"):
+        layers[2](x)
+
+
+def test_one_layer_and_segments_of_one():
+    x = torch.randn(2, 8, requires_grad=True)
+    for every in ("sqrt", "best", "per-layer", 1, 5, [1]):
+        net = nn.Sequential(block())
+        with checkpoint_layers(net, every) as handle:
+            net(x).sum().backward()
+            assert handle.segments == [1]
+
+
+def test_a_sequential_may_hand_on_tuples():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair):
+            return self.linear(pair[0]).sin(), pair[1] + 1
+
+    net = nn.Sequential(*(Pair() for _ in range(4)))
+    x = torch.randn(2, 4, requires_grad=True)
+    expected, count = net((x, torch.zeros(1)))
+    for every in (2, "best", [[1, 1], 2]):
+        with checkpoint_layers(net, every):
+            found, counted = net((x, torch.zeros(1)))
+            found.sum().backward()
+            assert torch.equal(found, expected) and counted == count == 4
+
+
+def test_some_layers_in_eval_mode_train_with_the_rest():
+    model, batch = made("bert"), batch_for("bert")
+    list(model.bert.encoder.layer)[1].eval()
+    expected = step("bert", model, batch)
+    with checkpoint_layers(model, 3):
+        same(step("bert", model, batch), expected)
+
+
+class Bare(nn.Module):
+    """Layers with no home in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.ModuleList([nn.Linear(2, 2)])
+
+
+def bart():
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "every", "error", "says"),
+    [
+        (lambda: models.chain(4), 0, ValueError, "at least 1"),
+        (lambda: models.chain(4), -2, ValueError, "at least 1"),
+        (lambda: models.chain(4), True, ValueError, "every=True"),
+        (lambda: models.chain(4), 2.0, ValueError, "every=2.0"),
+        (lambda: models.chain(4), None, ValueError, "every=None"),
+        (lambda: models.chain(4), "root", ValueError, "sqrt"),
+        (lambda: models.chain(4), [2, 1], ValueError, "3 layers, and there are 4"),
+        (lambda: models.chain(4), [2, 3], ValueError, "5 layers, and there are 4"),
+        (lambda: models.chain(4), [4, 0], ValueError, "at least 1"),
+        (lambda: models.chain(4), [], ValueError, "at least 1"),
+        (lambda: models.chain(4), [2, [2, []]], ValueError, "at least 1"),
+        (lambda: models.chain(4), ["2", 2], ValueError, "segment lengths"),
+        (lambda: nn.Sequential(), 1, ValueError, "no layers"),
+        (lambda: nn.ModuleList(), 1, ValueError, "no layers"),
+        (lambda: nn.Linear(2, 2), 1, ValueError, "none was found"),
+        (Bare, 1, ValueError, "Give the nn.Sequential or nn.ModuleList"),
+        (bart, [2], ValueError, "model.encoder.layers, model.decoder.layers"),
+        (lambda: [nn.Linear(2, 2)], 1, TypeError, "nn.ModuleList"),
+        (
+            lambda: (lambda layer: nn.Sequential(layer, layer))(nn.Linear(2, 2)),
+            1,
+            ValueError,
+            "more than once",
+        ),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused_with_a_sentence(given, every, error, says):
+    model = given()
+    with pytest.raises(error, match=says):
+        checkpoint_layers(model, every)
+    assert not isinstance(model, nn.Module) or untouched(model)
+
+
+def test_encoder_and_decoder_can_each_have_their_own():
+    model = bart().train()
+    model.config.use_cache = False
+    ids = torch.randint(3, 50, (2, 6))
+
+    def run():
+        torch.manual_seed(2)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return loss.detach(), found
+
+    expected = run()
+    with (
+        checkpoint_layers(model.model.encoder.layers, 1),
+        checkpoint_layers(model.model.decoder.layers, 1),
+    ):
+        same(run(), expected)
+
+
+def test_a_layer_without_a_positional_argument_is_refused_or_found_by_its_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden_states=None, x=None):
+            return self.linear(hidden_states if x is None else x)
+
+    layers = nn.ModuleList(Named() for _ in range(2))
+    x = torch.randn(2, 4, requires_grad=True)
+    with checkpoint_layers(layers, [2], keep_last=False):
+        y = layers[1](hidden_states=layers[0](hidden_states=x))
+        expected = F.linear(
+            F.linear(x, layers[0].linear.weight, layers[0].linear.bias),
+            layers[1].linear.weight,
+            layers[1].linear.bias,
+        )
+        assert torch.equal(y, expected)
+        y.sum().backward()
+        with pytest.raises(TypeError, match="first argument"):
+            layers[0](x=x)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, mask, scale):
+        return torch.tanh(x @ self.weight * mask) * scale
+
+
+def test_arguments_are_the_same_where_they_are_views_of_the_same_elements_or_equal_values():
+    """Masks are often cut out anew for each layer, and numbers computed anew."""
+    torch.manual_seed(0)
+    layers, masks, x = (
+        nn.ModuleList(Masked() for _ in range(4)),
+        torch.rand(2, 4, 8),
+        torch.randn(4, 8),
+    )
+
+    def run(which=0, more=0.0):
+        out = x
+        for i, layer in enumerate(layers):
+            out = layer(out, masks[which if i % 2 else 0], float("0.5") + more * (i % 2))
+        return torch.autograd.grad(out.sum(), list(layers.parameters()))
+
+    expected = run()
+    with checkpoint_layers(layers, 2):
+        for found, wanted in zip(run(), expected, strict=True):
+            assert torch.equal(found, wanted)
+        for other in ({"which": 1}, {"more": 0.25}):
+            with pytest.raises(RuntimeError, match="other arguments"):
+                run(**other)
+
+
+def test_an_empty_cache_is_left_out_and_none_is_to_be_made():
+    cache, mask = transformers.DynamicCache(), torch.ones(1)
+    given = ("x", cache), {"past_key_values": cache, "use_cache": True, "mask": mask}
+    assert without_cache(*given) == (
+        ("x", None),
+        {"past_key_values": None, "use_cache": False, "mask": mask},
+        True,
+    )
+    assert without_cache(("x",), {}) == (("x",), {}, False)
+
+
+def test_the_first_k_of_several_lists_are_the_first_lists_first():
+    model = transformers.T5ForConditionalGeneration(tiny_config("t5"))
+    n = len(model.encoder.block)
+    with checkpoint_layers(model, f"first-{n + 1}") as handle:
+        assert handle.keep_last == {"encoder.block": False, "decoder.block": True}
+        assert handle.segments["encoder.block"] == [1] * n
+        assert handle.segments["decoder.block"] == [1, len(model.decoder.block) - 1]

@@ -1,0 +1,233 @@
+"""Checkpointed layers against plain ones, bit by bit."""
+
+import pytest
+import torch
+import transformers
+from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, same, step, sum_all
+from torch import nn
+
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.schedules import extra_forwards
+
+SCHEDULES = [
+    "sqrt",
+    "best",
+    1,
+    2,
+    4,
+    N,
+    [3, 2, 1],
+    [1, 5],
+    [[2, 1], [1, 1], 1],
+    [[[1, 1], 1, 1], 2],
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_to_the_bit_with_dropout(family):
+    model, batch = made(family), batch_for(family)
+    expected = step(family, model, batch)
+    assert not torch.equal(expected[0], step(family, model.eval(), batch)[0]), (
+        "dropout must do something"
+    )
+    model.train()
+    keys = list(model.state_dict())
+    names = [name for name, _ in model.named_modules()]
+    for every in SCHEDULES:
+        for keep_last in (True, False):
+            with checkpoint_layers(layers_of(family, model), every, keep_last=keep_last) as handle:
+                same(step(family, model, batch), expected)
+                assert sum_all(handle.segments) == N
+                assert list(model.state_dict()) == keys
+                assert [name for name, _ in model.named_modules()] == names
+                if every == "best":  # its first step measured
+                    same(step(family, model, batch), expected)
+    same(step(family, model, batch), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_really_run_again(family):
+    """Forward calls counted by hooks inside the layers, and by hooks on the layers themselves."""
+    model, batch = made(family), batch_for(family)
+    layers = (
+        list(layers_of(family, model))
+        if family == "sequential"
+        else next(list(m) for m in model.modules() if isinstance(m, nn.ModuleList))
+    )
+    calls = {"inside": 0, "on": 0}
+
+    def count(where):
+        def hook(module, args):
+            calls[where] += 1
+
+        return hook
+
+    for layer in layers:
+        first = next(m for m in layer.modules() if not list(m.children()))
+        first.register_forward_pre_hook(count("inside"))
+        layer.register_forward_pre_hook(count("on"))
+    for every in [1, 2, [3, 2, 1], [[2, 1], [1, 1], 1], [N]]:
+        for keep_last in (True, False):
+            calls.update(inside=0, on=0)
+            with checkpoint_layers(layers_of(family, model), every, keep_last=keep_last) as handle:
+                step(family, model, batch)
+            expected = N + extra_forwards(handle.segments, keep_last)
+            assert calls == {"inside": expected, "on": expected}, (every, keep_last)
+
+
+@pytest.mark.parametrize("family", HF)
+def test_collected_hidden_states_are_right_with_their_gradients(family):
+    model, batch = made(family), batch_for(family)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+
+    def hidden():
+        torch.manual_seed(7)
+        states = model(**inputs, output_hidden_states=True).hidden_states
+        sum((s * i).sin().sum() for i, s in enumerate(states, 1)).backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return torch.stack([s.detach() for s in states]), found
+
+    model.config.use_cache = False
+    expected = hidden()
+    assert len(expected[0]) == N + 1
+    for every in (1, 3, [4, 2], [[2, 2], 2], "best"):
+        with checkpoint_layers(model, every):
+            same(hidden(), expected)
+            same(step(family, model, batch), step(family, model, batch))
+    with checkpoint_layers(next(m for m in model.modules() if isinstance(m, nn.ModuleList)), 3):
+        # without the model, through the hooks that transformers puts on layers
+        same(hidden(), expected)
+
+
+def test_hidden_states_of_a_model_that_gathers_them_in_its_loop():
+    # its layers return tuples of one, too
+    config = transformers.FNetConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4
+    )
+    torch.manual_seed(0)
+    model = transformers.FNetModel(config).train()
+    ids = torch.randint(2, 50, (2, 7))
+
+    def states(**kwargs):
+        torch.manual_seed(7)
+        return model(input_ids=ids, **kwargs)
+
+    expected = states(output_hidden_states=True)
+    for every in (2, "best", [[2, 1], 1]):
+        with checkpoint_layers(model, every):
+            found = states(output_hidden_states=True).hidden_states
+            assert all(map(torch.equal, expected.hidden_states, found)) and len(found) == 5
+            assert torch.equal(states().last_hidden_state, expected.last_hidden_state)
+            model.config.output_hidden_states = True
+            assert all(map(torch.equal, expected.hidden_states, states().hidden_states))
+            model.config.output_hidden_states = False
+
+
+def test_attentions_in_a_segment_are_right_or_refused():
+    model, batch = made("llama"), batch_for("llama")
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    torch.manual_seed(7)
+    expected = model(**batch, output_attentions=True).attentions
+    with checkpoint_layers(model, 3):
+        torch.manual_seed(7)
+        found = model(**batch, output_attentions=True).attentions
+    assert len(found) == N and all(map(torch.equal, expected, found))
+
+
+def test_layers_that_return_more_than_their_hidden_state_are_refused_in_segments():
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x.sum()
+
+    layers = nn.ModuleList(Layer(4, 4) for _ in range(4))
+
+    def run(x):
+        for layer in layers:
+            x, _ = layer(x)
+        return x
+
+    x = torch.randn(2, 4, requires_grad=True)
+    with checkpoint_layers(layers, 1):
+        run(x).sum().backward()
+    with checkpoint_layers(layers, 2), pytest.raises(RuntimeError, match="every=1"):
+        run(x)
+
+
+def test_layers_with_masks_of_their_own_are_refused_in_one_segment():
+    config = transformers.Gemma3TextConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        use_cache=False,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).train()
+    ids = torch.randint(2, 50, (2, 7))
+    expected = model(input_ids=ids).logits
+    with checkpoint_layers(model, [2, 2]):
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    with checkpoint_layers(model, [3, 1]), pytest.raises(RuntimeError, match="other arguments"):
+        model(input_ids=ids)
+    with checkpoint_layers(model, 1):
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_autocast_is_the_same_when_layers_run_again():
+    model, batch = made("llama"), batch_for("llama")
+
+    def bf16():
+        torch.manual_seed(7)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return loss.detach(), found
+
+    expected = bf16()
+    for every in (2, "best", [[2, 2], 2]):
+        with checkpoint_layers(model, every):
+            same(bf16(), expected)
+
+
+def test_a_frozen_base_with_a_trained_adapter():
+    model, batch = made("qwen3"), batch_for("qwen3")
+    model.requires_grad_(False)
+    for layer in list(model.model.layers)[2:]:
+        layer.self_attn.q_proj.weight.requires_grad_(True)
+    expected = step("qwen3", model, batch)
+    assert sum(g is not None for g in expected[1].values()) == N - 2
+    for every in ("best", 2, 1, [[2, 2], 2]):
+        with checkpoint_layers(model, every):
+            same(step("qwen3", model, batch), expected)
+
+
+def test_layers_that_do_not_give_the_same_again_are_reported():
+    class Fickle(nn.Module):
+        turn = 0
+
+        def forward(self, x):
+            Fickle.turn += 1
+            return torch.cat([x, x]).exp() if Fickle.turn > 2 else x.exp()
+
+    net = nn.Sequential(Fickle(), Fickle())
+    with (
+        checkpoint_layers(net, [1, 1], keep_last=False),
+        pytest.raises(torch.utils.checkpoint.CheckpointError),
+    ):
+        net(torch.randn(2, requires_grad=True)).sum().backward()
+
+
+def test_batch_norm_counts_a_batch_twice_where_its_layer_runs_again():
+    net = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(4)))
+    with checkpoint_layers(net, [2, 2]):
+        net(torch.randn(8, 4)).sum().backward()
+    assert [layer[0].num_batches_tracked.item() for layer in net] == [2, 2, 1, 1]

@@ -1,0 +1,314 @@
+"""accumulate_gradients in two real processes, replicated and sharded, against the full batch's
+gradient.
+"""
+
+import os
+from contextlib import suppress
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradmem_lib import accumulate_gradients, compat, next_token_loss
+from gradmem_lib.course import run_ranks, torchrun
+from gradmem_lib.course.lessons.lesson_10.thread_ranks import on_ranks
+from gradmem_lib.course.material import models
+from gradmem_lib.techniques.data_parallel import (
+    Processes,
+    Replicated,
+    Sharded,
+    check_trained_together,
+    device_of,
+    processes_of,
+)
+
+ids = torch.randint(0, 31, (5, 12), generator=torch.Generator().manual_seed(0))
+lengths = torch.tensor([2, 12, 5, 9, 7])
+labels = ids.masked_fill(torch.arange(12) >= lengths[:, None], -100)
+
+
+def tiny():
+    return models.tiny_gpt2(
+        layers=2, hidden=16, heads=2, vocab=31, positions=12, dtype=torch.float64
+    )
+
+
+def gradient_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def whole_batch():
+    """The full batch's gradient, loss and number of labels, in one process."""
+    alone = tiny()
+    loss, items = next_token_loss(alone, {"input_ids": ids, "labels": labels})
+    (loss / items).backward()
+    return gradient_of(alone), (loss / items).item(), items
+
+
+def pieces(rows):
+    return [
+        {"input_ids": ids[[r]], "labels": labels[[r]] if r >= 0 else labels[[r]] * 0 - 100}
+        for r in rows
+    ]
+
+
+def own(rows):
+    return int((labels[[r for r in rows if r >= 0], 1:] != -100).sum())
+
+
+def window(model, gradient, rows, **options):
+    """How far gradient, loss and number of labels are from the full batch's."""
+    full, loss, items = whole_batch()
+    model.zero_grad(set_to_none=True)
+    done = accumulate_gradients(
+        iter(pieces(rows)), lambda m: next_token_loss(model, m), model=model, **options
+    )
+    far = ((gradient() - full).norm() / full.norm()).item()
+    return far, done.loss - loss, done.items - items
+
+
+def said(model, rows, loss_and_count=None):
+    try:
+        accumulate_gradients(
+            pieces(rows), loss_and_count or (lambda m: next_token_loss(model, m)), model=model
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def replicated():
+    model, rank = tiny(), dist.get_rank()
+    parallel = DistributedDataParallel(model)
+
+    def gradient():
+        return gradient_of(model)
+
+    shares = ([0, 1, 2], [3, 4])[rank]  # three micro-batches here, two there
+    last_empty = ([0, 1], [2, 3, 4, -1])[rank]
+    found = {
+        "corrected after": window(parallel, gradient, shares),
+        "total known": window(parallel, gradient, shares, total_items=own(shares)),
+        "an empty last one": window(parallel, gradient, last_empty),
+        "an empty last one, total known": window(
+            parallel, gradient, last_empty, total_items=own(last_empty)
+        ),
+    }
+    syncs = []
+
+    def counted(state, bucket):
+        syncs.append(1)
+        sent = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return sent.then(lambda future: future.value()[0] / 2)
+
+    parallel.register_comm_hook(None, counted)
+    found["a counting hook"] = window(parallel, gradient, shares)
+    found["syncs"] = len(syncs)
+    found["without model"] = said(None, [0], lambda _: None)
+    parallel.zero_grad()
+    found["no gradient to send with"] = said(parallel, [0], lambda _: (torch.zeros(()), 0))
+    return found
+
+
+def fsdp1():
+    model = FullyShardedDataParallel(tiny(), device_id=torch.device("cpu"), use_orig_params=True)
+
+    def gradient():
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return gradient_of(model)
+
+    return model, gradient
+
+
+def fsdp2(divide=None, root=True, **options):
+    model, options = tiny(), {"mesh": init_device_mesh("cpu", (2,)), **options}
+    for layer in model.transformer.h:
+        fully_shard(layer, **options)
+    if root:
+        fully_shard(model, **options)
+    if divide:
+        for part in [*model.transformer.h, model]:
+            part.set_gradient_divide_factor(divide)
+    return model, lambda: torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+
+
+def sharded():
+    rank = dist.get_rank()
+    mine = ([0, 1, -1], [2, 3, 4])[rank]  # as many micro-batches on each, not as many labels
+    found = {}
+    for name, (model, gradient) in {
+        "FSDP": fsdp1(),
+        "fully_shard": fsdp2(),
+        "kept whole": fsdp2(reshard_after_forward=False),
+        "divided by 4": fsdp2(4.0),
+    }.items():
+        for way, options in {
+            "corrected after": {},
+            "total known": {"total_items": own(mine)},
+        }.items():
+            found[f"{name}, {way}"] = window(model, gradient, mine, **options)
+    model, _ = fsdp2()
+    found["unequally many"] = said(model, mine[: 3 - rank])
+    model.zero_grad()
+    if rank == 0:  # gradients of before on one process alone: no other waits for it
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    found["before"] = said(model, mine)
+    found["layers alone"] = said(fsdp2(root=False)[0], mine)
+    found["wrapped inside"] = said(torch.nn.Sequential(fsdp1()[0]), mine)
+    return found
+
+
+def equal_to_the_full_batch(windows):
+    for name, (far, loss, items) in windows.items():
+        assert far <= 1e-12 and abs(loss) <= 1e-12 and items == 0, name
+
+
+def test_a_process_on_its_own_sums_nothing_up():
+    for alone in (Processes(), processes_of(None), processes_of(torch.nn.Linear(1, 1))):
+        assert type(alone) is Processes and alone.sums(1, 2.5) == [1, 2.5]
+        assert alone.divisor == 1 and list(alone.micro_batches("ab")) == [
+            ("a", False),
+            ("b", False),
+        ]
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="returned"):
+        check_trained_together(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with compat.one_of(1, 0):
+        assert type(processes_of(None)) is type(processes_of(model)) is Processes
+    with compat.one_of(2, 0), pytest.raises(ValueError, match="was not told the model"):
+        processes_of(None)
+
+
+def test_numbers_are_summed_over_every_group():
+    def summed(rank):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        both = Processes(torch.nn.Linear(1, 1), [pairs[rank // 2], across[rank % 2]])
+        return both.divisor, both.sums(2.0**rank, rank == 3, 2**53)
+
+    assert on_ranks(summed, 4) == [(4, [15, 1, 2.0**55])] * 4
+
+
+def test_the_last_micro_batch_sends_and_at_most_two_are_held():
+    fetched = []
+    given = (fetched.append(i) or i for i in range(3))
+    found = [(micro, last, len(fetched)) for micro, last in Replicated().micro_batches(given)]
+    assert found == [(0, False, 2), (1, False, 3), (2, True, 3)]
+    assert list(Replicated().micro_batches([None])) == [(None, True)]
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        list(Replicated().micro_batches([]))
+
+
+def test_sharded_processes_take_micro_batches_together():
+    def taken(rank, lengths):
+        found = []
+        try:
+            for each in Sharded(model, [dist.group.WORLD]).micro_batches([None] * lengths[rank]):
+                found.append(each)
+        except ValueError as error:
+            found.append(str(error).partition(" have")[0])
+        return found
+
+    model = torch.nn.Linear(1, 1)
+    assert on_ranks(lambda rank: taken(rank, (2, 2)), 2) == [[(None, True)] * 2] * 2
+    assert on_ranks(lambda rank: taken(rank, (1, 0, 2)), 3) == [
+        ["2 of 3 processes"],
+        ["2 of 3 processes"],
+        ["2 of 3 processes"],
+    ]
+    assert on_ranks(lambda rank: taken(rank, (0, 0)), 2) == [[], []]
+
+
+def parts_and_whole(mesh, divide=(), root=True):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.PReLU())
+    for part in [*model[:2], model][: 3 if root else 2]:
+        fully_shard(part, mesh=mesh)
+    for part, number in zip(model, divide, strict=False):
+        part.set_gradient_divide_factor(number)
+    return model
+
+
+def test_a_model_says_how_it_is_trained():
+    with compat.one_of(3, 1) as mesh:
+        plain = torch.nn.Linear(2, 2)
+        parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
+        found = processes_of(parallel)
+        assert (
+            type(found) is Replicated and found.groups == [mesh.get_group()] and found.divisor == 3
+        )
+        for needed in (True, False):
+            with found.forward_and_backward(needed):
+                assert parallel.require_backward_grad_sync is needed
+        with pytest.raises(
+            ValueError, match=r"only a part of the model, '1'.* DistributedDataParallel"
+        ):
+            processes_of(torch.nn.Sequential(plain, parallel))
+        model = parts_and_whole(mesh)
+        found = processes_of(model)
+        assert type(found) is Sharded and found.groups == [mesh.get_group()] and found.divisor == 3
+        assert (
+            device_of(model) == torch.device("cpu") and device_of(plain.to("meta")).type == "meta"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        check_trained_together(model, optimizer)
+        check_trained_together(model, [optimizer])  # those of layers, in backward
+        for wrong in (
+            torch.optim.SGD(parts_and_whole(mesh).parameters(), lr=1.0),
+            torch.optim.SGD(plain.parameters(), lr=1.0),
+        ):
+            with pytest.raises(ValueError, match="that prepare"):
+                check_trained_together(model, wrong)
+        with pytest.raises(
+            ValueError, match=r"2 trained parameters .*call fully_shard on the whole"
+        ):
+            processes_of(torch.nn.Sequential(model[0], torch.nn.Linear(2, 2)))
+        frozen = torch.nn.Sequential(model[0], torch.nn.Linear(2, 2).requires_grad_(False))
+        assert type(processes_of(frozen)) is Sharded
+        with pytest.raises(ValueError, match=r"1 trained parameters \(2.weight, \.\.\.\)"):
+            processes_of(parts_and_whole(mesh, root=False))
+        with pytest.raises(ValueError, match="by different numbers"):
+            processes_of(parts_and_whole(mesh, divide=(5.0,)))
+        model = parts_and_whole(mesh, divide=(5.0, 5.0))
+        model.set_gradient_divide_factor(5.0)
+        assert processes_of(model).divisor == 5.0
+
+
+def test_two_processes_with_unequal_shares_get_the_full_batchs_gradient():
+    found = run_ranks(replicated)[0]
+    assert found.pop("syncs") == 1  # one bucket, sent with the last micro-batch alone
+    assert "was not told the model" in found.pop("without model")
+    assert 'reduction="sum"' in found.pop("no gradient to send with")
+    assert len(found) == 5
+    equal_to_the_full_batch(found)
+
+
+def test_sharded_over_two_processes_it_is_the_full_batchs_gradient():
+    found = run_ranks(sharded)[0]
+    assert "1 of 2 processes have another micro-batch" in found.pop("unequally many")
+    assert "have gradients from before" in found.pop("before")
+    assert "call fully_shard on the whole model too" in found.pop("layers alone")
+    assert "give the whole to FullyShardedDataParallel" in found.pop("wrapped inside")
+    assert len(found) == 8
+    equal_to_the_full_batch(found)
+
+
+def test_a_process_that_fails_is_reported():
+    with pytest.raises(RuntimeError, match=r"one of the 1 processes failed(.|\n)*no such batch"):
+        torchrun("raise ValueError('no such batch')", processes=1)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_the_processes_of_torchrun(tmp_path):
+    name = str(tmp_path / "pid")
+    with pytest.raises(KeyboardInterrupt):
+        torchrun(
+            f"import os, signal, time; open({name!r}, 'w').write(str(os.getpid())); "
+            f"os.kill({os.getpid()}, signal.SIGINT); time.sleep(600)",
+            processes=1,
+        )
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(20)

@@ -1,0 +1,458 @@
+"""What autograd saves is moved away and comes back: bytes of files on disk, gradients to the bit,
+and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.checkpointed import FAMILIES, batch_for, made, same, step
+from support.families import OLDER
+from support.nightly import each
+from support.oracle import allocator_peak
+from support.predicted import assert_same, config, example_batch, model_class, predict, tracked
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradmem_lib import (
+    MemoryTracker,
+    Recipe,
+    checkpoint_layers,
+    make_trainer,
+    offload_activations,
+    prepare,
+)
+from gradmem_lib import step as train_step
+from gradmem_lib.course.machine.compat import saved_tensor_hooks
+from gradmem_lib.course.material import models
+from gradmem_lib.techniques.offload import MOVES
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def left(folder: Path) -> list[Path]:
+    gc.collect()
+    return list(folder.iterdir())
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+    )
+
+
+def saved_bytes(run, stays) -> tuple[int, torch.Tensor]:
+    """What autograd saves in ``run()``, by PyTorch's own hooks: each storage once, all of them
+    alive at the end.
+    """
+    kept = {}
+    with saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t
+    ):
+        out = run()
+    own = {t.untyped_storage().data_ptr() for t in stays}
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own), out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_to_the_bit_and_nothing_is_left(family, tmp_path):
+    model, batch = made(family), batch_for(family)
+    expected = step(family, model, batch)
+    for checkpoints in (
+        nullcontext,
+        lambda: checkpoint_layers(model if family != "modulelist" else model.layers, 2),
+    ):
+        for what in ("activations", "boundaries"):
+            with checkpoints(), offload_activations(tmp_path, model=model, what=what) as moved:
+                same(step(family, model, batch), expected)
+            assert bool(moved.bytes) == (what == "activations" or checkpoints is not nullcontext)
+            assert not left(tmp_path)
+
+
+def test_as_many_bytes_lie_in_files_as_autograd_saves(tmp_path):
+    model, x = chain(), torch.randn(8, 16)
+    expected, out = saved_bytes(lambda: model(x).square().sum(), model.parameters())
+    with offload_activations(tmp_path) as moved:
+        out = model(x).square().sum()
+    assert moved.bytes == on_disk(tmp_path) == expected
+    assert moved.tensors == len(files(tmp_path))
+    out.backward()
+    assert not left(tmp_path)
+
+
+ALL = Recipe(offload="activations", precision="autocast-bf16", accumulation=2)
+INPUTS = Recipe(offload="boundaries", checkpointing="per-layer", precision="bf16", accumulation=4)
+MATRIX = [
+    ("llama", 3, ALL),
+    ("llama", 10, Recipe(offload="activations")),
+    ("llama", 10, INPUTS),
+    ("llama", 3, Recipe(offload="boundaries", checkpointing="best")),
+    ("gqa", 3, Recipe(offload="activations", checkpointing=2, lora_rank=2)),
+    ("tied", 10, Recipe(offload="boundaries", checkpointing=2, chunked_loss=True)),
+    ("qwen3", 3, Recipe(offload="activations", checkpointing="attention")),
+    ("gemma", 3, Recipe(offload="activations", in_backward=True, optimizer="adamw-8bit")),
+    ("gpt2", 10, ALL),
+    ("gpt2", 3, Recipe(offload="activations", checkpointing="elementwise")),
+    ("bert", 3, Recipe(offload="activations", attention="eager", accumulation=8)),
+    ("vit", 3, INPUTS),
+    ("gemma3", 4, Recipe(offload="boundaries", every_n_layers=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "layers", "recipe"), each(2, MATRIX))
+def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recipe):
+    cfg = config(family, layers)
+    predicted = predict(cfg, batch_size=8, seq_len=16, recipe=recipe, target="cpu")
+    torch.manual_seed(0)
+    model, optimizer, undo = prepare(model_class(cfg)(cfg), recipe)
+    batch = example_batch(model, 8, 16)
+    if "pixel_values" in batch and recipe.weight_dtype == torch.bfloat16:
+        batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    train_step(model, optimizer, batch, recipe)
+    moves = offload_activations(model=model, what=recipe.offload)
+    with undo, MemoryTracker(model, optimizer, live=False) as tracker:
+        train_step(model, optimizer, batch, recipe, offload=moves)
+    assert_same(predicted, tracker)
+    assert predicted.moved == 2 * moves.bytes > 0  # there and back
+    assert f"<td>{predicted.moved:,}</td>" in predicted._repr_html_()
+
+
+def test_a_module_moves_what_its_config_does():
+    """Of a module the step before is traced as well, and what it moves is not counted."""
+    cfg, ask = config("gpt2"), {"batch_size": 8, "seq_len": 16, "target": "cpu"}
+    there, here = (
+        predict(given, recipe=Recipe(offload="activations"), **ask)
+        for given in (model_class(cfg)(cfg), cfg)
+    )
+    assert there.moved == here.moved > 0
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+def test_after_an_exception_the_files_are_gone_though_the_loss_is_kept(tmp_path):
+    """As a notebook keeps it, in a variable or in the last traceback."""
+    with pytest.raises(ArithmeticError), offload_activations(tmp_path):
+        loss = chain()(torch.ones(4, 16)).sum()
+        assert on_disk(tmp_path) > 0
+        raise ArithmeticError
+    assert loss.requires_grad and not list(tmp_path.iterdir())
+
+
+def test_what_stays_goes_with_its_last_name_and_waits_for_no_collection(tmp_path):
+    x = torch.ones(1000, requires_grad=True)
+    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path, what="boundaries"):
+        y = x.exp()  # a node that keeps its own result
+        gc.disable()
+        try:
+            before = tracker.current.total
+            del y
+            assert before - tracker.current.total == x.nbytes
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_forward_leaves_no_file_and_no_hook(error, tmp_path):
+    model = chain()
+    model.append(nn.Identity()).register_forward_pre_hook(lambda *given: None)
+    model[-1].forward = lambda x: (_ for _ in ()).throw(error("stop"))
+    with pytest.raises(error), offload_activations(tmp_path) as moved:
+        model(torch.randn(8, 16))
+    assert moved.bytes and not list(tmp_path.iterdir())
+    assert saved_tensor_hooks() is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_backward_leaves_no_file(error, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, recipe = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64), ALL
+    model, optimizer, _ = prepare(model, recipe)
+    layer, seen = model.model.layers[1].mlp.down_proj.weight, []
+
+    def stop(grad):
+        seen.append(files(tmp_path))
+        raise error("stop")
+
+    handle, ids = layer.register_hook(stop), torch.randint(0, 64, (4, 8))
+    with pytest.raises(error):
+        train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    assert seen[0] and not list(tmp_path.iterdir())
+    handle.remove()
+    model.zero_grad()
+    train_step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_backward_after_the_files_are_gone_says_so(tmp_path):
+    model = chain()
+    with offload_activations(tmp_path) as moved:
+        loss = loss_of(model, torch.randn(8, 16))
+    moved.close()
+    with pytest.raises(RuntimeError, match="Run the forward again"):
+        loss.backward()
+
+
+def test_a_loss_that_is_dropped_takes_its_files_along(tmp_path):
+    with offload_activations(tmp_path):
+        loss = loss_of(chain(), torch.randn(8, 16))
+    assert files(tmp_path)
+    del loss
+    assert not left(tmp_path)
+
+
+def test_twice_through_one_graph_and_through_its_gradient(tmp_path):
+    x = torch.randn(5, 4, dtype=torch.double, requires_grad=True)
+
+    def grads(around):
+        with around:
+            y = (x.exp() * x.sin()).sum()
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            penalty = first.square().sum()
+        return (
+            first,
+            *torch.autograd.grad(penalty, x, retain_graph=True),
+            *torch.autograd.grad(penalty, x),
+        )
+
+    assert all(map(torch.equal, grads(offload_activations(tmp_path)), grads(nullcontext())))
+    assert not left(tmp_path)
+
+
+def test_one_storage_moves_once_and_again_when_it_has_changed(tmp_path):
+    x = torch.randn(6, 8, requires_grad=True)
+    with offload_activations(tmp_path) as moved:
+        y = x * 1
+        parts = [part.sin() for part in y.split(2)]  # three views of one storage
+        assert (moved.bytes, moved.tensors) == (6 * 8 * 4, 1)
+        total = sum(part.sum() for part in parts)
+        kept = y.detach().clone()
+        y.detach().mul_(2)
+        total = total + y.exp().sum()  # exp keeps its own result
+        total = total + y.cos().sum()
+        assert moved.tensors == 3
+    total.backward()
+    assert torch.allclose(x.grad, kept.cos() + (2 * kept).exp() - (2 * kept).sin())
+
+
+def test_parameters_stay_tied_frozen_and_in_views(tmp_path):
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    head = nn.Linear(8, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    with offload_activations(tmp_path) as moved:
+        out = nn.functional.linear(frozen(x), head.weight) * head.weight[:3]
+        nn.functional.linear(out, head.weight.T).sum().backward()
+    found = moved.bytes
+    assert (
+        found == 3 * 3 * 8 * 4
+    )  # what two products with trained weights take, and the product that is multiplied
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="pins and copies there")
+@pytest.mark.skipif(OLDER, reason="has no such option")
+def test_transformers_own_offload_is_an_error_without_an_accelerator():
+    """Since 5.17. It pins memory of the host for the checkpoints' inputs, whatever the model's
+    device.
+    """
+    model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64).train()
+    model.activation_checkpointing_enable(offload=True)
+    ids = torch.randint(0, 64, (4, 16))
+    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+        model(input_ids=ids, labels=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    torch.manual_seed(0)
+    rows, weights = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (8, 12))], []
+    for offload in (None, what):
+        torch.manual_seed(0)
+        model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
+        recipe = Recipe(checkpointing="per-layer", offload=offload, accumulation=2)
+        trainer = make_trainer(
+            model,
+            recipe,
+            batch_size=4,
+            train_dataset=rows,
+            max_steps=2,
+            output_dir=tmp_path / "out",
+        )
+        trainer.train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert trainer.moves.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_chunks_that_count_their_changes_apart_come_back_each_as_it_was(kind, tmp_path):
+    """A GRU changes the chunks of one storage in place, one after another, and each has a version
+    of its own.
+    """
+    torch.manual_seed(0)
+    model, x = kind(4, 5, 2, bidirectional=True), torch.randn(3, 2, 4)
+    found = []
+    for block in (nullcontext(), offload_activations(tmp_path, model=model)):
+        with block:
+            out = model(x)[0].square().sum()
+        found.append(torch.autograd.grad(out, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+    assert not left(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["activations", "boundaries"])
+def test_what_stays_and_is_changed_before_its_backward_is_refused_as_autograd_does(what, tmp_path):
+    model, x = chain(), torch.randn(8, 16)
+    with offload_activations(tmp_path, model=model, what=what):
+        out = model(x).square().sum()
+    with torch.no_grad():
+        model[2][0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(16, 16\).*changed in place since the forward"):
+        out.backward()
+    del out
+    assert not left(tmp_path)
+
+
+def test_fake_tensors_leave_no_folder(tmp_path):
+    with FakeTensorMode():
+        layer = nn.Linear(8, 8)
+        with offload_activations(tmp_path, model=layer) as moved:
+            loss = layer(torch.empty(4, 8)).sin().sum()
+        loss.backward()
+    assert moved.bytes and not list(tmp_path.iterdir())
+
+
+class SavedAndScaled(torch.autograd.Function):
+    """Keeps the tensor and a part of it, and returns in backward what it has changed in place."""
+
+    @staticmethod
+    def forward(ctx, h, part):
+        ctx.save_for_backward(h, part)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        whole, tail = ctx.saved_tensors
+        assert whole.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr()
+        return whole.mul_(d), None
+
+
+def test_one_copy_comes_back_for_all_that_need_it_while_it_is_alive(tmp_path):
+    x, n = torch.randn(1000, requires_grad=True), 4000
+    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path) as moved:
+        h = x * 1
+        product, sine = h * h, h[10:].sin()
+        del h
+        assert (moved.bytes, moved.tensors) == (n, 1)
+        part = sine.grad_fn._saved_self
+        assert product.grad_fn._saved_self[10:].data_ptr() == part.data_ptr()
+        assert torch.equal(part, x[10:])
+        del part
+        tracker.lap()
+        torch.autograd.backward((product, sine), (torch.ones(1000), torch.ones(990)))
+        # The two results, and h.
+        assert tracker.lap().by_category["activations"] <= 3 * n
+    assert torch.allclose(x.grad[10:], (2 * x + x.cos())[10:])
+
+
+def test_a_copy_that_backward_has_changed_is_read_again(tmp_path):
+    x, found = torch.randn(5, requires_grad=True), []
+    with offload_activations(tmp_path):
+        h = x * 1
+        out = (h * h + 3 * SavedAndScaled.apply(h, h[1:])).sum()
+    for _ in range(3):  # what was returned is alive, and its storage with it
+        found += torch.autograd.grad(out, x, retain_graph=True)
+    assert all(torch.allclose(grad, 5 * x) for grad in found)
+
+
+class Squared(nn.Module):
+    """Products of a tensor with itself, saved twice by one node and again by others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        h = x * self.scale
+        return (h * h * h.sin()).mean()
+
+
+T5 = transformers.T5Config(
+    vocab_size=128,
+    d_model=64,
+    d_kv=16,
+    d_ff=96,
+    num_layers=2,
+    num_heads=4,
+    decoder_start_token_id=0,
+)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "by hand"])
+def test_predicted_and_tracked_are_what_the_allocator_gives_out(name):
+    recipe, cfg = Recipe(offload="activations"), T5 if name == "t5" else None
+    if name == "by hand":
+        model, batch = Squared(), torch.randn(64, 16)
+    else:
+        cfg = cfg or config(name, 2)
+        cfg.use_cache = False
+        model = model_class(cfg)(cfg)
+        batch = example_batch(model, 8, 16)
+    predicted = predict(model, batch=batch, recipe=recipe, target="cpu")
+    tracker = tracked(model, batch, recipe)
+    assert_same(predicted, tracker)
+    run = prepare(model, recipe)
+    taken = allocator_peak(lambda: train_step(run.model, run.optimizer, batch, recipe), before=2)
+    # the last step's loss
+    assert tracker.peak.total - tracker.current.total == pytest.approx(taken, abs=16)
+
+
+def test_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
+    model, x = nn.Module(), torch.randn(3, 3, requires_grad=True)
+    model.register_buffer("scale", torch.randn(3, 3))
+    sparse, empty = torch.eye(3).to_sparse(), torch.empty(0, 3, requires_grad=True)
+    for given, moves in ((model, 0), (None, 1)):
+        with offload_activations(tmp_path, model=given) as moved:
+            loss = (
+                (x * model.scale).sum() + torch.sparse.mm(sparse, x).sum() + (empty * empty).sum()
+            )
+        assert moved.tensors == moves
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, model.scale + 1)
+
+
+def test_nothing_but_what_was_moved_is_held_when_it_comes_back(tmp_path):
+    x = torch.randn(100, dtype=torch.float64, requires_grad=True)
+    with MemoryTracker(live=False) as tracker:
+        with offload_activations(tmp_path):
+            loss = x.exp().sum()
+        tracker.reset_peak()
+        loss.backward()
+    assert {holder.nbytes for holder in tracker.largest_at_peak(99)} == {8, 800}
+
+
+def test_moving_shows_a_tracker_nothing_that_it_does_not_count(tmp_path):
+    """The data that a graph keeps, and that no module was called with, is older than the block and
+    stays unknown.
+    """
+    x, weight = torch.randn(300), torch.randn(300, requires_grad=True)
+    with MemoryTracker(live=False) as tracker, offload_activations(tmp_path) as moved:
+        loss = (weight * x).sum()
+        assert moved.tensors == 1 and tracker.current.by_category["other"] == 0
+    loss.backward()
+    assert torch.equal(weight.grad, x)

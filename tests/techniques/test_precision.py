@@ -1,0 +1,268 @@
+"""16 bits: rounding by chance against its expectation, our scaler against torch's, and who computes
+in what.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.predicted import BATCH, SEQ, assert_same, config, model_class
+from torch import nn
+
+from gradmem_lib.course.material.dtypes import operation_dtypes
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.prediction.configs import example_batch
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import (
+    SLICE,
+    GradScaler,
+    MasterAdamW,
+    StochasticAdamW,
+    stochastic_round,
+)
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+# all of them from 0 up, finite
+EVERY = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "x", [1.001, -1.001, 0.3, 255.9, 3e-5, -7e-20, 1.5e-40, 1 + 1 / 256, 2 - 2**-20]
+)
+def test_a_number_goes_to_one_of_its_neighbours_and_its_mean_stays(x):
+    n = 40_000
+    x = torch.tensor(x).double().item()  # as float32 has it
+    found = stochastic_round(torch.full((n,), x), seeded()).double()
+    above = EVERY[torch.searchsorted(EVERY, abs(x))].item()
+    below = EVERY[torch.searchsorted(EVERY, abs(x)) - 1].item()
+    assert set(found.abs().tolist()) <= {below, above}
+    gap = above - below
+    share = (abs(x) - below) / gap
+    deviation = gap * (share * (1 - share) / n) ** 0.5
+    assert abs(found.mean().item() - x) <= 5 * deviation + 2**-16 * gap
+
+
+def test_what_bf16_holds_stays_and_so_does_what_is_no_number():
+    exact = torch.cat([EVERY, -EVERY]).float()
+    assert torch.equal(stochastic_round(exact, seeded()).float(), exact)
+    odd = stochastic_round(torch.tensor([float("inf"), -float("inf"), float("nan")]), seeded())
+    assert odd[0] == float("inf") and odd[1] == -float("inf") and odd[2].isnan()
+
+
+def test_chance_comes_from_the_generator_that_is_given():
+    x = torch.linspace(-1, 1, 1001)
+    kept = x.clone()
+    one, again, other = (stochastic_round(x, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other) and torch.equal(x, kept)
+
+
+def trained(optimizer, parameter, gradients):
+    for gradient in gradients:
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+    return parameter.detach().double().mean().item()
+
+
+def test_updates_far_below_a_gap_count_on_average():
+    """One weight many times over: its mean follows AdamW in float64, where plain AdamW in bf16
+    stands still.
+    """
+    gradients = [0.02 * (1 + i % 3) for i in range(60)]
+    many, settings = 20_000, {"lr": 1e-4, "weight_decay": 0.01}
+    exact = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    wanted = trained(torch.optim.AdamW([exact], **settings), exact, gradients)
+    plain = nn.Parameter(torch.ones(many, dtype=torch.bfloat16))
+    assert trained(torch.optim.AdamW([plain], **settings), plain, gradients) == 1.0
+    ours = nn.Parameter(torch.ones(many, dtype=torch.bfloat16))
+    optimizer = StochasticAdamW([ours], generator=seeded(), **settings)
+    assert trained(optimizer, ours, gradients) - 1 == pytest.approx(wanted - 1, rel=0.05)
+    assert wanted < 0.995
+    v = optimizer.state[ours]["exp_avg_sq"].double().mean().item()
+    assert v == pytest.approx(
+        sum(0.001 * 0.999 ** (59 - i) * g**2 for i, g in enumerate(gradients)), rel=0.02
+    )
+
+
+def test_a_large_tensor_is_float32_a_slice_at_a_time():
+    table = nn.Parameter(torch.zeros(64, SLICE // 16, dtype=torch.bfloat16))
+    optimizer = StochasticAdamW([table], generator=seeded())
+    with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+        for _ in range(2):
+            table.grad = torch.ones_like(table)
+            optimizer.step()
+    assert table.numel() == 4 * SLICE
+    assert tracker.current.by_category["optimizer"] == 2 * 2 * table.numel() + 4
+    assert max(tracker.timeline.by_category["temporaries"]) <= 12 * 4 * SLICE
+    assert len(table.detach().unique()) > 1  # no slice was left out
+    assert (table.detach() != 0).all()
+
+
+def test_other_dtypes_and_shapes_are_updated_as_usual():
+    ours = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones((), dtype=torch.bfloat16))]
+    theirs = nn.Parameter(torch.ones(3))
+    mine, plain = StochasticAdamW(ours, lr=0.1), torch.optim.AdamW([theirs], lr=0.1, foreach=False)
+    for p in (*ours, theirs):
+        p.grad = torch.ones_like(p)
+    mine.step()
+    plain.step()
+    assert torch.equal(ours[0], theirs) and 0.89 < ours[1].item() < 0.91
+
+
+def test_our_scaler_begins_and_waits_as_torchs_does():
+    ours, theirs = GradScaler(), torch.amp.GradScaler("cpu")
+    assert (
+        ours.get_scale() == theirs.get_scale()
+        and ours.growth_interval == theirs.get_growth_interval()
+    )
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_our_scaler_does_what_torchs_does(interval):
+    weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in weights]
+    scalers = (
+        GradScaler(2.0**4, interval),
+        torch.amp.GradScaler("cpu", 2.0**4, growth_interval=interval),
+    )
+    sides = [
+        (made, torch.optim.SGD(ps, lr=0.1, momentum=0.5), ps)
+        for made, ps in zip(scalers, (weights, theirs), strict=True)
+    ]
+    for factor in (
+        1.0,
+        float("inf"),
+        2.0,
+        0.5,
+        1.0,
+        float("nan"),
+        -float("inf"),
+        3.0,
+        1.0,
+        1.0,
+        1.0,
+    ):
+        for made, optimizer, ps in sides:
+            loss = ps[0].sum() + (ps[1] * torch.tensor([[1.0, factor], [0.5, 2.0]])).sum()
+            optimizer.zero_grad()
+            made.scale(loss).backward()
+            made.step(optimizer)
+            made.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+    assert weights[0].isfinite().all()
+
+
+def test_a_step_with_a_scaler_skips_and_goes_on():
+    batch = example_batch(model_class(config("llama"))(config("llama")), BATCH, SEQ)
+    ends = []
+    for made in (GradScaler(2.0**26), torch.amp.GradScaler("cpu", 2.0**26)):
+        torch.manual_seed(0)
+        recipe = Recipe(precision="autocast-fp16", optimizer="adamw", accumulation=2)
+        model, optimizer, _ = prepare(
+            model_class(config("llama"))(config("llama")), recipe, lr=1e-3
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        step(model, optimizer, batch, recipe, scaler=made)
+        assert made.get_scale() == 2.0**25
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        for _ in range(10):
+            step(model, optimizer, batch, recipe, scaler=made)
+        ends.append((made.get_scale(), [p.detach() for p in model.parameters()]))
+        assert not torch.equal(ends[-1][1][0], before[0])
+    assert ends[0][0] == ends[1][0] < 2.0**25
+    assert all(
+        torch.allclose(p, q, rtol=1e-6, atol=1e-7)
+        for p, q in zip(ends[0][1], ends[1][1], strict=True)
+    )
+
+
+def test_a_scaler_adds_nothing_to_the_predicted_peak():
+    recipe = Recipe(precision="autocast-fp16")
+    model = model_class(config("llama"))(config("llama"))
+    batch, scaler = example_batch(model, BATCH, SEQ), GradScaler(2.0**8)
+    model, optimizer, _ = prepare(model, recipe)
+    step(model, optimizer, batch, recipe, scaler=scaler)
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        step(model, optimizer, batch, recipe, scaler=scaler)
+    found = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert found.peak == tracker.peak
+
+
+def test_a_frozen_part_and_adapters_are_predicted_with_rounding_by_chance():
+    recipe = Recipe(
+        precision="bf16", optimizer="adamw-stochastic", lora_rank=4, checkpointing="per-layer"
+    )
+    model = model_class(config("gqa"))(config("gqa"))
+    batch = example_batch(model, BATCH, SEQ)
+    model, optimizer, undo = prepare(model, recipe)
+    with undo:
+        step(model, optimizer, batch, recipe)
+        with MemoryTracker(model, optimizer, live=False) as tracker:
+            step(model, optimizer, batch, recipe)
+    found = predict(config("gqa"), batch_size=BATCH, seq_len=SEQ, recipe=recipe, target="cpu")
+    assert_same(found, tracker)
+
+
+@pytest.mark.parametrize(
+    "precision", ["float32", "autocast-bf16", "autocast-fp16", "float32-master"]
+)
+def test_exact_weights_need_no_rounding_by_chance(precision):
+    with pytest.raises(
+        ValueError,
+        match=f"adamw-stochastic rounds bf16 weights by chance, and precision='{precision}'",
+    ):
+        Recipe(precision=precision, optimizer="adamw-stochastic")
+
+
+def test_who_computes_in_what():
+    linear, norm, x = nn.Linear(4, 4), nn.LayerNorm(4), torch.ones(2, 4)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.softmax(norm(linear(x) + 1), -1)
+
+    found = operation_dtypes(run)
+    assert found["addmm", "bfloat16", "bfloat16"] == 1 and found["add", "bfloat16", "bfloat16"] == 1
+    assert found["to_copy", "float32", "bfloat16"] == 3  # input, weight and bias
+    assert ("softmax", "bfloat16", "bfloat16") in found and run().dtype == torch.bfloat16
+    assert (
+        found["native_layer_norm", "float32", "bfloat16"] == 1
+    )  # its weights are float32, and its result is not
+    assert not any(name in ("t", "detach", "view") for name, *_ in found)
+    plain = operation_dtypes(lambda: linear(x))
+    assert plain == {("addmm", "float32", "float32"): 1}
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (MasterAdamW, {"foreach": True}),
+        (StochasticAdamW, {"generator": torch.Generator()}),
+        (AdamW8bit, {}),
+    ],
+)
+def test_a_copied_or_pickled_optimizer_goes_on_as_the_original(kind, settings, again):
+    torch.manual_seed(0)
+    model = nn.Linear(80, 64, dtype=torch.bfloat16)
+    optimizer = kind(model.parameters(), lr=0.01, **settings)
+
+    def update(model, optimizer):
+        for p in model.parameters():
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(p.dtype)
+        optimizer.step()
+
+    update(model, optimizer)
+    other, other_optimizer = again((model, optimizer))
+    for each in (model, optimizer), (other, other_optimizer):
+        update(*each)
+    assert vars(other_optimizer).get("foreach") == settings.get("foreach")
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

@@ -1,0 +1,205 @@
+"""A base in 4 bits: its values, its bytes, and gradients through it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from support.families import tiny_config
+from support.predicted import assert_same, measured
+from torch import nn
+
+from gradmem_lib.compat import FakeTensorMode, tree_leaves
+from gradmem_lib.course.material import models
+from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques import quantized
+from gradmem_lib.techniques.lora import add_lora
+from gradmem_lib.techniques.optimizers import AdamW8bit, code_table, nearest
+from gradmem_lib.training.recipe import Recipe
+
+
+def test_nf4_keeps_weights_near_and_bytes_as_documented():
+    torch.manual_seed(0)
+    base = nn.Linear(512, 384, bias=False).requires_grad_(False)
+    small = quantized.Linear4bit(base)
+    values = quantized.nf4_values()
+    assert len(values) == 16 and values[0] == -1 and values[7] == 0 and values[15] == 1
+    assert values[8].item() == pytest.approx(0.0795803, abs=1e-6)  # appendix E of the paper
+    assert values[1].item() == pytest.approx(-0.6961928, abs=1e-6)
+    error = (small.dequantized() - base.weight).abs().max() / base.weight.abs().max()
+    assert error < 0.18  # half the widest gap between values, and the magnitudes' own rounding
+    nbytes = {name: p.numel() * p.itemsize for name, p in small.named_parameters()}
+    n = 512 * 384
+    assert nbytes == {
+        "packed": n // 2,
+        "magnitudes": n // 64,
+        "scales": 4 * (n // 64 // 256),
+        "offset": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    "shape", [(37, 29), (151, 128), (1, 64)]
+)  # the second has more blocks than a scale is for
+def test_each_4_bits_are_the_nearest_value_times_its_blocks_magnitude(shape):
+    """By brute force, also where neither 64 nor 2 divides the size."""
+    torch.manual_seed(0)
+    base = nn.Linear(*reversed(shape), bias=False)
+    layer, values, code = quantized.Linear4bit(base), quantized.nf4_values(), code_table(True, None)
+    blocks = base.weight.detach().flatten().split(64)
+    largest = torch.stack([block.abs().max() for block in blocks])
+    kept = []
+    for some in (largest - largest.mean()).split(256):
+        scale = some.abs().max()
+        nearest_codes = (some[:, None] / scale.clamp(min=1e-38) - code).abs().argmin(1)
+        kept += (code[nearest_codes] * scale + largest.mean()).tolist()
+    nibbles = [(b[:, None] / k - values).abs().argmin(1) for b, k in zip(blocks, kept, strict=True)]
+    packed = torch.stack([layer.packed // 16, layer.packed % 16], dim=1).flatten()[
+        : base.weight.numel()
+    ]
+    assert torch.equal(packed.long(), torch.cat(nibbles))
+    wanted = torch.cat([values[n] * k for n, k in zip(nibbles, kept, strict=True)]).view(shape)
+    torch.testing.assert_close(layer.dequantized(), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_8_bit_values_are_middles_of_equal_intervals_of_decades(signed):
+    """Seven decades up to 1; where signs take half of the values, each decade has half as many."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        intervals = 2**decade if signed else 2 ** (decade + 1)
+        middles = [0.1 + 0.9 * (i + 0.5) / intervals for i in range(intervals)]
+        found += [
+            sign * 10.0 ** (decade - 6) * m
+            for m in middles
+            for sign in ((1, -1) if signed else (1,))
+        ]
+    assert len(found) == 256
+    torch.testing.assert_close(
+        code_table(signed, None), torch.tensor(sorted(found)), rtol=1e-6, atol=0
+    )
+
+
+def test_gradients_go_through_a_4bit_layer_as_through_its_written_out_weight():
+    torch.manual_seed(0)
+    layer = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False))
+    x = torch.randn(5, 96, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    plain = nn.functional.linear(x, layer.dequantized(), layer.bias)
+    (wanted,) = torch.autograd.grad(plain.square().sum(), x)
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_4bit_layer_keeps_nothing_for_backward():
+    layer, kept = quantized.Linear4bit(nn.Linear(96, 33).requires_grad_(False)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(5, 96, requires_grad=True))
+    assert not kept
+
+
+def most_at_once(run) -> int:
+    """By the CPU allocator's events, which see inside an operator."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def test_what_the_operators_take_inside_is_as_documented():
+    """``predict`` names both figures, which are those of one slice: all at once, it would be more
+    for larger weights.
+    """
+    layer = quantized.Linear4bit(nn.Linear(2048, 4096, bias=False))
+    layer.dequantized(torch.bfloat16)
+    result, magnitudes = 2048 * 4096 * 2, 2048 * 4096 // quantized.BLOCK * 4
+    inside = most_at_once(lambda: layer.dequantized(torch.bfloat16)) - result - magnitudes
+    assert 13e6 < inside < 14e6
+    weight = nn.Parameter(torch.randn(2**22).bfloat16())
+    weight.grad = torch.randn(2**22).bfloat16()
+    optimizer = AdamW8bit([weight])
+    optimizer.step()
+    assert 34e6 < most_at_once(optimizer.step) < 35e6
+    assert all(figure in predict.__doc__ for figure in ("35 and 14 MB", "8- and 4-bit"))
+
+
+def test_slices_of_a_4bit_weight_are_the_weight(monkeypatch):
+    layer = quantized.Linear4bit(nn.Linear(37, 29, bias=False))
+    whole = layer.dequantized()
+    monkeypatch.setattr(quantized, "SLICE", 128)
+    assert torch.equal(layer.dequantized(), whole)
+
+
+@pytest.mark.parametrize(
+    "code", [code_table(True, None), code_table(False, None), quantized.nf4_values()]
+)
+def test_the_table_finds_what_a_binary_search_finds(code):
+    """At every middle and beside it, and at both ends of all floats that begin alike."""
+    middles = (code[1:] + code[:-1]) / 2
+    beside = [torch.nextafter(middles, middles + sign) for sign in (-1, 1)]
+    upper = torch.arange(2**16, dtype=torch.int32) << 16
+    ends = torch.cat([upper, upper | 0xFFFF]).view(torch.float32)
+    values = torch.cat([middles, *beside, ends[ends.abs() <= 1], torch.tensor([torch.nan])])
+    assert torch.equal(nearest(values, code), torch.bucketize(values, middles).to(torch.uint8))
+
+
+def test_quantized_base_needs_lora_and_no_autocast():
+    with pytest.raises(ValueError, match="lora_rank"):
+        Recipe(quantized_base=True, precision="bf16")
+    with pytest.raises(ValueError, match="precision='bf16'"):
+        Recipe(quantized_base=True, lora_rank=4, precision="autocast-bf16")
+    with pytest.raises(ValueError, match="add LoRA first"):
+        quantized.quantize_base(models.tiny_llama())
+
+
+@pytest.mark.parametrize("family", ["t5", "mamba", "jamba"])
+def test_families_that_read_weights_themselves_take_a_4bit_base(family):
+    """T5 looks at its ``wo.weight``; mixers of states multiply by weights without a call."""
+    recipe = Recipe(lora_rank=2, precision="bf16", attention=None, quantized_base=True)
+    torch.manual_seed(0)
+    asked = predict(tiny_config(family), batch_size=2, seq_len=16, recipe=recipe, target="cpu")
+    assert_same(asked, measured(tiny_config(family), recipe, 2, 16))
+
+
+def test_an_addition_is_not_lost_in_a_base_in_4_bits():
+    model = nn.Sequential(nn.Linear(64, 64))
+    add_lora(model, 4)
+    assert quantized.quantize_base(model) == 1
+    with pytest.raises(
+        ValueError, match="in 4 bits, and rounding to 4 bits would lose the additions"
+    ):
+        model[0].merged()
+
+
+def test_a_mixtures_experts_stay_as_they_are():
+    model = model_class(tiny_config("mixtral"))(tiny_config("mixtral"))
+    experts = {
+        name: p.detach().clone() for name, p in model.named_parameters() if ".experts." in name
+    }
+    add_lora(model, 2)
+    assert quantized.quantize_base(model) == 2 * 4  # attention's
+    after = dict(model.named_parameters())
+    assert experts and all(torch.equal(p, after[name]) for name, p in experts.items())
+
+
+def test_operators_return_for_fake_tensors_what_they_return():
+    """17,875 numbers are no whole number of blocks, and an odd number of them."""
+    kernels, weight = quantized._operators(), torch.randn(275, 65)
+    packed, codes, scales, offset = kernels.quantize(weight)
+    absmax = kernels.magnitudes(codes, scales, offset)
+    for operator, given in (
+        (kernels.quantize, (weight,)),
+        (kernels.magnitudes, (codes, scales, offset)),
+        (kernels.dequantize, (packed, absmax, 275, 65, torch.bfloat16)),
+    ):
+        with FakeTensorMode() as mode:
+            found = operator(
+                *(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given)
+            )
+        pairs = zip(tree_leaves(found), tree_leaves(operator(*given)), strict=True)
+        assert all((fake.shape, fake.dtype) == (real.shape, real.dtype) for fake, real in pairs)

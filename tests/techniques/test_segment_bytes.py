@@ -1,0 +1,272 @@
+"""Predicted and measured bytes of checkpointed layers, and of one layer alone."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.checkpointed import ROWS, WIDTH, X, untouched, weighted
+from support.nightly import each
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradmem_lib.course.material import models
+from gradmem_lib.measure.budget import BudgetExceeded
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.layer_bytes import layer_bytes
+from gradmem_lib.techniques.schedules import best_segments, schedule_peak, uniform_segments
+
+
+def peak_of_chain(n, every, keeps, keep_last=None, loss=weighted):
+    """Measured peak beyond the weights, in bytes: the input included."""
+    net = models.chain(n, width=WIDTH, keeps=keeps)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    handle = None if every is None else checkpoint_layers(net, every, keep_last=keep_last)
+    with MemoryTracker(net, live=False) as tracker:
+        loss(net(x)).sum().backward()
+    return tracker.peak.total - sum(p.nbytes for p in net.parameters()), handle
+
+
+def temporaries(keeps):
+    """One layer's backward: the gradient that comes in, and two of the size of the larger GELU's
+    input (the gradient before and after it). Beside them live the loss and its gradient, 4 bytes
+    each.
+    """
+    return X + 2 * max(1, keeps - 1) * X + 8
+
+
+@pytest.mark.parametrize(("n", "keeps"), each(2, itertools.product([16, 33, 64], [1, 2, 5])))
+def test_the_predicted_peak_is_the_measured_one_to_the_byte(n, keeps):
+    a = (keeps - 1) * X
+    schedules = ["sqrt", "best", 1, 3, 7, n, [n - 3, 3], [3, n - 3], best_segments(n, a, X, 0.5)]
+    if keeps > 1:
+        schedules += [
+            best_segments(n, a, X, 2.0),
+            [[[4, 2, 1], [3, [2, 1]], 2], *uniform_segments(n - 15, 5)],
+        ]
+    for i, every in enumerate(schedules):
+        keep_last = i % 2 == 0
+        measured, handle = peak_of_chain(n, every, keeps, keep_last)
+        predicted = schedule_peak(
+            handle.segments, a, X, keep_last=keep_last, temporaries=temporaries(keeps)
+        )
+        assert predicted == measured, (every, keep_last)
+    assert (
+        schedule_peak([n], a, X, temporaries=temporaries(keeps)) == peak_of_chain(n, None, keeps)[0]
+    )
+
+
+def test_a_kept_last_segment_has_the_same_peak_as_one_that_runs_again():
+    for every in ("sqrt", 1, 5, [7, 5, 4], [[4, 3], 5, [3, 1]]):
+        for keeps in (1, 2, 5):
+            peaks = [peak_of_chain(16, every, keeps, keep_last)[0] for keep_last in (True, False)]
+            assert peaks[0] == peaks[1], (every, keeps)
+
+
+def test_segments_in_segments_of_layers_without_internals_need_what_a_forward_takes_in_passing():
+    # a layer that runs again only to reach a later one holds its input, both halves of its sum and
+    # their sum, beside the gradient that waits: one boundary more than its backward
+    segments = best_segments(16, 0, X, 2.0)
+    measured, _ = peak_of_chain(16, segments, keeps=1)
+    assert schedule_peak(segments, 0, X, temporaries=temporaries(1)) == measured - X
+
+
+def test_the_figures_for_64_layers_that_keep_five_boundaries():
+    """In boundaries, above what is there before the step: the weights and the input."""
+
+    def boundaries(every):
+        return (peak_of_chain(64, every, 5)[0] - X) / X
+
+    none, per_layer, root, best = (boundaries(every) for every in (None, 1, "sqrt", "best"))
+    uniform = min(boundaries(k) for k in range(2, 7))
+    assert (round(none), round(per_layer), round(root), round(uniform), round(best)) == (
+        328,
+        76,
+        55,
+        43,
+        35,
+    )
+    assert best <= 36
+    assert boundaries(best_segments(64, 4 * X, X, 2.0)) < 22
+
+
+def test_the_root_is_the_best_segment_length_where_a_layer_keeps_its_input_alone():
+    peaks = {k: peak_of_chain(64, k, keeps=1)[0] for k in (1, 2, 4, 8, 16, 32, 64)}
+    assert min(peaks, key=peaks.get) == 8
+    assert peak_of_chain(64, "sqrt", keeps=1)[0] == peaks[8]
+
+
+def test_a_loss_with_an_expanded_gradient_spares_the_last_layer_one_boundary():
+    # sum()'s backward is one number seen as a whole tensor, so the last layer finds no gradient of
+    # X bytes
+    sizes = [temporaries(5)] * 15 + [temporaries(5) - X]
+    for every in (1, 2, 3, "sqrt", [8, 8], [3, 2, 2, 2, 2, 2, 1, 1, 1]):
+        measured, handle = peak_of_chain(16, every, 5, loss=lambda y: y)
+        assert measured == schedule_peak(handle.segments, 4 * X, X, temporaries=sizes), every
+
+
+def test_layers_of_unequal_size_are_measured_and_predicted():
+    widths = [1, 8, 2, 6, 1, 1, 4, 3, 2]
+    net = nn.Sequential(*(models.chain(1, width=WIDTH, keeps=1 + w)[0] for w in widths))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with checkpoint_layers(net, "best") as handle, MemoryTracker(net, live=False) as tracker:
+        weighted(net(x)).sum().backward()
+    assert handle.internal == [w * X for w in widths] and handle.boundary == [X] * 9
+    needs = [X + 2 * w * X + 8 for w in widths]
+    measured = tracker.peak.total - sum(p.nbytes for p in net.parameters())
+    assert measured == schedule_peak(
+        handle.segments, handle.internal, handle.boundary, temporaries=needs
+    )
+    lowest = best_segments(9, handle.internal, handle.boundary, temporaries=needs)
+    assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
+
+
+class Seen(nn.Module):
+    """Puts another buffer in the place of its own, where a BatchNorm writes into its."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("times", torch.ones(()))
+
+    def forward(self, x):
+        self.times = self.times + 1
+        return x * self.times
+
+
+def test_the_measurement_of_best_holds_one_layer_at_a_time_and_leaves_no_trace():
+    net = nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(8, 64), nn.BatchNorm1d(64), Seen(), nn.Dropout(0.5), nn.Linear(64, 8)
+            )
+            for _ in range(6)
+        )
+    )
+    x = torch.randn(ROWS, 8, requires_grad=True)
+    other = copy.deepcopy(net)
+    checkpoint_layers(net, "best")
+    torch.manual_seed(3)
+    expected = other(x)
+    torch.manual_seed(3)
+    assert torch.equal(net(x), expected)
+    assert all(p.grad is None for p in net.parameters())
+    for (name, got), (_, wanted) in zip(net.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(got, wanted), name
+
+
+def test_an_autocast_copy_of_a_weight_is_counted_inside_each_layer():
+    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    x = torch.randn(4, 32, requires_grad=True)
+    with checkpoint_layers(net, "best") as handle, torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x).sum().backward()
+    # the first casts its float32 input; the others are given bf16. All cast their weight.
+    assert handle.internal == [4 * 32 * 2 + 32 * 32 * 2] + [32 * 32 * 2] * 3
+    assert handle.boundary == [4 * 32 * 4] + [4 * 32 * 2] * 3
+
+
+def test_a_budget_that_stops_a_checkpointed_step_leaves_no_trace():
+    net = models.chain(16, width=WIDTH, keeps=5)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weights = sum(p.nbytes for p in net.parameters())
+    with checkpoint_layers(net, [3, 2, 2, 2, 2, 2, 1, 1, 1]):
+        tracker = MemoryTracker(net, budget=weights + 20 * X, live=False)
+        with pytest.raises(BudgetExceeded), tracker:
+            weighted(net(x)).sum().backward()
+    assert untouched(net)
+
+
+def test_best_fits_a_budget_from_the_very_first_step():
+    net = models.chain(64, width=WIDTH, keeps=5)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    budget = sum(p.nbytes for p in net.parameters()) + 36 * X + 8
+    with checkpoint_layers(net, "best"), MemoryTracker(net, budget=budget, live=False):
+        weighted(net(x)).sum().backward()
+    for every in (1, "sqrt", 3):
+        tracker = MemoryTracker(net, budget=budget, live=False)
+        with checkpoint_layers(net, every), pytest.raises(BudgetExceeded), tracker:
+            weighted(net(x)).sum().backward()
+
+
+def test_the_tracker_sees_what_runs_again_as_activations_in_backward_and_names_the_layer():
+    net = models.chain(8, width=WIDTH, keeps=5)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with checkpoint_layers(net, [8], keep_last=False), MemoryTracker(net, live=False) as tracker:
+        weighted(net(x)).sum().backward()
+    assert tracker.peak.phase == "backward"
+    assert tracker.peak.by_category["activations"] >= 8 * 4 * X
+    owners = {
+        h.module.split(".")[0] for h in tracker.largest_at_peak(100) if h.category == "activations"
+    }
+    assert {str(i) for i in range(8)} <= owners
+
+
+def test_chain_refuses_numbers_below_one():
+    for kwargs in ({"n": 0}, {"n": 2, "width": 0}, {"n": 2, "keeps": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            models.chain(**kwargs)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.BatchNorm1d(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x, mask=None):
+        y = self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return x + (y if mask is None else y * mask)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layers_bytes_are_those_of_saved_tensors_and_of_the_tracker(autocast):
+    layer, x, mask = Block(), torch.randn(6, 8, requires_grad=True), torch.rand(8)
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with low:
+        found, out = layer_bytes(layer, (x,), {"mask": mask}, x, lambda out: out)
+    assert all(torch.equal(value, layer.state_dict()[name]) for name, value in state.items())
+    assert all(p.grad is None for p in layer.parameters()) and out.is_leaf and out.requires_grad
+    saved = []
+    low = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with low, saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x, mask)
+    there = {
+        t.untyped_storage().data_ptr() for t in (x, mask, y, *layer.parameters(), *layer.buffers())
+    }
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert found.internal == sum(n for key, n in kept.items() if key not in there)
+    assert found.boundary == x.nbytes and found.gradients == sum(
+        p.nbytes for p in layer.parameters()
+    )
+    with MemoryTracker(layer, live=False) as tracker:
+        y = layer(x, mask)
+        gradient, y = torch.ones_like(y), torch.autograd.graph.get_gradient_edge(y)
+        before = tracker.current.total - gradient.nbytes
+        tracker.reset_peak()
+        torch.autograd.backward(y, gradient)
+    if not autocast:
+        assert found.temporaries == tracker.peak.total - before
+    layer.requires_grad_(False)
+    assert layer_bytes(layer, (x.detach(),), {}, x, lambda out: out)[0] == (
+        x.nbytes,
+        0,
+        0,
+        0,
+        False,
+    )
+
+
+def test_a_layer_with_a_weight_and_an_argument_that_it_does_not_use_is_measured():
+    class Wide(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8, bias=False)
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, other):
+            return super().forward(x)
+
+    layer, x = Wide(), torch.ones(2, 8, requires_grad=True)
+    found, _ = layer_bytes(layer, (x, torch.ones(2, requires_grad=True)), {}, x, lambda out: out)
+    assert found.trained and found.gradients == layer.weight.nbytes + layer.unused.nbytes
+    assert layer.weight.grad is layer.unused.grad is x.grad is None

@@ -1,0 +1,291 @@
+"""Schedules against brute force: their peaks, their extra forwards, the best of them, and the one
+that is always safe.
+"""
+
+import itertools
+import math
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpointed import sum_all
+
+from gradmem_lib import Recipe
+from gradmem_lib.techniques.layer_bytes import LayerBytes
+from gradmem_lib.techniques.schedules import (
+    best_segments,
+    extra_forwards,
+    safe_segments,
+    schedule_peak,
+    segments_for,
+    uniform_segments,
+)
+
+
+def all_flat(n):
+    """Every way to cut n layers into segments, by deciding at each of the n - 1 joints."""
+    for cuts in itertools.product((False, True), repeat=n - 1):
+        ends = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+        yield [stop - start for start, stop in itertools.pairwise(ends)]
+
+
+@cache
+def all_nested(n):
+    """Every schedule of n layers whose segments may be schedules of at least two segments
+    themselves.
+    """
+    found = []
+    for flat in all_flat(n):
+        choices = [[k, *(s for s in all_nested(k) if len(s) > 1)] if k < n else [k] for k in flat]
+        found += [list(items) for items in itertools.product(*choices)]
+    return found
+
+
+def slow_peak(segments, internal, boundary, temporaries=0):
+    """The bytes at each layer's backward, by keeping the set of what is in memory.
+
+    Slower than the library's way.
+    """
+
+    def lowest(items, start, held):
+        tops = []
+        for item in items:
+            span = range(start, start + sum_all(item))
+            if isinstance(item, int):
+                inside = held | {("x", j) for j in span} | {("a", j) for j in span}
+                tops.append(max(size({t for t in inside if t[1] <= j}) + temporaries for j in span))
+            else:
+                tops.append(lowest(item, start, held))
+            held = held | {("x", start)}
+            start = span.stop
+        return max(tops)
+
+    def size(things):
+        return sum((internal if what == "a" else boundary)[j] for what, j in things)
+
+    assert sum_all(segments) == len(internal)
+    return lowest(segments, 0, set())
+
+
+def slow_extra(segments, keep_last=True):
+    """Forward calls beyond the first, layer by layer: every segment around a layer runs it once
+    more, unless kept.
+    """
+
+    def runs(item, again):
+        if isinstance(item, int):
+            return [again] * item
+        return [r for i, part in enumerate(item) for r in runs(part, again + (i < len(item) - 1))]
+
+    last = [True] * (len(segments) - 1) + [not keep_last]
+    return sum(sum(runs(part, again)) for part, again in zip(segments, last, strict=True))
+
+
+GRID = [(0, 1), (1, 4), (1, 2), (1, 1), (5, 1), (23, 1), (3, 0)]  # a, x
+
+
+@pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("n", range(1, 13))
+def test_the_best_schedule_is_the_best_of_all(n, fraction):
+    schedules = [s for s in all_flat(n) if slow_extra(s) <= fraction * n]
+    for a, x in GRID:
+        found = best_segments(n, a, x, fraction, temporaries=2)
+        key = (slow_peak(found, [a] * n, [x] * n, 2), slow_extra(found), x * (len(found) - 1))
+        # the library's own peak here, for speed; it is compared with slow_peak below
+        best = min(
+            (schedule_peak(s, a, x, temporaries=2), extra_forwards(s), x * (len(s) - 1))
+            for s in schedules
+        )
+        assert key == best, (a, x, found)
+
+
+@pytest.mark.parametrize("fraction", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("n", range(1, 8))
+def test_with_more_than_one_extra_forward_it_is_the_best_of_all_nested_ones(n, fraction):
+    for a, x in GRID:
+        found = best_segments(n, a, x, fraction)
+        assert slow_extra(found) <= fraction * n
+        best = min(
+            (schedule_peak(s, a, x), extra_forwards(s))
+            for s in all_nested(n)
+            if extra_forwards(s) <= fraction * n
+        )
+        assert (slow_peak(found, [a] * n, [x] * n), slow_extra(found)) == best, (a, x, found)
+
+
+def test_peak_and_extra_forwards_agree_with_their_slow_twins_on_every_schedule():
+    internal, boundary = [5, 1, 0, 7, 2, 3, 9], [2, 1, 4, 1, 3, 1, 2]
+    for n in range(1, 8):
+        for s in all_nested(n):
+            args = internal[:n], boundary[:n]
+            assert schedule_peak(s, *args, temporaries=3) == slow_peak(s, *args, 3)
+            assert extra_forwards(s) == slow_extra(s)
+            assert extra_forwards(s, keep_last=False) == slow_extra(s, keep_last=False)
+
+
+whole = st.integers(0, 40)
+wide = st.integers(0, 400)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from([whole, wide]), st.integers(1, 9), st.floats(0, 1))
+def test_the_best_schedule_of_unequal_layers_is_the_best_of_all(data, number, n, fraction):
+    sizes = st.lists(number, min_size=n, max_size=n)
+    a, x, t = data.draw(sizes), data.draw(sizes), data.draw(sizes)
+    found = best_segments(n, a, x, fraction, temporaries=t)
+    assert extra_forwards(found) <= fraction * n + 1e-9
+
+    def key(segments):
+        starts = list(itertools.accumulate([0, *segments[:-1]]))
+        kept = sum(x[start] for start in starts[:-1])
+        return schedule_peak(segments, a, x, temporaries=t), extra_forwards(segments), kept
+
+    assert key(found) == min(
+        key(s) for s in all_flat(n) if extra_forwards(s) <= fraction * n + 1e-9
+    )
+
+
+def test_unequal_layers_get_plain_segments_however_many_forwards_are_allowed():
+    a = list(range(1, 13))
+    assert best_segments(12, a, 1, 3.0) == best_segments(12, a, 1, 1.0)
+
+
+def test_long_segments_come_first_and_more_work_buys_a_lower_peak():
+    peaks = []
+    for extra in (0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
+        segments = best_segments(64, 4, 1, extra)
+        peaks.append(schedule_peak(segments, 4, 1))
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+    flat = best_segments(64, 4, 1)
+    assert flat == sorted(flat, reverse=True) and flat[0] >= 4 and flat[-1] == 1
+    assert any(isinstance(item, list) for item in best_segments(64, 4, 1, 2.0))
+
+
+def test_a_peak_in_real_bytes_is_exact_and_does_not_overflow():
+    x = 4096 * 4096 * 2
+    a = 23 * x + 12_345
+    found = best_segments(96, a, x)
+    assert schedule_peak(found, a, x) == slow_peak(found, [a] * 96, [x] * 96)
+    assert extra_forwards(best_segments(512, 4, 1)) <= 512
+
+
+def test_sizes_may_be_numpy_numbers():
+    import numpy as np
+
+    assert best_segments(9, np.int64(4), 1) == best_segments(9, 4.0, 1.0) == best_segments(9, 4, 1)
+    assert best_segments(9, np.full(9, 4), [1] * 9) == best_segments(9, 4, 1)
+
+
+def test_uniform_segments_have_a_short_last_one():
+    assert uniform_segments(9, 4) == [4, 4, 1]
+    assert uniform_segments(8, 4) == [4, 4]
+    assert uniform_segments(3, 8) == [3]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: uniform_segments(0, 3),
+        lambda: uniform_segments(9, 0),
+        lambda: uniform_segments(9, True),
+        lambda: best_segments(0, 1, 1),
+        lambda: best_segments(4, [1, 1], 1),
+        lambda: best_segments(4, -1, 1),
+        lambda: best_segments(9, 0.4, 0.1),
+        lambda: best_segments(4, math.nan, 1),
+        lambda: best_segments(4, 1, 1, -0.5),
+        lambda: best_segments(4, 1, 1, math.inf),
+        lambda: best_segments(4, 1, 1, "all"),
+        lambda: best_segments(4, 1, 1, 0.5, keep_last=False),
+        lambda: best_segments(4, 1, 1, tail=-1),
+        lambda: best_segments(4, "5 x", 1),
+        lambda: schedule_peak([2, 0], 1, 1),
+        lambda: schedule_peak([], 1, 1),
+        lambda: schedule_peak([2, []], 1, 1),
+        lambda: schedule_peak([2.0], 1, 1),
+        lambda: extra_forwards([2, "3"]),
+    ],
+)
+def test_numbers_that_are_no_schedule_are_refused_with_a_sentence(call):
+    with pytest.raises(ValueError, match=r"\w+ .* \w+"):
+        call()
+
+
+sizes = st.integers(0, 30)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.data(),
+    st.integers(1, 10),
+    st.booleans(),
+    st.sampled_from([0, 0.4, 1.0]),
+    st.integers(0, 300),
+)
+def test_with_a_tail_the_best_schedule_is_the_best_of_all(data, n, keep_last, fraction, tail):
+    a, x, t = (data.draw(st.lists(sizes, min_size=n, max_size=n)) for _ in range(3))
+    fraction = fraction if keep_last else 1.0
+    found = best_segments(n, a, x, fraction, temporaries=t, tail=tail, keep_last=keep_last)
+
+    def by_moments(segments):
+        """The bytes at each layer's backward and after the last layer, added up from what
+        is there.
+        """
+        starts = list(itertools.accumulate([0, *segments[:-1]]))
+        moments = []
+        for i, (start, length) in enumerate(zip(starts, segments, strict=True)):
+            held = sum(x[s] for s in starts[:i])
+            for j in range(start, start + length):
+                moments.append(held + sum(a[start : j + 1]) + sum(x[start : j + 1]) + t[j])
+        after = sum(x[s] for s in starts[:-1])
+        last = starts[-1]
+        moments.append(tail + after + (sum(a[last:]) + sum(x[last:]) if keep_last else x[last]))
+        return max(moments)
+
+    assert by_moments(found) == schedule_peak(
+        found, a, x, temporaries=t, tail=tail, keep_last=keep_last
+    )
+    allowed = [s for s in all_flat(n) if extra_forwards(s, keep_last) <= fraction * n + 1e-9]
+    assert (by_moments(found), extra_forwards(found, keep_last)) == min(
+        (by_moments(s), extra_forwards(s, keep_last)) for s in allowed
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(sizes, sizes, sizes, sizes), min_size=1, max_size=9), st.integers(0, 400))
+def test_safe_segments_are_never_above_one_a_layer_in_any_moment(given, tail):
+    layers = [LayerBytes(*four, True) for four in given]
+    boundary, internal, temporaries, gradients = zip(*given, strict=True)
+    segments, kept = safe_segments(layers)
+    growing = [t + sum(gradients[j + 1 :]) for j, t in enumerate(temporaries)]
+    for needs, after in ((growing, 0), (temporaries, 0), (growing, tail), (temporaries, 9999)):
+        best, single = (
+            schedule_peak(s, internal, boundary, temporaries=needs, tail=after, keep_last=k)
+            for s, k in ((segments, kept), ([1] * len(layers), False))
+        )
+        assert best <= single, (segments, kept)
+
+
+def test_the_tail_meets_a_nested_last_segment_without_what_runs_again_inside_it():
+    assert schedule_peak([2, [1, 2]], 5, 1, tail=100) == 100 + 1 + 1 + (1 + 5) * 2
+    assert schedule_peak([2, [1, 2]], 5, 1, tail=100, keep_last=False) == 100 + 2
+
+
+def test_layers_before_the_first_trained_one_are_not_run_again():
+    layers = [LayerBytes(8, 0, 0, 0, False)] * 3 + [LayerBytes(8, 1, 1, 0, True)] * 5
+    segments, _ = safe_segments(layers)
+    assert segments[:3] == [1, 1, 1] and sum(segments) == 8
+    assert sum(safe_segments([LayerBytes(8, 0, 0, 0, False)] * 2)[0]) == 2
+
+
+def test_recipes_and_checkpoint_layers_spell_schedules_alike():
+    for every in ("per-layer", "sqrt", "best", 3, [4, [2, 1], 1]):
+        recipe = Recipe(checkpointing=every)
+        assert segments_for(recipe.checkpointing, 8) == segments_for(every, 8)
+        hash(recipe)
+    assert segments_for("per-layer", 3) == [1, 1, 1] and segments_for("sqrt", 9) == [3, 3, 3]
+    for every in ("root", 0, True, 2.0, [], [2, []], {2: 1}, "7", ["best"]):
+        for take in (lambda e: Recipe(checkpointing=e), lambda e: segments_for(e, 8)):
+            with pytest.raises(ValueError, match=r"at least 1"):
+                take(every)

@@ -1,0 +1,256 @@
+"""A part of each layer runs again: same gradients, fewer bytes, bytes as predicted, and
+refusals.
+"""
+
+import copy
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from support.predicted import (
+    assert_predicted,
+    assert_same,
+    config,
+    example_batch,
+    measured,
+    model_class,
+    predict,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers
+from gradmem_lib.course.material import models
+from gradmem_lib.names import SELECTIVE
+from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cost import count, seconds_per_token
+from gradmem_lib.techniques.checkpointing import CACHE_LEFT_OUT
+from gradmem_lib.techniques.selective import checkpoint_parts
+
+SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
+IDS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(family: str, attention: str = "sdpa", dropout: float = 0.1):
+    torch.manual_seed(0)
+    model = model_class(config(family))(config(family)).train()
+    model.set_attn_implementation(attention)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model
+
+
+def gradients(model) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(**example_batch(model, 4, 16)).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def most_activations(model) -> int:
+    with MemoryTracker(model, live=False) as tracker:
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    model.zero_grad()
+    return max(tracker.timeline.by_category["activations"])
+
+
+def calls_of(model, kind: str) -> int:
+    """How often modules whose class is named so run in a step."""
+    calls = []
+    for module in model.modules():
+        if type(module).__name__ == kind:
+            module.register_forward_pre_hook(lambda *given: calls.append(1))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("llama", part) for part in SELECTIVE]
+    + [("gpt2", "attention"), ("gpt2", "elementwise"), ("bert", "attention"), ("qwen3", "mlp")],
+)
+def test_gradients_are_the_same_to_the_bit(family, part):
+    model = model_of(family, "eager" if family == "bert" else "sdpa")
+    expected = gradients(model)
+    with checkpoint_parts(model, part):
+        found = gradients(model)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients(model), expected))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_parts_keep_less_than_nothing_checkpointed_and_more_than_whole_layers(attention):
+    model = models.tiny_llama(
+        layers=4, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
+    )
+    nothing = most_activations(model)
+    with checkpoint_layers(model, 1):
+        whole = most_activations(model)
+    for part in SELECTIVE:
+        with checkpoint_parts(model, part):
+            assert whole < most_activations(model) < nothing, part
+    assert most_activations(model) == nothing
+
+
+@pytest.mark.parametrize(
+    ("part", "attention", "mlp"), [("attention", 6, 3), ("mlp", 3, 6), ("elementwise", 6, 6)]
+)
+def test_what_runs_again_is_that_part(part, attention, mlp):
+    model = model_of("llama")
+    with checkpoint_parts(model, part):
+        assert calls_of(model, "LlamaAttention") == attention
+        assert calls_of(model, "LlamaMLP") == mlp
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_elementwise_multiplies_no_matrices_again_and_a_part_does(part):
+    def work():
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        return counter.get_total_flops()
+
+    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=128, attention="eager")
+    plain = work()
+    with checkpoint_parts(model, "elementwise"):
+        assert work() == plain
+    with checkpoint_parts(model, part):
+        assert work() > plain
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "gqa"])
+@pytest.mark.parametrize("part", ["attention", "elementwise"])
+def test_predicted_is_tracked(family, part):
+    recipe = Recipe(checkpointing=part, precision="autocast-bf16" if family == "gqa" else "float32")
+    shape = config(family, layers=10 if family == "gqa" else 3)  # ten: from short traces
+    assert_same(
+        predict(shape, batch_size=4, seq_len=16, recipe=recipe, target="cpu"),
+        measured(shape, recipe),
+    )
+
+
+@pytest.mark.parametrize("part", SELECTIVE)
+def test_a_model_that_has_them_already_is_predicted_with_them(part):
+    model = model_of("llama", dropout=0.0)
+    before = predict(model, batch=example_batch(model, 4, 16), target="cpu").peak
+    checkpoint_parts(model, part)
+    assert_predicted(model, example_batch(model, 4, 16))
+    assert predict(model, batch=example_batch(model, 4, 16), target="cpu").peak != before
+
+
+def test_a_copy_has_checkpoints_of_its_own():
+    model = model_of("llama")
+    handle = checkpoint_parts(model, "attention")
+    copied = copy.deepcopy(model)
+    handle.remove()
+    assert calls_of(model, "LlamaAttention") == 3
+    assert calls_of(copied, "LlamaAttention") == 6
+
+
+def test_without_gradients_and_in_eval_mode_nothing_runs_again():
+    model = model_of("llama")
+    checkpoint_parts(model, "attention")
+    assert calls_of(model.eval(), "LlamaAttention") == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "says"),
+    [
+        ("bert", "mlp", "has no mlp of its own"),
+        ("llama", "norms", "'attention', 'mlp', 'elementwise'"),
+    ],
+)
+def test_what_cannot_be_is_refused(family, part, says):
+    with pytest.raises(ValueError, match=says):
+        checkpoint_parts(model_of(family), part)
+
+
+@pytest.mark.parametrize("part", ["attention", "elementwise"])  # an MLP is given none
+def test_a_key_value_cache_is_left_out_with_one_warning(part):
+    model = models.tiny_llama(**SHAPE)
+    with checkpoint_parts(model, part), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
+    assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_LEFT_OUT]
+    with checkpoint_parts(model, part), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+
+def test_layers_are_checkpointed_once():
+    model = model_of("llama")
+    with checkpoint_parts(model, "mlp"):
+        for again in (
+            lambda: checkpoint_parts(model, "attention"),
+            lambda: checkpoint_layers(model, 1),
+        ):
+            with pytest.raises(RuntimeError, match="checkpointed already"):
+                again()
+    checkpoint_layers(model, 1).remove()
+
+
+def test_plan_weighs_the_operations_that_torch_counts_again():
+    """All but what a part's last product does, which is left before its end."""
+    work = replace(count(models.tiny_llama(**SHAPE).config), causal=False)
+    card = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, inf)
+    last = {"attention": 64 * 64, "mlp": 172 * 64, "elementwise": 0}
+
+    def both(part):
+        model = models.tiny_llama(**SHAPE, attention="eager")
+        ids = torch.randint(0, 128, (2, 32))
+        with (
+            checkpoint_parts(model, part) if part else nullcontext(),
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(input_ids=ids, labels=ids).loss.backward()
+        seconds = seconds_per_token(work, Recipe(checkpointing=part), card, 2, 32)
+        return counter.get_total_flops() / 64 + 2 * 2 * last.get(part, 0), seconds
+
+    plain = both(None)
+    for part in SELECTIVE:
+        counted, estimated = both(part)
+        assert estimated - plain[1] == pytest.approx(counted - plain[0], abs=1e-6), part
+
+
+class Residual(nn.Module):
+    """A product that is changed in place where it is added to, or where its bias is; or is not."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.inner, self.how = nn.Linear(8, 8, bias=how == "bias, then in place"), how
+
+    def forward(self, x):
+        y = (
+            x[:, None] @ self.inner.weight
+            if self.how == "4-D, in place"
+            else self.inner(x)[:, None]
+        )
+        if self.how == "apart":
+            y = y + x[:, None]
+        else:
+            y += x[:, None]
+        return y.tanh()[:, 0]
+
+
+@pytest.mark.parametrize("how", ["apart", "in place", "bias, then in place", "4-D, in place"])
+def test_a_product_that_is_changed_in_place_is_refused(how):
+    """Run again, the change would be made twice, in what was kept."""
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(Residual(how), Residual(how)), torch.randn(2, 3, 8)
+    layers(x).square().sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    with checkpoint_parts(layers, "elementwise"):
+        loss = layers(x).square().sum()
+        with (
+            pytest.raises(RuntimeError, match="has been mutated")
+            if how != "apart"
+            else nullcontext()
+        ):
+            loss.backward()
+    if how == "apart":
+        assert all(map(torch.equal, expected, [p.grad for p in layers.parameters()]))

@@ -1,0 +1,405 @@
+"""Every way to train one model in several processes, against one process on the same rows."""
+
+import os
+import warnings
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import sharded_trainer
+from support.sharded import distances, far, whole
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gradmem_lib import Recipe, compat, make_trainer, prepare, step
+from gradmem_lib.course import run_ranks
+from gradmem_lib.names import SHARDING
+from gradmem_lib.techniques import sharding
+from gradmem_lib.techniques.precision import GradScaler
+from gradmem_lib.techniques.sharding import shard
+
+CLOSE = 1e-12
+FAMILIES = ("llama", "gpt2", "qwen2", "mixtral", "t5", "bert", "whisper", "vit")
+QLORA = {"lora_rank": 2, "quantized_base": True}
+
+
+def case(family: str, how: str, clip: float = 0.0, **fields) -> tuple[str, list]:
+    """A name, and the family, the recipe's fields and how it is trained."""
+    more = [f"{name}={value}" for name, value in fields.items()] + ["clipped"] * bool(clip)
+    return ", ".join([family, how, *more]), [family, {"sharding": how} | fields, {"clip": clip}]
+
+
+def cases(ways: list[dict], families=("llama",), hows=tuple(SHARDING)) -> dict[str, list]:
+    return dict(case(family, how, **way) for family in families for how in hows for way in ways)
+
+
+PIECES = {"accumulation": 2}
+TWO = (
+    cases([PIECES])
+    | cases([PIECES], ("gpt2", "t5", "mixtral"), ("ddp", "fsdp"))
+    | cases(
+        [
+            {"clip": 1e-3},
+            {"lora_rank": 2},
+            {"checkpointing": "per-layer"},
+            QLORA | {"checkpointing": "per-layer"},
+        ]
+    )
+    | cases(
+        [
+            {"checkpointing": (1, 1)},
+            {"checkpointing": "attention", "accumulation": 2},
+            {"every_n_layers": 2},
+            {"in_backward": True},
+            {"offload": "activations"},
+            {"offload": "boundaries", "checkpointing": "sqrt"},
+            {"offload": "parameters", "clip": 1e-3},
+            {"optimizer": "sgd", "momentum": 0.9},
+            {"optimizer": "adamw-foreach"},
+            {"optimizer": "adamw-fused"},
+        ],
+        hows=("fsdp",),
+    )
+    | cases(
+        [{"optimizer": "adafactor"}, {"optimizer": "adafactor-torch"}, {"optimizer": "adamw-8bit"}],
+        hows=("zero1",),
+    )
+)
+TWO |= cases([PIECES], ("albert",), ("fsdp",))
+if find_spec("peft"):
+    TWO["adapters of peft's, fsdp"] = ["llama", {"sharding": "fsdp"} | PIECES, {"peft": True}]
+FOUR = cases([PIECES], ("qwen2",), ("ddp", "zero2")) | cases(
+    [{"clip": 1e-3, **PIECES, **QLORA}], hows=("fsdp",)
+)
+if os.environ.get("GRADMEM_ALL"):
+    TWO |= cases([{}, PIECES], FAMILIES)
+    FOUR |= TWO
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return run_ranks(distances, TWO)[0]
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return run_ranks(distances, FOUR, ranks=4)[0]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_on_two_ranks_gradients_and_weights_are_one_processs(on_two, name):
+    assert isinstance(on_two[name], float) and on_two[name] <= CLOSE, on_two[name]
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_on_four_ranks_gradients_and_weights_are_one_processs(on_four, name):
+    assert isinstance(on_four[name], float) and on_four[name] <= CLOSE, on_four[name]
+
+
+def test_without_a_process_group_the_sentence_says_torchrun():
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node=2"):
+        shard(nn.Sequential(nn.Linear(2, 2)), "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sharding": "zero3"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
+        ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
+        (
+            {"sharding": "fsdp", "chunked_loss": True},
+            "leave it out with sharding='fsdp', and raise accumulation",
+        ),
+        ({"sharding": "fsdp", "optimizer": "adafactor"}, "some of the rows"),
+        ({"sharding": "zero2", "optimizer": "adamw-8bit"}, "choose sharding='zero1'"),
+        (
+            {"sharding": "fsdp", "precision": "float32-master", "lora_rank": 2},
+            "or None and a model in bf16",
+        ),
+        ({"sharding": "fsdp", "checkpointing": "best"}, "choose checkpointing='per-layer'"),
+        (
+            {"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"},
+            "rounded its own way",
+        ),
+        ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**fields)
+
+
+def unused(yourself: bool):
+    """Two steps of a model with a layer that no forward reaches."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "spare": nn.Linear(3, 3)})
+    model.forward = lambda x: model["used"](x).sum()
+    if yourself:
+        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        parallel, optimizer, _ = prepare(model, Recipe(sharding="ddp"))
+    try:
+        for _ in range(2):
+            step(parallel, optimizer, torch.full((2, 3), 1.0 + dist.get_rank()), Recipe())
+    except ValueError as error:
+        return str(error)
+    return model["used"].weight.detach()
+
+
+def test_a_layer_that_no_forward_reaches_is_refused_before_the_step_or_found_by_ddp():
+    said, _ = run_ranks(unused, False)
+    assert "spare.weight, spare.bias" in said and "find_unused_parameters=True" in said
+    one, other = run_ranks(unused, True)
+    assert torch.equal(one, other)
+
+
+def test_make_trainer_on_two_ranks_learns_what_one_process_learns(tmp_path):
+    """In float32 a micro-batch's share of the labels is rounded."""
+    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
+    (one, wrapper), (other, _) = run_ranks(
+        sharded_trainer.trained, tmp_path, 4, {"accumulation": 2, "sharding": "ddp"}
+    )
+    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
+    assert (one - alone).norm() <= 1e-6 * alone.norm()
+
+
+def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
+    model = sharded_trainer.model_of("llama", torch.float32)
+    for fields, more, says in [
+        (
+            {"sharding": "fsdp"},
+            {},
+            "into DDP without a word, and on cards accelerate's plugin, not the recipe, says",
+        ),
+        ({"sharding": "zero1"}, {}, "prepare.model, recipe. and step"),
+        ({}, {"fsdp": "full_shard"}, "turn FSDP into DDP without a word"),
+        ({"sharding": "ddp"}, {}, "torchrun --nproc-per-node=2"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            make_trainer(model, Recipe(**fields), batch_size=2, output_dir=str(tmp_path), **more)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate was told to use FSDP"):
+        make_trainer(model, Recipe(), batch_size=2, output_dir=str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(tmp_path):
+    """torch.distributed.checkpoint, weights and states: sharded, and with a 4-bit base."""
+    for fields in ({}, QLORA) if os.environ.get("GRADMEM_ALL") else ({},):
+        folder, sharded = str(tmp_path / f"{len(fields)}"), fields | {"sharding": "fsdp"}
+        never_stopped, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 2, False, False)
+        run_ranks(sharded_trainer.resumed, folder, sharded, 1, False, True)
+        four, *_ = run_ranks(sharded_trainer.resumed, folder, sharded, 1, True, False, ranks=4)
+        assert far(four, never_stopped) <= CLOSE
+        assert far(sharded_trainer.resumed(folder, fields, 1, True, False), never_stopped) <= CLOSE
+
+
+def overflowed(how: str):
+    """Four steps in float16, in the third of which one rank's loss is not finite: the factor after
+    each, and the weights.
+    """
+    model, optimizer, _ = prepare(
+        sharded_trainer.model_of("llama", torch.float32),
+        Recipe(precision="autocast-fp16", sharding=how),
+    )
+    ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
+    for number in range(4):
+        bad = float("inf") if number == 2 and dist.get_rank() == 1 else 1.0
+        recipe = Recipe(precision="autocast-fp16")
+        batch = {"input_ids": ids, "labels": ids}
+        step(
+            model,
+            optimizer,
+            batch,
+            recipe,
+            loss=lambda m, b, bad=bad: m(**b).loss * bad,
+            scaler=scaler,
+        )
+        factors.append(scaler.get_scale())
+    return factors, torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("how", SHARDING if os.environ.get("GRADMEM_ALL") else ["fsdp"])
+def test_all_ranks_skip_a_step_that_overflowed_on_one(how):
+    (factors, one), (others, other) = run_ranks(overflowed, how)
+    assert factors == others == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
+    assert torch.equal(one, other) and one.isfinite().all()
+
+
+def rounded_by_chance():
+    recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", sharding="zero1")
+    model, optimizer, _ = prepare(sharded_trainer.model_of("llama", torch.float32), recipe, lr=1e-2)
+    ids = torch.arange(3, 19).view(2, 8) + dist.get_rank()
+    torch.manual_seed(dist.get_rank())
+    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_weights_rounded_by_chance_stay_the_same_on_all_ranks():
+    assert torch.equal(*run_ranks(rounded_by_chance))
+
+
+def said_by_shard() -> list[str]:
+    """What models are told that cannot be sharded, or have another gradient then."""
+    plain = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    twice = nn.Linear(2, 2)
+    mixed = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).bfloat16()}))
+    said = []
+    for model in (plain, nn.Sequential(twice, twice), mixed):
+        try:
+            shard(model, "fsdp")
+        except ValueError as error:
+            said.append(str(error))
+    pairs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "return_loss": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        normed, optimizer, _ = prepare(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Recipe(sharding="fsdp")
+        )
+        recipe = Recipe(sharding="fsdp")
+        step(normed, optimizer, torch.randn(3, 2), recipe, loss=lambda m, b: m(b).square().mean())
+    said += [str(w.message) for w in caught if "normalizes" in str(w.message)]
+    try:
+        step(normed, optimizer, pairs, recipe)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_model_is_prepared_once(how):
+    with compat.one_of(2, 0) as mesh:
+        prepared = prepare(nn.Sequential(nn.Linear(2, 2)), Recipe(sharding=how), mesh=mesh)
+        for again in ("ddp", "fsdp"):
+            with pytest.raises(
+                ValueError, match="is trained by several processes together already"
+            ):
+                prepare(prepared.model, Recipe(sharding=again), mesh=mesh)
+
+
+def test_what_cannot_be_sharded_is_told_so():
+    none, twice, mixed, normed, pairs = run_ranks(said_by_shard)[0]
+    assert (
+        "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
+    )
+    assert "the same layer is in the list more than once. Call" in twice
+    assert "torch.bfloat16 and torch.float32" in mixed
+    assert (
+        "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows"
+        in normed
+    )
+    assert "a loss that compares rows" in pairs
+
+
+def mistaken(how: str) -> list[str]:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    batch, recipe, said = torch.ones(2, 4), Recipe(sharding=how, attention=None), []
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    for given in (lambda: model, lambda: shard(model, how)):
+        try:
+            step(given(), early, batch, recipe, loss=lambda m, x: m(x).mean())
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", SHARDING)
+def test_a_step_refuses_ranks_that_would_train_alone_and_an_optimizer_from_before(how):
+    for alone, early in run_ranks(mistaken, how):
+        assert "that prepare(model, recipe) returned" in alone
+        assert ("that prepare(model, recipe) returned" in early) == (how in ("zero2", "fsdp"))
+
+
+class Block(nn.Module):
+    """A layer with a trained weight, one in another dtype that is frozen or not, and what it
+    computed with.
+    """
+
+    def __init__(self, other: torch.dtype = torch.bfloat16, trained: bool = False):
+        super().__init__()
+        self.weight, self.other = (
+            nn.Parameter(torch.eye(2)),
+            nn.Parameter(torch.ones(2, 2, dtype=other), requires_grad=trained),
+        )
+
+    def forward(self, x):
+        self.seen = self.weight.dtype, type(self.weight)
+        return x @ self.weight.to(x.dtype)
+
+
+class Rest(nn.Module):
+    def __init__(self, layers, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Parameter(torch.eye(2, dtype=dtype))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head.to(x.dtype)
+
+
+def found_in(model):
+    return {"layers": (list(model.layers), None)}
+
+
+@pytest.mark.parametrize("how", ["zero2", "fsdp"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
+    monkeypatch.setattr(sharding, "find_layers", found_in)
+    with compat.one_of(2, 1) as mesh:
+        model = Rest([Block(), Block()])
+        assert shard(model, how, mesh=mesh if dtype else None, compute_dtype=dtype) is model
+        assert all(isinstance(p, DTensor) and p.device_mesh.size() == 2 for p in model.parameters())
+        out = model(torch.ones(1, 2))
+        assert [layer.seen[0] for layer in model.layers] == [dtype or torch.float32] * 2
+        assert not any(issubclass(layer.seen[1], DTensor) for layer in model.layers)
+        kept = [isinstance(p, DTensor) for p in (*model.layers[0].parameters(), model.head)]
+        assert kept == [how == "fsdp", how == "fsdp", False], (
+            "the rest stays gathered until its backward"
+        )
+        out.float().sum().backward()
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        assert (
+            all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)
+            and len(grads) == 3
+        )
+
+
+def test_layers_are_of_one_dtype_each_and_the_rest_of_its_own(monkeypatch):
+    monkeypatch.setattr(sharding, "find_layers", found_in)
+    with compat.one_of(2, 0) as mesh:
+        shard(Rest([Block(torch.float32, True)], torch.bfloat16), "fsdp", mesh=mesh)
+        with pytest.raises(ValueError, match=r"one Block are in torch.bfloat16 and torch.float32"):
+            shard(Rest([Block(trained=True)]), "fsdp", mesh=mesh)
+        with pytest.raises(ValueError, match="choose one of 'ddp'"):
+            shard(Rest([Block()]), "zero3", mesh=mesh)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero1"])
+def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
+    moved = []
+    with compat.one_of(2, 0) as mesh:
+        for here in ("cpu", "cuda"):
+            model = nn.Linear(2, 2)
+            monkeypatch.setattr(sharding, "device_of", lambda model, here=here: torch.device(here))
+            model.to = moved.append
+            parallel = shard(model, how, mesh=mesh)
+            assert (
+                type(parallel) is nn.parallel.DistributedDataParallel and parallel.module is model
+            )
+            assert parallel.process_group is mesh.get_group()
+    assert moved == ["cpu"]
+
+
+@pytest.mark.parametrize("own_mesh", [False, True])
+def test_states_are_cut_over_the_mesh(own_mesh):
+    with compat.one_of(3, 2) as mesh:
+        weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        cut = sharding.cut_states(weights, torch.optim.SGD, mesh.get_group() if own_mesh else None)
+        assert cut.process_group is mesh.get_group()
+        assert [len(group["params"]) for group in cut.optim.param_groups] == [1] and type(
+            cut.optim
+        ) is torch.optim.SGD

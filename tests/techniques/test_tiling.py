@@ -1,0 +1,231 @@
+"""An MLP over slices of the sequence: same gradients, fewer bytes, as predicted, and refusals."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from support.families import tiny_config
+from support.predicted import assert_predicted, example_batch, model_class
+from torch import nn
+
+from gradmem_lib import MemoryTracker, checkpoint_layers, checkpoint_parts, tiled
+from gradmem_lib.course.material import models
+from gradmem_lib.techniques.selective import find_parts
+
+ROWS, TOKENS, WIDTH, INSIDE = 2, 64, 32, 256
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INSIDE), nn.GELU(), nn.Linear(INSIDE, WIDTH)
+    )
+
+
+def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    (module(x) * torch.linspace(0, 1, WIDTH)).sum().backward()
+    return [x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (ROWS, TOKENS, WIDTH), (ROWS, 1, WIDTH)])
+@pytest.mark.parametrize("tiles", [1, 4, 7, 100])
+def test_gradients_are_the_same(shape, tiles):
+    module, x = mlp(), torch.randn(shape)
+    expected = gradients(module, x)
+    with tiled(module, tiles):
+        found = gradients(module, x)
+    torch.testing.assert_close(found, expected)
+    assert all(map(torch.equal, gradients(module, x), expected))
+
+
+def peak(module: nn.Module) -> int:
+    x = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)
+    with MemoryTracker(module, live=False) as tracker:
+        tracker.watch(x, "other")
+        before = tracker.current.total
+        module(x).sum().backward()
+    module.zero_grad(set_to_none=True)
+    return tracker.peak.total - before
+
+
+def test_one_slice_exists_inside_at_a_time():
+    module = mlp().requires_grad_(False)
+    inside = ROWS * TOKENS * INSIDE * 4
+    plain, most = peak(module), []
+    for tiles in (1, 2, 4, 8):
+        with tiled(module, tiles):
+            most.append(peak(module))
+    less = [most[i] - most[i + 1] for i in range(3)]
+    assert most[0] == plain and less[0] == 2 * less[1] == 4 * less[2] > inside
+    # input, output and the gradient between them
+    assert plain - 2 * less[0] < 3 * ROWS * TOKENS * WIDTH * 4
+
+
+def test_a_model_with_tiles_is_predicted_with_them():
+    model = models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=256, vocab=128)
+    for layer in model.model.layers:
+        for part in find_parts(layer, "mlp"):
+            tiled(part, 4)
+    assert_predicted(model, example_batch(model, 4, 64))
+
+
+@pytest.mark.parametrize(
+    "around", [partial(checkpoint_layers, every=1), partial(checkpoint_parts, part="elementwise")]
+)
+def test_in_layers_that_run_again(around):
+    model = models.tiny_llama(layers=3, hidden=64, heads=4, intermediate=256, vocab=128)
+    model.config.use_cache = False
+    batch = example_batch(model, 2, 16)
+    model(**batch).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    with around(model):
+        for layer in model.model.layers:
+            tiled(layer.mlp, 4)
+        for _ in range(2):
+            model.zero_grad()
+            model(**batch).loss.backward()
+            torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+class Summed(nn.Module):
+    """Each token takes the sum of those before it."""
+
+    def forward(self, x):
+        return x.cumsum(-2)
+
+
+class Delayed(nn.Module):
+    """Each token takes what one four places before it was: beyond a slice's first two."""
+
+    def forward(self, x):
+        return x + nn.functional.pad(x, (0, 0, 4, 0))[..., :-4, :]
+
+
+class Halved(nn.Module):
+    """Every second token is left out."""
+
+    def forward(self, x):
+        return x[..., ::2, :]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Summed(), Delayed(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))],
+)
+def test_a_token_that_depends_on_another_is_refused(module):
+    with (
+        tiled(module, 2),
+        pytest.raises(ValueError, match=f"in {type(module).__name__}, a token's output"),
+    ):
+        module(torch.randn(TOKENS, WIDTH))
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, None
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "says"),
+    [
+        (Halved(), (TOKENS, WIDTH), r"Halved returned shape \(\d+, 32\) for a slice"),
+        (Pair(), (TOKENS, WIDTH), "Pair returned a tuple for a slice"),
+        (nn.Conv1d(TOKENS, 7, 1), (1, TOKENS, WIDTH), r"Conv1d cannot run on a slice .*channels"),
+    ],
+)
+def test_what_is_no_tensor_by_token_is_refused(module, shape, says):
+    with tiled(module, 2), pytest.raises(ValueError, match=says):
+        module(torch.randn(shape))
+
+
+def test_a_mixtures_block_takes_slices_of_one_row_and_says_so():
+    cfg = tiny_config("mixtral")
+    block = model_class(cfg)(cfg).train().model.layers[0].mlp
+    x = torch.randn(2, TOKENS, cfg.hidden_size)
+    expected = block(x[:1])
+    with tiled(block, 2):
+        torch.testing.assert_close(block(x[:1]), expected)
+    for tokens in (TOKENS, 4):
+        with (
+            tiled(block, 2),
+            pytest.raises(ValueError, match=r"cannot run on a slice .*of one row"),
+        ):
+            block(x[:, :tokens])
+
+
+def test_a_first_row_of_one_token_says_nothing_of_longer_ones():
+    module = Summed()
+    with tiled(module, 2):
+        module(torch.randn(1, WIDTH))
+        with pytest.raises(ValueError, match="depends on another token"):
+            module(torch.randn(TOKENS, WIDTH))
+
+
+def test_dropout_is_no_dependence_and_random_states_stay():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    torch.manual_seed(1)
+    expected = module(torch.ones(TOKENS, WIDTH))
+    with tiled(module, 1):
+        torch.manual_seed(1)
+        assert torch.equal(module(torch.ones(TOKENS, WIDTH)), expected)
+
+
+def test_in_eval_and_without_gradients_nothing_is_cut():
+    module, x, sizes = mlp(), torch.randn(TOKENS, WIDTH), []
+    module[0].register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+    tiled(module, 4)
+    with torch.no_grad():
+        module(x)
+    module.eval()(x)
+    assert sizes == [TOKENS, TOKENS]
+    copied = copy.deepcopy(module).train()
+    copied(x)
+    assert sizes[-4:] == [TOKENS // 4] * 4
+
+
+@pytest.mark.parametrize("tiles", [0, 2.0, True, "4"])
+def test_a_number_of_tiles_is_whole(tiles):
+    with pytest.raises(ValueError, match="whole number of slices"):
+        tiled(mlp(), tiles)
+
+
+def test_tiles_and_checkpoints_are_put_on_once():
+    module = mlp()
+    with tiled(module, 2), pytest.raises(RuntimeError, match="checkpointed already"):
+        tiled(module, 2)
+
+
+def test_a_first_step_may_be_inside_a_checkpointed_layer():
+    model = models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
+    batch = example_batch(model, 2, 16)
+
+    def step() -> tuple[list[torch.Tensor], int]:
+        model.zero_grad()
+        with MemoryTracker(model, live=False) as tracker:
+            model(**batch).loss.backward()
+        kept = max(tracker.timeline.by_category["activations"])
+        return [p.grad.clone() for p in model.parameters()], kept
+
+    with checkpoint_layers(model, 1):
+        expected, whole = step()
+        for layer in model.model.layers:
+            tiled(layer.mlp, 4)
+        found, cut = step()
+    torch.testing.assert_close(found, expected)
+    assert cut < whole
+
+
+def test_what_a_model_collects_of_its_routers_is_of_its_own_tokens_alone():
+    cfg = tiny_config("phimoe")
+    cfg.output_router_logits, cfg.use_cache = True, False
+    model = model_class(cfg)(cfg).train()
+    batch = example_batch(model, 2, 16)
+    expected = model(**batch)
+    for layer in model.model.layers:
+        tiled(layer.mlp, 4)
+    found = model(**batch)
+    assert sum(map(len, found.router_logits)) == sum(map(len, expected.router_logits))
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss)

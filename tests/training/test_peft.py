@@ -1,0 +1,223 @@
+"""Adapters are PEFT's: what is saved loads there, and models that peft has made are taken
+everywhere or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from support.families import tiny_config
+from support.predicted import assert_same, config, tracked
+from support.trainers import SEQ, rows, small, trainer_for
+from transformers import LlamaForSequenceClassification
+
+from gradmem_lib import Recipe, merge_adapters, predict
+from gradmem_lib.course.material import models
+from gradmem_lib.prediction.configs import model_class
+from gradmem_lib.techniques.lora import LoRALinear, add_lora, replace
+from gradmem_lib.techniques.quantized import quantize_base
+from gradmem_lib.training.adapters import adapters_of, save_adapters
+from gradmem_lib.training.losses import chunked_loss
+from gradmem_lib.training.prepare import prepare
+
+peft = pytest.importorskip("peft")
+
+
+def gpt2():
+    return models.tiny_gpt2(layers=2, hidden=64, heads=2, vocab=512, positions=SEQ)
+
+
+def logits(model, ids):
+    pair = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, **pair).logits
+
+
+@pytest.mark.parametrize("base", [small, gpt2])
+def test_what_save_model_writes_is_loaded_by_peft(base, tmp_path):
+    fresh = base()
+    model = copy.deepcopy(fresh)
+    trainer = trainer_for(model, Recipe(lora_rank=4), tmp_path, learning_rate=0.05)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "saved")
+    loaded.save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
+    assert config == {name: theirs[name] for name in config} | {
+        "target_modules": config["target_modules"]
+    }
+    assert config["inference_mode"] is True
+    assert type(loaded) is peft.PeftModelForCausalLM
+    ids = rows(2).ids
+    assert torch.allclose(logits(loaded, ids), logits(model, ids), atol=1e-5)
+    assert not torch.allclose(logits(base(), ids), logits(model, ids), atol=1e-2)
+
+
+def random_additions(model):
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            torch.nn.init.normal_(module.B, std=0.1)
+    return model
+
+
+def of_several_ranks(model):
+    add_lora(model, 3, ("q_proj", "v_proj"))
+    replace(
+        model,
+        "model.layers.1.mlp.up_proj",
+        LoRALinear(model.model.layers[1].mlp.up_proj, 5, alpha=4.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cfg", "change"),
+    [
+        (lambda: config("llama"), of_several_ranks),
+        (lambda: config("bert"), lambda model: add_lora(model, 3)),
+        (lambda: config("vit"), lambda model: add_lora(model, 3)),
+        (lambda: tiny_config("t5"), lambda model: add_lora(model, 3)),
+        (lambda: tiny_config("mixtral"), lambda model: add_lora(model, 3)),
+    ],
+    ids=["llama", "bert", "vit", "t5", "mixtral"],
+)
+def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
+    torch.manual_seed(0)
+    fresh = model_class(cfg())(cfg())
+    model = copy.deepcopy(fresh)
+    change(model)
+    save_adapters(random_additions(model), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path)
+    given = (
+        torch.randn(2, 3, 32, 32)
+        if "pixel" in model.main_input_name
+        else torch.randint(3, 90, (2, 12))
+    )
+    with torch.no_grad():
+        pair = {"decoder_input_ids": given} if model.config.is_encoder_decoder else {}
+        ours, theirs = (m.eval()(given, **pair).logits for m in (model, loaded))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
+    torch.manual_seed(0)
+    fresh = small()
+    model = copy.deepcopy(fresh)
+    add_lora(model, 3)
+    quantize_base(model)
+    save_adapters(random_additions(model), tmp_path)
+    with torch.no_grad():
+        for name, module in adapters_of(model).items():
+            fresh.get_submodule(name).weight.copy_(module.base.dequantized())
+    ids = rows(2).ids
+    expected = logits(model, ids)
+    assert torch.allclose(
+        logits(peft.PeftModel.from_pretrained(fresh, tmp_path), ids), expected, atol=1e-5
+    )
+
+
+def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
+    mamba = model_class(tiny_config("mamba"))(tiny_config("mamba"))
+    add_lora(mamba, 2)
+    with pytest.raises(ValueError, match="multiplied without a call"):
+        save_adapters(mamba, tmp_path)
+    llama = small()
+    add_lora(llama, 2)
+    llama.model.norm.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
+        save_adapters(llama, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):
+    model = LlamaForSequenceClassification(config("llama"))
+    add_lora(model, 3, ("score",))
+    with pytest.raises(
+        ValueError, match=r"no addition to a pretrained layer in this .*, only \['score'\]"
+    ):
+        save_adapters(model, tmp_path)
+
+
+def wrapped(base=small, kind="LoraConfig", dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    settings = {"r": 4, "target_modules": "all-linear"} if kind == "LoraConfig" else {}
+    settings |= {"task_type": "CAUSAL_LM"} | options
+    return peft.get_peft_model(base().to(dtype), getattr(peft, kind)(**settings))
+
+
+BATCH = {"input_ids": torch.randint(0, 512, (4, 16)), "labels": torch.randint(0, 512, (4, 16))}
+TAKEN = {
+    "plain": Recipe(precision=None),
+    "per layer": Recipe(precision=None, checkpointing="per-layer", optimizer="adamw-8bit"),
+    "segments": Recipe(precision="bf16", checkpointing=2, optimizer="adamw-fused"),
+    "chunks": Recipe(precision="autocast-bf16", chunked_loss=True, accumulation=2),
+    "in backward": Recipe(precision=None, in_backward=True),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_peft_model_is_predicted_to_the_byte(name):
+    model = wrapped(dtype=torch.bfloat16 if TAKEN[name].precision is None else torch.float32)
+    assert_same(
+        predict(model, batch=BATCH, recipe=TAKEN[name], target="cpu"),
+        tracked(model, BATCH, TAKEN[name]),
+    )
+
+
+def test_our_adapters_need_what_pefts_need():
+    recipe, peaks = Recipe(precision=None), []
+    for model in (wrapped(dtype=torch.bfloat16, lora_alpha=8), small().to(torch.bfloat16)):
+        if model.__class__.__module__.startswith("peft"):
+            peaks.append(tracked(model, BATCH, recipe).peak)
+        else:
+            add_lora(model, 4)
+            assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+            peaks.append(tracked(model, BATCH, recipe).peak)
+    assert peaks[0] == peaks[1]
+
+
+def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
+    model = wrapped(lambda: small(vocab=512))
+    recipe = Recipe(precision=None, chunked_loss=True, accumulation=2, checkpointing=[2, 1])
+    trainer = trainer_for(model, recipe, tmp_path, learning_rate=0.05)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = peft.PeftModel.from_pretrained(wrapped().unload(), tmp_path / "saved")
+    ids = rows(2).ids
+    wanted = logits(model, ids)
+    assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
+    assert torch.allclose(logits(merge_adapters(model), ids), wanted, atol=1e-5)
+
+
+def test_chunks_have_the_loss_of_a_peft_model():
+    model = wrapped()
+    model.train()
+    own, chunks = model(**BATCH).loss, chunked_loss(model, BATCH)
+    torch.testing.assert_close(own, chunks)
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "says"),
+    [
+        ({}, Recipe(lora_rank=4), "has LoRA already"),
+        ({"kind": "PromptTuningConfig", "num_virtual_tokens": 3}, Recipe(), "trains a prompt"),
+        (
+            {"target_modules": ["lm_head", "q_proj"]},
+            Recipe(chunked_loss=True),
+            "adapter on the output layer",
+        ),
+        ({"kind": "AdaLoraConfig", "total_step": 9}, Recipe(chunked_loss=True), "adds something"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_in_a_sentence(options, recipe, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        prepare(wrapped(**options), recipe)
+    with pytest.raises(ValueError, match=says):
+        trainer_for(wrapped(**options), recipe, tmp_path)

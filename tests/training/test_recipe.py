@@ -1,0 +1,396 @@
+"""What a recipe refuses, and what it does to real tensors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import FrozenInstanceError
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+import transformers
+from support.oracle import allocator_peak
+from support.predicted import config
+from torch import nn
+
+from gradmem_lib.names import CHECKPOINTING, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
+from gradmem_lib.prediction.configs import example_batch, model_class
+from gradmem_lib.techniques.lora import LoRALinear, linear_layers
+from gradmem_lib.techniques.losses import chunked_cross_entropy
+from gradmem_lib.techniques.optimizers import AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW
+from gradmem_lib.techniques.quantized import Linear4bit
+from gradmem_lib.training.prepare import prepare
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"precision": "fp8"}, "choose one of"),
+        ({"precision": 16}, "choose one of"),
+        ({"optimizer": "adam"}, "choose one of"),
+        ({"attention": "flash"}, "choose one of"),
+        ({"sharding": "zero3"}, "choose one of"),
+        ({"offload": "weights"}, "choose one of"),
+        ({"checkpointing": "all"}, "list of segment lengths"),
+        ({"checkpointing": 0}, "at least 1"),
+        ({"every_n_layers": 0}, "at least 1"),
+        ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one instead"),
+        ({"accumulation": 0}, "at least 1"),
+        ({"in_backward": True, "accumulation": 2}, "choose one of the two"),
+        ({"in_backward": True, "precision": "autocast-fp16"}, "autocast-bf16"),
+        ({"lora_rank": 0}, "at least 1"),
+        ({"lora_rank": 2.5}, "whole number"),
+        ({"lora_targets": ["q_proj"]}, "lora_rank"),
+        ({"momentum": 0.9}, "sgd"),
+        ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
+        ({"momentum": -0.1, "optimizer": "sgd"}, "from 0"),
+        ({"momentum": "0.9", "optimizer": "sgd"}, "from 0"),
+        ({"momentum": None, "optimizer": "sgd"}, "from 0"),
+        ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
+        ({"precision": "float32-master", "optimizer": "adamw-8bit"}, "adamw"),
+        ({"chunked_loss": 1024}, "True or False"),
+    ],
+)
+def test_impossible_recipes(settings, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe(**settings)
+
+
+VALUES = {
+    "precision": (*PRECISIONS, None),
+    "optimizer": OPTIMIZERS,
+    "momentum": (0.0, 0.5),
+    "in_backward": (False, True),
+    "checkpointing": (None, *CHECKPOINTING, *SELECTIVE, "first-1", 2, (1, 1)),
+    "every_n_layers": (None, 1, 2),
+    "offload": (None, *OFFLOAD),
+    "sharding": (None, *SHARDING),
+    "accumulation": (1, 2),
+    "lora_rank": (None, 2),
+    "lora_targets": ((), ("q_proj",)),
+    "quantized_base": (False, True),
+    "chunked_loss": (False, True),
+}
+EXACT, SHARDS = {None, "float32", "bf16", "autocast-bf16", "autocast-fp16"}, {"zero2", "fsdp"}
+# optimizers that want whole weights
+WHOLE = {"precision": EXACT, "sharding": {None, "ddp", "zero1"}}
+# What a choice leaves to the others.
+PARTNERS = {
+    ("momentum", 0.5): {"optimizer": {"sgd"}},
+    ("in_backward", True): {
+        "accumulation": {1},
+        "sharding": {None, *SHARDS},
+        "precision": {*EXACT, "float32-master"} - {"autocast-fp16"},
+    },
+    ("optimizer", "adamw-8bit"): WHOLE,
+    ("optimizer", "adafactor"): WHOLE,
+    ("optimizer", "adafactor-torch"): WHOLE,
+    ("optimizer", "adamw-stochastic"): {"precision": {"bf16", None}, "sharding": {None, "zero1"}},
+    ("optimizer", "sgd"): {"precision": EXACT},
+    ("lora_targets", ("q_proj",)): {"lora_rank": {2}},
+    ("quantized_base", True): {
+        "lora_rank": {2},
+        "precision": {None, "float32", "bf16", "float32-master"},
+    },
+    ("every_n_layers", 1): {"checkpointing": {None}},
+    ("every_n_layers", 2): {"checkpointing": {None}},
+    ("checkpointing", "best"): {
+        "offload": {None, "boundaries", "parameters"},
+        "sharding": {None, "ddp", "zero1"},
+    },
+    ("chunked_loss", True): {"sharding": {None}},
+    ("offload", "parameters"): {"sharding": {"fsdp"}},
+}
+BASES = [
+    {},
+    {"lora_rank": 2, "precision": "bf16"},
+    {"checkpointing": "per-layer", "precision": None},
+    {"sharding": "fsdp", "precision": "float32-master"},
+    {"sharding": "zero1", "optimizer": "adamw-stochastic", "precision": "bf16"},
+    {"optimizer": "sgd", "in_backward": True},
+]
+
+
+def test_what_goes_with_what():
+    """Every two choices on top of each base: refused where the table says so, and nowhere else."""
+    choices = [(field, value) for field, values in VALUES.items() for value in values]
+    plain = {field: next(iter(values)) for field, values in VALUES.items()}
+    for base in BASES:
+        for pair in combinations(choices, 2):
+            fields = plain | base | dict(pair)
+            partners = [PARTNERS.get(choice, {}) for choice in fields.items()]
+            fine = all(
+                fields[field] in allowed for others in partners for field, allowed in others.items()
+            )
+            inputs = fields["every_n_layers"] or fields["checkpointing"] not in (None, *SELECTIVE)
+            fine = fine and (inputs or fields["offload"] != "boundaries")
+            cut = fields["sharding"] in SHARDS and fields["precision"] == "float32-master"
+            fine = fine and not (cut and fields["lora_rank"])
+            try:
+                Recipe(**fields)
+            except ValueError:
+                assert not fine, fields
+            else:
+                assert fine, fields
+
+
+def test_rows_of_a_micro_batch():
+    recipe = Recipe(accumulation=4, lora_rank=2, lora_targets="q_proj")
+    assert recipe.micro_batch(12) == 3
+    assert recipe.lora_targets == ("q_proj",)
+    with pytest.raises(ValueError, match="a batch of 6 cannot be cut into 4 equal"):
+        recipe.micro_batch(6)
+    with pytest.raises(ValueError, match="batch_size=0: give a whole number"):
+        recipe.micro_batch(0)
+
+
+def test_a_recipe_is_a_key():
+    """Equal ones are the same key, also where the schedule was given as a list, and none changes
+    afterwards.
+    """
+    recipe = Recipe(checkpointing=[2, 1])
+    assert {recipe: 1}[Recipe(checkpointing=(2, 1))] == 1
+    with pytest.raises(FrozenInstanceError):
+        recipe.precision = "bf16"
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharding", "weights", "computed"),
+    [
+        ("float32", None, torch.float32, None),
+        ("bf16", "fsdp", torch.bfloat16, None),
+        (None, None, None, None),
+        ("float32-master", None, torch.bfloat16, None),
+        ("float32-master", "zero1", torch.bfloat16, None),
+        ("float32-master", "zero2", torch.float32, None),
+        ("autocast-bf16", None, torch.float32, torch.bfloat16),
+        ("autocast-fp16", "ddp", torch.float32, torch.float16),
+    ],
+)
+def test_dtypes_of_a_precision(precision, sharding, weights, computed):
+    recipe = Recipe(precision=precision, sharding=sharding)
+    assert (recipe.weight_dtype, recipe.autocast_dtype) == (weights, computed)
+
+
+def losses(recipe: Recipe, steps: int = 12, lr: float = 3e-3) -> list[float]:
+    torch.manual_seed(0)
+    cfg = config("llama", 2)
+    run = prepare(model_class(cfg)(cfg), recipe, lr=lr)
+    batch = example_batch(run.model, 4, 16)
+    return [step(run.model, run.optimizer, batch, recipe).item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(optimizer="adamw-8bit"),
+        Recipe(precision="float32-master"),
+        Recipe(precision="float32-master", optimizer="adamw-foreach"),
+        Recipe(precision="autocast-fp16"),
+        Recipe(precision="autocast-bf16"),
+        Recipe(in_backward=True),
+        Recipe(accumulation=2),
+        Recipe(chunked_loss=True),
+        Recipe(checkpointing=1),
+    ],
+)
+def test_recipes_train_alike(recipe):
+    expected, got = losses(Recipe()), losses(recipe)
+    exact = recipe.precision == "float32" and recipe.optimizer == "adamw"
+    assert got == pytest.approx(expected, rel=1e-4 if exact else 3e-2)
+    assert got[-1] < got[0] - 0.5
+
+
+def test_accumulation_counts_labels():
+    """Micro-batches with different numbers of labels still add up to the whole batch's gradient."""
+    cfg = config("llama", 2)
+    torch.manual_seed(0)
+    model = model_class(cfg)(cfg)
+    batch = example_batch(model, 4, 16)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 3:] = -100
+    gradients = []
+    for recipe in (Recipe(optimizer="sgd"), Recipe(optimizer="sgd", accumulation=4)):
+        run = prepare(copy.deepcopy(model), recipe, lr=1.0)
+        loss = step(run.model, run.optimizer, batch, recipe)
+        gradients.append(
+            (loss, [p - q for p, q in zip(model.parameters(), run.model.parameters(), strict=True)])
+        )
+    assert gradients[0][0].item() == pytest.approx(gradients[1][0].item(), rel=1e-5)
+    for a, b in zip(gradients[0][1], gradients[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits8", [True, False])
+def test_8bit_states_take_what_bitsandbytes_documents(bits8):
+    n = 5000 if bits8 else 4095
+    p = nn.Parameter(torch.randn(n))
+    p.grad = torch.randn(n)
+    optimizer = AdamW8bit([p])
+    optimizer.step()
+    nbytes = sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
+    blocks = -(-n // 256)
+    assert nbytes == (2 * n + 2 * 4 * blocks + 2 * 4 * 256 if bits8 else 2 * 4 * n)
+
+
+LAID_OUT = {
+    "in rows": lambda t: t,
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "complex": lambda t: torch.complex(t, t.flip(0)),
+}
+
+
+@pytest.mark.parametrize("how", LAID_OUT)
+@pytest.mark.parametrize("width", [16, 3])  # with 8-bit states and, below 4,096 numbers, without
+def test_8bit_steps_go_where_those_of_32_bits_go(how, width):
+    torch.manual_seed(0)
+    start = LAID_OUT[how](torch.randn(16, width, 5, 6))
+    gradients = [LAID_OUT[how](torch.randn(16, width, 5, 6)) for _ in range(3)]
+    ends = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.01, weight_decay=0.1)
+        for p.grad in gradients:
+            optimizer.step()
+        ends.append(p.detach())
+    assert ends[0].stride() == start.stride()
+    assert (ends[0] - ends[1]).abs().max() < (0.002 if width == 16 else 1e-6)
+
+
+def test_master_weights_keep_small_updates():
+    """An update of 1/1000 of a bf16 weight is lost, and a thousand of them are not."""
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([p], lr=1e-3, weight_decay=0)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert p[0].item() == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_weights_that_float32_cannot_hold_are_their_own_masters(dtype):
+    torch.manual_seed(0)
+    start, gradient = torch.randn(4, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    ends = []
+    for kind in (MasterAdamW, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.01)
+        for _ in range(3):
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=1e-6 if dtype.is_complex else 1e-12, atol=0)
+
+
+def test_chunked_cross_entropy_is_cross_entropy():
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(50, 12, requires_grad=True),
+        torch.randn(30, 12, requires_grad=True),
+    )
+    labels = torch.randint(0, 30, (50,))
+    labels[::7] = -100
+    grads = []
+    for loss in (
+        nn.functional.cross_entropy(hidden @ weight.T, labels),
+        chunked_cross_entropy(hidden, weight, labels, 16),
+    ):
+        grads.append((loss.detach(), *torch.autograd.grad(loss * 3, (hidden, weight))))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_chunks_with_one_side_frozen_have_the_others_gradient(frozen):
+    torch.manual_seed(0)
+    tensors = {"hidden": torch.randn(50, 12), "weight": torch.randn(30, 12)}
+    (trained,) = (t.requires_grad_() for name, t in tensors.items() if name != frozen)
+    hidden, weight = tensors.values()
+    labels = torch.randint(0, 30, (50,))
+    (wanted,) = torch.autograd.grad(nn.functional.cross_entropy(hidden @ weight.T, labels), trained)
+    (found,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels, 16), trained)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_chunk_is_let_go_before_the_next():
+    """By the CPU allocator's events: three chunks need what one does, and the gradient of
+    two more.
+    """
+    weight, tokens, width = torch.randn(4000, 8, requires_grad=True), 16, 8
+    peaks = []
+    for chunks in (1, 3):
+        hidden = torch.randn(chunks * tokens, width, requires_grad=True)
+        labels = torch.zeros(len(hidden), dtype=torch.long)
+        peaks.append(allocator_peak(partial(chunked_cross_entropy, hidden, weight, labels, tokens)))
+    logits = tokens * len(weight) * 4
+    assert 2 * logits < peaks[0] and peaks[1] - peaks[0] < logits // 10
+
+
+def test_chunks_under_autocast_have_the_gradients_of_float32_but_for_rounding():
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(50, 12, requires_grad=True),
+        torch.randn(30, 12, requires_grad=True),
+    )
+    labels = torch.randint(0, 30, (50,))
+    wanted = torch.autograd.grad(
+        nn.functional.cross_entropy(hidden @ weight.T, labels), (hidden, weight)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels, 16)
+    for found, exact in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert found.dtype == torch.float32 and (found - exact).norm() < 0.02 * exact.norm()
+
+
+def test_lora_begins_as_a_linear_layer_does_and_is_scaled_by_alpha_over_rank():
+    torch.manual_seed(0)
+    base = nn.Linear(6, 10)
+    torch.manual_seed(1)
+    layer = LoRALinear(base, 3, alpha=12)
+    torch.manual_seed(1)
+    assert torch.equal(layer.A, nn.Linear(6, 3, bias=False).weight)
+    nn.init.normal_(layer.B)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(layer(x) - base(x), 4 * (x @ layer.A.T @ layer.B.T))
+    assert LoRALinear(base, 3).scale == 2
+
+
+def test_a_linear_layer_that_returns_a_pair_is_left_alone():
+    """As mixtures' routers do."""
+
+    class Router(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    class Loud(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.ModuleDict({"router": Router(4, 2), "loud": Loud(4, 2), "plain": nn.Linear(4, 2)})
+    assert set(linear_layers(model)) == {"loud", "plain"}
+
+
+@pytest.mark.parametrize(
+    "base", [nn.Embedding(9, 9), Linear4bit(nn.Linear(64, 64)), None, nn.Linear(9, 9)]
+)
+def test_lora_is_for_linear_layers_and_a_rank(base):
+    with pytest.raises(
+        ValueError, match=r"give an nn\.Linear or Conv1D, and a rank of at least 1, not"
+    ):
+        LoRALinear(base, 0 if type(base) is nn.Linear else 4)
+
+
+def test_lora_starts_at_the_base_and_merges():
+    torch.manual_seed(0)
+    for base in (nn.Linear(6, 10), transformers.pytorch_utils.Conv1D(10, 6)):
+        layer, x = LoRALinear(base, 3), torch.randn(4, 6)
+        assert torch.equal(layer(x), base(x))
+        assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["A", "B"]
+        nn.init.normal_(layer.B)
+        expected = layer(x)
+        torch.testing.assert_close(layer.merged()(x), expected)

@@ -1,0 +1,434 @@
+"""prepare, make_optimizer and step against plain torch loops and numbers worked out by hand:
+nothing here is asked twice.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.families import OLDER
+from torch import nn
+from transformers import BertConfig, BertForPreTraining, LlamaForCausalLM
+from transformers.optimization import Adafactor
+
+from gradmem_lib import MemoryTracker, Recipe
+from gradmem_lib.course.material import models
+from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit
+from gradmem_lib.techniques.precision import MasterAdamW
+from gradmem_lib.training.prepare import ADAFACTOR_EPS, RATE, RELATIVE_RATE, make_optimizer, prepare
+from gradmem_lib.training.step import step
+
+VOCAB, SEQ = 97, 16
+
+
+def llama():
+    return models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=48, vocab=VOCAB)
+
+
+def ragged(rows: int = 4):
+    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(rows))
+    kept = torch.arange(SEQ) < torch.tensor([SEQ, 3, 9, 5][:rows])[:, None]
+    return {"input_ids": ids, "labels": ids.masked_fill(~kept, -100)}
+
+
+OWN = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=False, fused=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True),
+    "adafactor-torch": lambda p: torch.optim.Adafactor(
+        p, lr=RELATIVE_RATE, eps=ADAFACTOR_EPS, foreach=False
+    ),
+    "adafactor": lambda p: Adafactor(p, lr=RATE, scale_parameter=False, relative_step=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9, foreach=False),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", OWN)
+def test_two_steps_are_those_of_a_plain_loop(name, accumulation):
+    recipe = Recipe(
+        optimizer=name, momentum=0.9 if name == "sgd" else 0.0, accumulation=accumulation
+    )
+    plain, ours = llama().train(), llama()
+    optimizer, made = OWN[name](plain.parameters()), prepare(ours, recipe)
+    for batch in (ragged(), ragged()):
+        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(
+            loss.item(), rel=1e-5
+        )
+    for (where, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        # An update is divided by its own size, which makes much of a gradient's last digits.
+        assert (
+            (p - q).abs().max() <= 0.02 * RATE
+            if name != "adafactor-torch"
+            else torch.allclose(p, q, atol=1e-5)
+        ), where
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_the_three_adamws_are_told_apart_by_what_a_step_allocates():
+    def most(name):
+        weights = [nn.Parameter(torch.ones(1_000)) for _ in range(10)]  # of 4,000 bytes
+        optimizer = make_optimizer(weights, Recipe(optimizer=name), RATE)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+                optimizer.step()
+        return max(tracker.timeline.by_category["temporaries"])
+
+    assert most("adamw-fused") == 0
+    assert 4_000 <= most("adamw") <= 12_000  # of one weight at a time, with what the last one left
+    assert most("adamw-foreach") >= 40_000  # of all at once
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach", "fused"),
+    [
+        ("adamw", False, False),
+        ("adamw-foreach", True, False),
+        ("adamw-fused", False, True),
+        ("adafactor-torch", False, None),
+        ("sgd", False, None),
+    ],
+)
+def test_the_variant_is_never_left_to_torch(name, foreach, fused):
+    made = make_optimizer([nn.Parameter(torch.ones(1))], Recipe(optimizer=name), RATE)
+    assert (made.defaults["foreach"], made.defaults.get("fused")) == (foreach, fused)
+
+
+def test_states_take_the_bytes_that_they_are_said_to_take():
+    """1,000 numbers in bf16 are too few for 8 bits, 10,000 have 40 blocks of 256."""
+    few, many = 1_000, 10_000
+    assert (BLOCK, SMALLEST_8BIT) == (256, 4096)
+
+    def held(name, precision="bf16", momentum=0.0):
+        dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        weights = [nn.Parameter(torch.ones(n // 10, 10, dtype=dtype)) for n in (few, many)]
+        optimizer = make_optimizer(
+            weights, Recipe(optimizer=name, precision=precision, momentum=momentum), RATE
+        )
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        tensors = {
+            id(v): v
+            for s in optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        }
+        return sum(v.untyped_storage().nbytes() for v in tensors.values() if v.numel() > 1)
+
+    both = few + many
+    assert held("adamw", "float32") == held("adamw-fused", "float32") == 8 * both
+    assert held("adamw") == held("adamw-foreach") == 4 * both
+    assert held("adamw", "float32-master") == 12 * both
+    assert held("adamw-8bit") == 8 * few + 2 * many + 2 * 40 * 4 + 2 * 256 * 4
+    assert held("sgd") == 0 and held("sgd", momentum=0.9) == 2 * both
+    assert held("adafactor-torch") == 2 * (few // 10 + 10 + many // 10 + 10)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_every_element_of_8_bit_adamw_moves_as_adamws(decay):
+    """The first and last of a block, of the tensor and of one that is not a whole number of
+    blocks.
+    """
+    for n in (5, SMALLEST_8BIT, SMALLEST_8BIT + 3):
+        start = torch.linspace(-1, 1, n)
+        ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        eight = AdamW8bit([ours], lr=1e-2, weight_decay=decay)
+        plain = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=decay, foreach=False)
+        numbers = torch.Generator().manual_seed(n)
+        for _ in range(3):
+            # Of one size, so that 8 bits hold them well. Element 0 has its own sign each time.
+            ours.grad = torch.randn(n, generator=numbers).sign() * (
+                1 + torch.rand(n, generator=numbers)
+            )
+            theirs.grad = ours.grad.clone()
+            eight.step()
+            plain.step()
+        moved, expected = ours.detach() - start, theirs.detach() - start
+        assert (moved - expected).abs().max() < 2e-3 and expected.abs().max() > 0.01
+        assert abs(moved[0] - expected[0]) < 2e-3 and abs(moved[-1] - expected[-1]) < 2e-3
+
+
+def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
+    """A million numbers are updated at a time, and blocks do not look at each other: parts of their
+    own end the same.
+    """
+    n, numbers = 2**20, torch.Generator().manual_seed(0)
+    starts = torch.randn(n + SMALLEST_8BIT + 3, generator=numbers)
+    whole, *parts = [nn.Parameter(t.clone()) for t in (starts, starts[:n], starts[n:])]
+    optimizers = [AdamW8bit([p], lr=1e-2) for p in (whole, *parts)]
+    for _ in range(2):
+        whole.grad = torch.randn(len(starts), generator=numbers)
+        parts[0].grad, parts[1].grad = whole.grad[:n].clone(), whole.grad[n:].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(whole, torch.cat(parts)) and not torch.equal(whole, starts)
+    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (whole, *parts), strict=True)]
+    for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq"):
+        assert torch.equal(states[0][name], torch.cat([states[1][name], states[2][name]])), name
+
+
+def test_float32_masters_are_adamw_in_float32_rounded():
+    start = torch.linspace(-1, 1, 300).bfloat16()
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    master, plain = (
+        MasterAdamW([ours], lr=1e-4),
+        torch.optim.AdamW([theirs], lr=1e-4, foreach=False),
+    )
+    for i in range(20):  # each update is far below the last bit of a weight near 1
+        ours.grad = torch.full_like(ours, 0.5 + i)
+        theirs.grad = ours.grad.float()
+        master.step()
+        plain.step()
+    assert torch.equal(ours.detach(), theirs.detach().bfloat16()) and not torch.equal(
+        ours.detach(), start
+    )
+
+
+def test_float16_gradients_are_unscaled_before_the_step():
+    """SGD shows what reaches it: with the scale left on, a step is 4,096 times as long."""
+    plain, ours = llama().train(), llama()
+    batch, recipe = ragged(), Recipe(precision="autocast-fp16", optimizer="sgd", accumulation=2)
+    before = [p.detach().clone() for p in ours.parameters()]
+    made = prepare(ours, recipe, lr=1.0)
+    plain(**batch).loss.backward()
+    step(made.model, made.optimizer, batch, recipe)
+    for old, new, p in zip(before, ours.parameters(), plain.parameters(), strict=True):
+        assert (old - new.detach() - p.grad).norm() <= 0.02 * p.grad.norm()
+
+
+def test_gradients_too_small_for_float16_arrive():
+    """2**-26 is nothing in float16, and 2**12 times as much is a number: what is unused has no
+    gradient to unscale.
+    """
+    model, recipe = nn.Linear(1, 1, bias=False), Recipe(precision="autocast-fp16", optimizer="sgd")
+    model.unused = nn.Parameter(torch.ones(1))
+    made, before = prepare(model, recipe, lr=2.0**26), model.weight.item()
+    step(
+        model,
+        made.optimizer,
+        torch.ones(1, 1),
+        recipe,
+        loss=lambda m, x: m(x).float().mean() * 2.0**-26,
+    )
+    assert model.weight.item() == pytest.approx(before - 1, abs=1e-6) and model.unused.item() == 1
+
+
+def test_marks_come_before_the_parts_of_a_step_and_stop_where_it_is_told():
+    recipe, said = Recipe(accumulation=2, optimizer="sgd"), []
+    made = prepare(nn.Linear(1, 1), recipe, lr=0.0)
+    more = {"loss": lambda m, x: said.append(len(x)) or m(x).mean(), "mark": said.append}
+    step(made.model, made.optimizer, torch.ones(4, 1), recipe, **more)
+    piece = ["forward", 2, "backward"]
+    assert said == [*piece, *piece, "step"]
+    said.clear()
+    step(made.model, made.optimizer, torch.ones(4, 1), recipe, micro_batches=1, **more)
+    assert said == [*piece, "step"]
+
+
+class Difference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x, y=2.0):
+        return ((self.weight * x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "weight"),
+    [
+        ((torch.ones(2), torch.ones(2)), 3 - 0.1 * 2 * 2),
+        (torch.ones(2), 3 - 0.1 * 2 * 1),
+        ({"x": torch.ones(2), "y": torch.zeros(2)}, 3 - 0.1 * 2 * 3),
+    ],
+)
+def test_batches_of_every_kind(batch, weight, accumulation):
+    recipe = Recipe(optimizer="sgd", accumulation=accumulation, attention=None)
+    made = prepare(Difference(), recipe, lr=0.1)
+    step(made.model, made.optimizer, batch, recipe)
+    assert made.model.weight.item() == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_with_the_loss_in_chunks_the_output_layer_is_not_called(chunked):
+    made, calls = prepare(llama(), recipe := Recipe(chunked_loss=chunked)), []
+    of_all = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: calls.append(module)
+    )
+    step(made.model, made.optimizer, ragged(), recipe)
+    of_all.remove()
+    assert calls.count(made.model.lm_head) == (not chunked)
+
+
+def test_a_recipe_for_several_processes_wants_what_prepare_returned():
+    model = nn.Linear(2, 2)
+    for optimizer in ([], torch.optim.SGD(model.parameters())):
+        with pytest.raises(ValueError, match=r"that prepare\(model, recipe\) returned"):
+            step(
+                model,
+                optimizer,
+                torch.ones(2, 2),
+                Recipe(sharding="ddp"),
+                loss=lambda m, x: m(x).mean(),
+            )
+
+
+def test_parts_of_a_layer_run_again_until_it_is_undone():
+    made, calls = prepare(llama(), Recipe(checkpointing="mlp")), []
+    made.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    for expected in (2, 3):  # forward and again in backward; then forward alone
+        made.model(**ragged()).loss.backward()
+        assert len(calls) == expected
+        made.undo.close()
+
+
+def test_what_is_no_loss_is_named():
+    model, recipe = nn.Linear(2, 2), Recipe(attention=None)
+    for rows, shape in ((1, r"\(1, 2\)"), (3, r"\(3, 2\)")):
+        with pytest.raises(
+            ValueError, match=f"Linear returned a tensor of shape {shape} where a scalar"
+        ):
+            step(model, [], torch.ones(rows, 2), recipe)
+    with pytest.raises(ValueError, match="returned NoneType where"):
+        step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
+
+
+def test_a_micro_batch_without_labels_does_not_make_the_loss_a_not_a_number():
+    batch, recipe = ragged(), Recipe(accumulation=4, optimizer="sgd")
+    batch["labels"][2] = -100
+    expected = llama().train()(**batch).loss.item()
+    made = prepare(llama(), recipe)
+    assert step(made.model, made.optimizer, batch, recipe).item() == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+def test_rows_that_are_compared_with_each_other_are_not_cut():
+    model, batch = nn.Linear(2, 2), {"pixel_values": torch.ones(4, 2), "return_loss": True}
+    with pytest.raises(
+        ValueError, match=r"accumulation=2.*return_loss=True: a loss that compares rows"
+    ):
+        step(model, [], batch, Recipe(accumulation=2))
+    for recipe in (Recipe(), Recipe(accumulation=2)):  # a loss that is given is taken at its word
+        assert step(
+            model, [], batch, recipe, loss=lambda m, b: m(b["pixel_values"]).mean()
+        ).isfinite()
+
+
+def test_half_of_a_loss_over_pairs_and_words_is_another_loss():
+    """What the refusal above is for: the sum over pieces, weighed by words, has another gradient
+    than the whole.
+    """
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
+    )
+    model, batch = BertForPreTraining(config).eval(), {"input_ids": torch.randint(3, 32, (4, 8))}
+    # 16 words, then 2
+    labels = batch["input_ids"].masked_fill(torch.arange(32).view(4, 8) > 17, -100)
+    batch |= {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1, 1])}
+    whole = model(**batch).loss
+    pieces = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2)]
+    words = [(piece["labels"] != -100).sum() for piece in pieces]
+    weighed = sum(model(**piece).loss * n for piece, n in zip(pieces, words, strict=True)) / sum(
+        words
+    )
+    assert abs(weighed - whole) > 1e-4 * whole
+
+
+class Older(LlamaForCausalLM):
+    """As transformers had it before 5.23: the methods of checkpointing have one pair of names."""
+
+    @property
+    def activation_checkpointing_enable(self):
+        raise AttributeError("not yet")
+
+    activation_checkpointing_disable = activation_checkpointing_enable
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None, every_n_layers=1):
+        self._activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
+
+    def gradient_checkpointing_disable(self):
+        self._activation_checkpointing_disable()
+
+
+@pytest.mark.skipif(OLDER, reason="what the test builds from is not there")
+def test_every_second_layer_is_checkpointed_by_the_older_name_too():
+    older = Older(llama().config)
+    prepare(older, Recipe(every_n_layers=2))
+    assert [layer.gradient_checkpointing for layer in older.model.layers] == [True, False]
+
+
+class OnlyPerLayer(nn.Module):
+    """Checkpoints as transformers had them before a layer in so many could be chosen."""
+
+    asked = None
+
+    def activation_checkpointing_enable(self, kwargs):
+        self.asked = kwargs
+
+    def activation_checkpointing_disable(self):
+        self.asked = None
+
+
+def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
+    model = OnlyPerLayer()
+    model.weight = nn.Parameter(torch.ones(1))
+    made = prepare(model, Recipe(checkpointing="per-layer"))
+    assert model.asked == {"use_reentrant": False}
+    made.undo.close()
+    assert model.asked is None
+
+
+def test_one_layer_in_so_many_is_for_transformers_models():
+    with pytest.raises(
+        ValueError, match="every_n_layers=2 is an option of transformers models, and Linear is none"
+    ):
+        prepare(nn.Linear(2, 2), Recipe(every_n_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, torch.float64),
+        ("bf16", torch.bfloat16),
+        ("autocast-bf16", torch.float32),
+        ("float32", torch.float32),
+    ],
+)
+def test_weights_are_cast_as_the_precision_says(precision, dtype):
+    """A module whose own dtype is none of them; whole numbers stay what they are."""
+    model = nn.BatchNorm1d(2).double()
+    prepare(model, Recipe(precision=precision, optimizer="sgd"))
+    assert {t.dtype for t in (*model.parameters(), model.running_mean)} == {dtype}
+    assert model.num_batches_tracked.dtype == torch.int64
+
+
+def test_stepping_in_backward_leaves_no_gradient():
+    recipe = Recipe(in_backward=True, optimizer="sgd")
+    made = prepare(nn.Linear(1, 1, bias=False), recipe, lr=0.5)
+    before = made.model.weight.item()
+    made.model(torch.ones(1, 1)).sum().backward()
+    assert (
+        made.model.weight.item() == pytest.approx(before - 0.5) and made.model.weight.grad is None
+    )
+    made.undo.close()
+    made.model(torch.ones(1, 1)).sum().backward()
+    assert (
+        made.model.weight.item() == pytest.approx(before - 0.5)
+        and made.model.weight.grad.item() == 1
+    )

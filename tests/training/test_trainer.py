@@ -1,0 +1,267 @@
+"""make_trainer takes what Trainer takes, or says why not; what it writes loads anywhere; two
+processes; a budget.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.trainers import SEQ, Classified, classifier, rows, small, trainer_for
+from torch import nn
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from gradmem_lib import MemoryCallback, Recipe, make_trainer
+from gradmem_lib.course import run_ranks
+from gradmem_lib.course.material import models
+from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training import trainer as of_trainer
+
+pytestmark = pytest.mark.usefixtures("interruptible")
+
+
+def test_a_lora_run_goes_on_from_a_checkpoint(tmp_path):
+    model, recipe = small(), Recipe(lora_rank=4)
+    trainer_for(model, recipe, tmp_path, save_strategy="steps", save_steps=1).train()
+    again = trainer_for(small(), recipe, tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    for ours, theirs in zip(again.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("label_smoothing_factor", 0.1, "smooths its loss itself"),
+        ("model_init", small, "make the model first"),
+        ("optimizers", (None, None), "the recipe makes the optimizer"),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "the recipe makes the optimizer"),
+        ("compute_loss_func", lambda *given: None, "returns this loss as its own mean"),
+        ("torch_empty_cache_steps", 1, "its own step knows nothing of it"),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, "its own step knows nothing of it"),
+    ],
+)
+def test_what_a_recipe_cannot_keep_to_is_refused(name, value, says, tmp_path):
+    model = small()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"{name}=.*not taken by make_trainer.*{says}"):
+        trainer_for(model, Recipe(lora_rank=4, precision="bf16"), tmp_path, **{name: value})
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("matrices", [True, False])
+def test_norms_and_biases_do_not_decay(matrices, tmp_path):
+    model = models.tiny_gpt2(layers=1, hidden=64, heads=2, vocab=512, positions=SEQ)
+    if not matrices:
+        for p in model.parameters():
+            p.requires_grad_(p.dim() == 1)
+    optimizer = trainer_for(model, Recipe(), tmp_path, weight_decay=0.1).create_optimizer()
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(decay) == len(trained) and all(
+        decay[p] == (0.1 if p.dim() == 2 else 0.0) for p in trained
+    )
+    optimizer = trainer_for(small(), Recipe(), tmp_path).create_optimizer()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "moves", "seen"), [(False, False, True), (True, False, False), (True, True, True)]
+)
+def test_losses_are_shown_but_where_nothing_moves(kernel, moves, seen, tmp_path, monkeypatch):
+    monkeypatch.setattr(of_trainer, "in_kernel", lambda: kernel)
+    monkeypatch.setattr(of_trainer, "live_enabled", lambda: moves)
+    trainer = trainer_for(small(), Recipe(), tmp_path, progress=None)
+    kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
+    assert (
+        trainer.args.disable_tqdm is not seen
+        and bool(kinds & {ProgressCallback, PrinterCallback}) == seen
+    )
+
+
+def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"2 cards are in sight.*CUDA_VISIBLE_DEVICES=0"):
+        trainer_for(small(), Recipe(), tmp_path)
+
+
+def test_gradients_are_those_of_lesson_threes_loop(tmp_path, monkeypatch):
+    """Once for each step, over all of its micro-batches; and one without any label is a sentence,
+    not a nan.
+    """
+    calls, own = [], of_trainer.accumulate_gradients
+
+    def seen(micro_batches, *given, **named):
+        calls.append(len(micro_batches))
+        return own(micro_batches, *given, **named)
+
+    monkeypatch.setattr(of_trainer, "accumulate_gradients", seen)
+    data = rows(10)
+    trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=data, max_steps=2).train()
+    assert calls == [4, 1]  # the second has what the epoch has left
+    unlabelled = [row | {"labels": torch.full((SEQ,), -100)} for row in (data[i] for i in range(8))]
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        trainer_for(small(), Recipe(accumulation=4), tmp_path, train_dataset=unlabelled).train()
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_has_the_bytes_of_its_prediction_but_for_other(accumulation, tmp_path):
+    """``Trainer`` holds a few numbers, and all micro-batches, which a plain loop does not."""
+    recipe = Recipe(accumulation=accumulation)
+    trainer = trainer_for(small(), recipe, tmp_path)
+    trainer.train()
+    predicted = predict(
+        small(), batch_size=8, seq_len=SEQ, recipe=recipe, target="cpu"
+    ).peak.by_category
+    assert trainer.memory.by_step[2].by_category | {"other": 0} == predicted | {"other": 0}
+
+
+def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):
+    class Between(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            torch.zeros(10**7)
+
+    trainer = trainer_for(small(), Recipe(optimizer="sgd"), tmp_path, callbacks=[Between()])
+    trainer.train()
+    first, second = (trainer.memory.by_step[n].total for n in (1, 2))
+    assert trainer.memory.peak.total > 4 * 10**7 and second < 1.1 * first < 2 * 10**7
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Rows of unequal length, which only a collator can put together."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"ids": torch.arange(1, 6 + 5 * index) % 512}
+
+
+def collated(rows):
+    ids = nn.utils.rnn.pad_sequence(
+        [row["ids"] for row in rows], batch_first=True, padding_value=-100
+    )
+    return {"input_ids": ids.clamp(min=0), "attention_mask": (ids != -100).long(), "labels": ids}
+
+
+def test_it_takes_a_collator_a_tokenizer_and_metrics(tmp_path):
+    class Words:
+        def save_pretrained(self, folder):
+            (tmp_path / "words").write_text(folder)
+
+    given = {
+        "train_dataset": Ragged(),
+        "remove_unused_columns": False,
+        "data_collator": collated,
+        "max_steps": 1,
+    }
+    losses = []
+    for accumulation in (1, 4):
+        trainer = trainer_for(
+            small(), Recipe(accumulation=accumulation), tmp_path, processing_class=Words(), **given
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    batch = collated([Ragged()[i] for i in range(8)])
+    expected = small().train()(**batch).loss.item()
+    assert losses == pytest.approx([expected, expected], rel=1e-5)
+    trainer.save_model()
+    assert (tmp_path / "words").exists()
+    held = Classified(6)
+    trainer = trainer_for(
+        classifier(),
+        Recipe(),
+        tmp_path,
+        eval_dataset=held,
+        compute_metrics=lambda found: {
+            "rows": len(found.predictions),
+            "right": float((found.label_ids >= 0).mean()),
+        },
+    )
+    found = trainer.evaluate()
+    assert found["eval_rows"] == 6 and found["eval_right"] == 1.0
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
+    least, most = (
+        predict(small(), batch_size=n, seq_len=SEQ, recipe=Recipe(), target="cpu").peak.total
+        for n in (7, 8)
+    )
+    budget = (least + most) // 2
+    if ours:
+        trainer = trainer_for(small(), Recipe(), tmp_path, budget=budget, auto_find_batch_size=True)
+        trainer.train()
+        memory = trainer.memory
+    else:
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=2,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            optim="adamw_torch",
+            auto_find_batch_size=True,
+        )
+        with MemoryCallback(live=False, budget=budget) as memory:
+            trainer = Trainer(small(), args, train_dataset=rows(), callbacks=[memory])
+            trainer.train()
+    assert trainer.state.global_step == 2 and sorted(memory.by_step) == [1, 2]
+    assert least // 2 < memory.peak.total <= budget
+    assert trainer._train_batch_size == 7
+
+
+class Unequal(torch.utils.data.Dataset):
+    """Rows with unequal numbers of labels."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        ids = torch.arange(1, 13) * (i + 3) % 31
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) >= 2 + i, -100)}
+
+
+def tiny():
+    return models.tiny_llama(layers=1, hidden=16, heads=2, intermediate=32, vocab=31)
+
+
+def gradient_and_loss(folder: str):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    trainer = make_trainer(
+        tiny(),
+        Recipe(accumulation=2, optimizer="sgd"),
+        batch_size=4,
+        train_dataset=Unequal(),
+        max_steps=1,
+        output_dir=folder,
+        live=False,
+        progress=False,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        callbacks=[Look()],
+    )
+    trainer.train()
+    return seen[0], trainer.state.log_history[0]["loss"]
+
+
+def test_a_trainer_in_two_processes_takes_the_full_batchs_gradient(tmp_path):
+    rows, alone = [Unequal()[i] for i in range(8)], tiny().train()
+    loss = alone(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+    loss.backward()
+    full = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    for gradient, logged in run_ranks(gradient_and_loss, str(tmp_path)):
+        assert (gradient - full).norm() <= 1e-5 * full.norm()
+        assert logged == pytest.approx(loss.item(), rel=1e-5)

@@ -1,0 +1,462 @@
+"""The code that a plan prints runs, for every kind of model that plan accepts, and takes the step
+of the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from support.families import OLDER
+from support.nightly import each
+from torch.utils.data import Dataset
+from transformers import AutoConfig, TrainerCallback
+
+from gradmem_lib.course.material import models
+from gradmem_lib.planning.cards import find_card
+from gradmem_lib.planning.cost import count
+from gradmem_lib.planning.models import known_model
+from gradmem_lib.planning.options import Option
+from gradmem_lib.planning.plan import plan
+from gradmem_lib.planning.search import Search
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.view.plan_code import plan_code
+
+ROWS, TOKENS, VOCAB, IMAGE_TOKEN = 4, 16, 96, 95
+TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = TEXT | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+BERT = WIDE | {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 64,
+}
+VIT = {
+    name: WIDE[name]
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+}
+VIT |= {"image_size": 16, "patch_size": 8}
+KINDS = {
+    "LlamaForCausalLM": ("llama", WIDE),
+    "GPT2LMHeadModel": (
+        "gpt2",
+        TEXT
+        | {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
+    "BertForMaskedLM": ("bert", BERT),
+    "RobertaForMaskedLM": ("roberta", BERT),
+    "DebertaV2ForMaskedLM": (
+        "deberta-v2",
+        BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "BertForTokenClassification": ("bert", BERT | {"num_labels": 5}),
+    "BertForSequenceClassification": ("bert", BERT | {"num_labels": 3}),
+    "LlamaForSequenceClassification": ("llama", WIDE | {"num_labels": 3}),
+    "BertForQuestionAnswering": ("bert", BERT),
+    "T5ForConditionalGeneration": (
+        "t5",
+        TEXT
+        | {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "BartForConditionalGeneration": (
+        "bart",
+        TEXT
+        | {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "dropout": 0.0,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "LlavaForConditionalGeneration": (
+        "llava",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **VIT},
+            "text_config": {"model_type": "llama", **WIDE},
+            "image_token_index": IMAGE_TOKEN,
+            "image_seq_length": 4,
+            "vision_feature_layer": -1,
+        },
+    ),
+}
+
+
+def config_of(name: str):
+    kind, fields = KINDS[name]
+    config = AutoConfig.for_model(kind, **fields)
+    config.architectures = [name]
+    return config
+
+
+def model_of(name: str):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(transformers, name)(config_of(name)).train()
+
+
+class Rows(Dataset):
+    """Rows of one kind, whose numbers of labels that count are 15, 9, 6 and 2 where they can
+    differ.
+    """
+
+    def __init__(self, name: str):
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, IMAGE_TOKEN, (ROWS, TOKENS), generator=draw)
+        labels = ids.clone()
+        for row, counted in enumerate((15, 9, 6, 2)):
+            labels[row, : TOKENS - counted] = -100
+            if row == 0:
+                labels[0, :1] = ids[0, :1]  # a label that a shifted loss leaves out
+        self.rows = {"input_ids": ids, "labels": labels}
+        if name.endswith("SequenceClassification"):
+            self.rows["labels"] = torch.tensor([0, 2, 1, 1])
+        elif name.endswith("TokenClassification"):
+            self.rows["labels"] = torch.where(labels == -100, -100, labels % 5)
+        elif name.endswith("QuestionAnswering"):
+            ends = {
+                "start_positions": torch.tensor([0, 2, 1, 1]),
+                "end_positions": torch.tensor([0, 5, 15, 3]),
+            }
+            self.rows = {"input_ids": ids} | ends
+        elif name.startswith("Llava"):
+            ids[:, 1:5] = IMAGE_TOKEN
+            labels[:, 1:5] = -100
+            self.rows["pixel_values"] = torch.randn(ROWS, 3, 16, 16, generator=draw)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> dict:
+        return {name: tensor[i] for name, tensor in self.rows.items()}
+
+
+class Gradients(TrainerCallback):
+    """The gradients that an optimizer's step is taken with."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run(text: str, folder, steps: int = 1, **space) -> dict:
+    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it
+    is changed.
+    """
+    more = (
+        f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, "
+        f"callbacks=callbacks, output_dir={str(folder)!r}"
+    )
+    text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    exec(compile(text, "plan", "exec"), space)
+    return space
+
+
+def option_of(made, **changes) -> Option:
+    option = made.closest
+    return replace(
+        option, recipe=Recipe(**changes), micro_batch=ROWS // changes.get("accumulation", 1)
+    )
+
+
+if OLDER:
+    del KINDS["BartForConditionalGeneration"]  # whose layers are drawn for: not predicted
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A plan for each kind of model, made once: that plan accepts the kind is part of what is
+    tested.
+    """
+    made = {}
+
+    def of(name: str):
+        if name not in made:
+            model = model_of(name)
+            made[name] = plan(model, card="1 GiB", seq_len=TOKENS, global_batch=ROWS, target="cpu")
+        return made[name]
+
+    return of
+
+
+def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
+    model, rows = model_of(name), Rows(name).rows
+    model(**rows).loss.backward()
+    return model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", each(2, KINDS))
+def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
+    made = planned(name)
+    text = plan_code(
+        option_of(made, optimizer="sgd", accumulation=ROWS), config_of(name), made.config, "cpu"
+    )
+    assert f"import {name}" in text
+    gradients = Gradients()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        run(text, tmp_path, config=config_of(name), train_dataset=Rows(name), callbacks=[gradients])
+    _, wanted = whole_batch(name)
+    assert wanted.keys() == gradients.found.keys()
+    for parameter, gradient in wanted.items():
+        torch.testing.assert_close(
+            gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter
+        )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
+    made = planned(name)
+    text = plan_code(
+        option_of(made, optimizer="sgd", in_backward=True), config_of(name), made.config, "cpu"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
+    model, gradients = whole_batch(name)
+    assert len(gradients) > 10 and space["loss"] == pytest.approx(
+        model(**Rows(name).rows).loss.item(), rel=1e-5
+    )
+    found = dict(space["model"].named_parameters())
+    for parameter, before in model.named_parameters():
+        assert found[parameter].grad is None
+        if parameter in gradients:
+            after = before.detach() - 1e-4 * gradients[parameter]
+            torch.testing.assert_close(
+                found[parameter].detach(), after, rtol=1e-6, atol=1e-8, msg=parameter
+            )
+
+
+def small() -> torch.nn.Module:
+    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="autocast-bf16", optimizer="adamw-fused", every_n_layers=2),
+        Recipe(precision="bf16", optimizer="adamw-fused", checkpointing="first-1", accumulation=2),
+        Recipe(
+            precision="bf16", optimizer="adamw-fused", chunked_loss=True, checkpointing="per-layer"
+        ),
+        Recipe(precision="bf16", optimizer="adafactor-torch", checkpointing="per-layer"),
+        Recipe(precision="bf16", optimizer="adamw-8bit"),
+        Recipe(precision="bf16", optimizer="adamw-fused", lora_rank=16, quantized_base=True),
+    ],
+    ids=["autocast", "first", "chunked", "adafactor", "8bit", "qlora"],
+)
+def test_printed_code_needs_what_was_predicted(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small().config
+    option = Search(count(config), find_card("24 GiB"), TOKENS, 2, "cpu").option(
+        replace(recipe, accumulation=2)
+    )
+    text = plan_code(option, config, config, "cpu")
+    more = ", max_steps=2, live=False, progress=False"
+    text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
+    space = {"config": config, "train_dataset": Rows("LlamaForCausalLM")}
+    exec(compile(text, "plan", "exec"), space)
+    assert space["trainer"].state.global_step == 2
+    expected, found = option.prediction.peak, space["trainer"].memory.by_step[2]
+    assert found.phase == expected.phase
+    for category, nbytes in expected.by_category.items():
+        # The loader's tensors and the loss's few numbers apart.
+        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), (
+            category
+        )
+
+
+def text_of(given, config, recipe, target) -> str:
+    return plan_code(Option(recipe, 2, 0.0, 0, None, {}), given, config, target)
+
+
+def test_printed_code_word_for_word():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-8bit", every_n_layers=2, accumulation=8)
+    assert text_of("llama 2 7b", config, recipe, "cuda") == (
+        "from transformers import LlamaForCausalLM\n"
+        "\n"
+        "from gradmem_lib import Recipe, make_trainer\n"
+        "\n"
+        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
+        "recipe = Recipe(\n"
+        '    precision="bf16",\n'
+        '    optimizer="adamw-8bit",\n'
+        "    every_n_layers=2,\n"
+        "    accumulation=8,\n"
+        ")\n"
+        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, "
+        "use_cpu=False)\n"
+        "trainer.train()\n"
+    )
+    recipe = Recipe(in_backward=True, chunked_loss=True)
+    assert text_of(config, config, recipe, "cuda") == (
+        "from torch.utils.data import DataLoader\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, prepare, step\n"
+        "\n"
+        "model = LlamaForCausalLM(config)\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    in_backward=True,\n"
+        "    chunked_loss=True,\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe)\n"
+        'model.to("cuda")\n'
+        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
+        "rows.items()}, recipe)\n"
+    )
+
+
+def test_printed_code_without_a_card_word_for_word():
+    config = small().config
+    assert text_of(small(), config, Recipe(accumulation=3), "cpu") == (
+        "from gradmem_lib import Recipe, make_trainer\n"
+        "\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    accumulation=3,\n"
+        ")\n"
+        "trainer = make_trainer(model, recipe, batch_size=6, train_dataset=train_dataset)\n"
+        "trainer.train()\n"
+    )
+    assert text_of("tiny-llama", config, Recipe(in_backward=True, checkpointing=[1, 1]), "cpu") == (
+        "from torch.utils.data import DataLoader\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, known_model, prepare, step\n"
+        "\n"
+        'config = known_model("tiny Llama")[1]\n'
+        "model = LlamaForCausalLM(config)\n"
+        "recipe = Recipe(\n"
+        '    precision="float32",\n'
+        '    optimizer="adamw",\n'
+        "    in_backward=True,\n"
+        "    checkpointing=(1, 1),\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe)\n"
+        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        "    loss = step(model, optimizer, rows, recipe)\n"
+    )
+    own = text_of("me/mine", config, Recipe(in_backward=True), "cpu")
+    assert 'model = LlamaForCausalLM.from_pretrained("me/mine")\n' in own
+
+
+def test_printed_code_for_several_cards_word_for_word():
+    config = known_model("Llama-2-7B")[1]
+    recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", accumulation=4)
+    option = Option(recipe, 2, 0.0, 0, None, {}, cards=2)
+    assert plan_code(option, "llama 2 7b", config, "cuda") == (
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
+        "accelerate launch --multi_gpu --num_processes=2 train.py\n"
+        "from torch.distributed import destroy_process_group, init_device_mesh\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "from transformers import LlamaForCausalLM, default_data_collator\n"
+        "\n"
+        "from gradmem_lib import Recipe, prepare, step\n"
+        "\n"
+        'mesh = init_device_mesh("cuda", (2,))  # meets the other processes\n'
+        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
+        "recipe = Recipe(\n"
+        '    precision="bf16",\n'
+        '    optimizer="adamw-fused",\n'
+        '    sharding="fsdp",\n'
+        "    accumulation=4,\n"
+        ")\n"
+        "model, optimizer, undo = prepare(model, recipe, mesh=mesh)\n"
+        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), "
+        "drop_last=True, "
+        "collate_fn=default_data_collator)\n"
+        "for rows in loader:\n"
+        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
+        "rows.items()}, recipe)\n"
+        "destroy_process_group()\n"
+    )
+    ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
+    assert ddp.startswith(
+        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
+        "accelerate launch --multi_gpu --num_processes=2 train.py\nfrom transf"
+    )
+    assert ddp.endswith(
+        "trainer = make_trainer(model, recipe, batch_size=8, "
+        "train_dataset=train_dataset)\ntrainer.train()\n"
+    )
+
+
+def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
+    recipe, config = Recipe(), small().config
+    whole, sizes = tmp_path / "whole", tmp_path / "sizes"
+    small().save_pretrained(whole)
+    config.save_pretrained(sizes)
+    for given in (str(whole), whole, whole / "config.json"):
+        start = (
+            "from transformers import LlamaForCausalLM\n"
+            "\n"
+            "from gradmem_lib import Recipe, make_trainer\n"
+            "\n"
+            f'model = LlamaForCausalLM.from_pretrained("{whole}")\n'
+            "recipe"
+        )
+        assert text_of(given, config, recipe, "cpu").startswith(start)
+    (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
+    assert f'from_pretrained("{whole}")' in text_of(whole, config, recipe, "cpu")
+    for given in (sizes, sizes / "config.json"):
+        text = text_of(given, config, recipe, "cpu")
+        assert (
+            f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n'
+            in text
+        )
+        space = {}
+        exec(text.partition("recipe =")[0], space)
+        assert space["model"].num_parameters() == small().num_parameters()
+    text = text_of("tiny llama", config, recipe, "cpu")
+    assert 'config = known_model("tiny Llama")[1]' in text
+    exec(text.partition("trainer =")[0], {})
+    chat = text_of("Qwen/Qwen2.5-7B-Instruct", known_model("Qwen2.5-7B")[1], recipe, "cpu")
+    assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
+    text = text_of(small(), config, recipe, "cpu")
+    assert "model =" not in text and "from_pretrained" not in text and "transformers" not in text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names are no files there")
+@pytest.mark.parametrize("whole", [True, False])
+def test_printed_code_quotes_a_path(whole, tmp_path):
+    folder = tmp_path / 'a "b"\\new ü'
+    small().save_pretrained(folder) if whole else small().config.save_pretrained(folder)
+    space = {}
+    exec(text_of(folder, small().config, Recipe(), "cpu").partition("recipe =")[0], space)
+    assert space["model"].num_parameters() == small().num_parameters()
+    assert 'from_pretrained("me/\'mine\\\\x\\"")' in text_of(
+        "me/'mine\\x\"", small().config, Recipe(), "cpu"
+    )

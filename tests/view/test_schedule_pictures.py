@@ -1,0 +1,264 @@
+"""The picture of a schedule, and its explorer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import re
+import xml.etree.ElementTree as ET
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from support.chains import X, chain, step_of
+from view.test_view import ROOT, SIGHT, lab
+
+from gradmem_lib import record_schedule
+from gradmem_lib.view import schedule_explorer, schedule_record, schedules
+from gradmem_lib.view.style import png
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def record():
+    layers, _ = chain(8)
+    return record_schedule(layers, step_of(layers, [3, 3, 2]))
+
+
+def test_the_cells_survive_greyscale_and_colour_blindness():
+    cells = [
+        schedules.COLORS[look]
+        for look in ("forward", "dropped", "recompute", "internals", "backward")
+    ]
+    assert min(abs(lab(a)[0] - lab(b)[0]) for a, b in itertools.combinations(cells, 2)) > 9
+    for sight in SIGHT:
+        seen = [lab(color, sight) for color in cells]
+        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20, sight
+
+
+def test_every_event_is_one_cell_and_stored_bars_lie_between(record):
+    boxes = schedules.boxes_of(record)
+    cells = [
+        (x, int(y), w)
+        for look in (*schedule_record.KINDS, "dropped")
+        for x, y, w, _ in boxes.get(look, [])
+    ]
+    assert sorted(cells) == sorted(
+        (t, e.layer, 1) for t, e in enumerate(record.events) if e.layer >= 0
+    )
+    at = {(event.kind, event.layer): t for t, event in enumerate(record.events)}
+    internals = {int(y): (x, x + w) for x, y, w, _ in boxes["internals"]}
+    assert internals[0] == (at["recompute", 0] + 1, at["backward", 0])
+    inputs = {int(y): (x, x + w) for x, y, w, _ in boxes["inputs"]}
+    assert inputs[3] == (at["forward", 3] + 1, at["backward", 3])
+    assert set(inputs) == {0, 3}
+
+
+@pytest.mark.parametrize("n", [4, 40])
+def test_the_figure_shows_its_peak_and_is_small(n):
+    from PIL import Image
+
+    layers, _ = chain(n)
+    record = record_schedule(layers, step_of(layers, [n // 2] * 2))
+    first, second = (png(schedules.plot_schedule(record, title="halves")) for _ in range(2))
+    assert first == second and len(first) < 60_000
+    assert Image.open(io.BytesIO(first)).width > 1000
+    figure = schedules.plot_schedule(record, title="halves")
+    words = " ".join(
+        t.get_text() for t in [*figure.texts, *figure.axes[0].texts, *figure.axes[1].texts]
+    )
+    for part in (
+        "halves",
+        f"{record.peak:,} bytes",
+        "forward again, keeps",
+        "internals stored",
+        "passing through",
+    ):
+        assert part in words
+    below = figure.axes[1]
+    assert (
+        max(line.get_ydata().max() for line in below.lines if len(line.get_xdata()) > 10) * 1024
+        == record.peak
+    )
+
+
+def test_thinning_keeps_the_peak(record, monkeypatch):
+    monkeypatch.setattr(schedules, "MAX_SAMPLES", 20)
+    x, live = schedules.samples(record)
+    assert len(x) <= 20 and sum(live.values()).max() == record.peak
+    assert (np.diff(x) > 0).all()
+
+
+def test_words_for_those_who_do_not_see_it(record, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, metadata, raw: shown.append((data, metadata))
+    )
+    schedules.show_schedule(record, title="threes")
+    schedules.show_schedule(record)
+    (data, metadata), (untitled, _) = shown
+    assert (
+        data["text/plain"] == "Schedule plot: threes" and untitled["text/plain"] == "Schedule plot"
+    )
+    alt = metadata["image/png"]["alt"]
+    assert re.match(
+        "threes: Grid of 8 layers against 2[34] columns of time", alt
+    )  # PyTorch 2.11 has one event more
+    assert (
+        "that keep internals: 2, that drop them: 6; in backward, layers run forward again: 6."
+        in alt
+    )
+    assert f"{record.peak:,} bytes" in alt
+    data, _ = record._repr_mimebundle_()
+    assert data["text/plain"] == "Schedule plot"
+
+
+# The explorer.
+
+
+@pytest.fixture
+def explorer():
+    shown = schedule_explorer.ScheduleExplorer(depth=9, segment=3, ratio=2)
+    shown.widget()
+    return shown
+
+
+def drawn(explorer) -> dict[str, str]:
+    """The words of the picture, by role."""
+    root = ET.fromstring(explorer._picture.svg)
+    assert root.get("role") == "img"
+    named = {e.get("id"): e.text for e in root.iter() if e.get("id") and e.text}
+    title, description = (named[key] for key in root.get("aria-labelledby").split())
+    return {"title": title, "description": description}
+
+
+def test_every_control_changes_picture_and_words(explorer):
+    picture, controls = explorer._picture, explorer.controls
+    assert (
+        "18 forward calls (9 + 9 again)" in picture.summary
+        and picture.summary == drawn(explorer)["title"]
+    )
+    for name, value in (
+        ("segment", 5),
+        ("ratio", 8),
+        ("depth", 12),
+        ("schedule", "best segments"),
+        ("schedule", "none"),
+    ):
+        before = picture.svg, picture.summary, picture.details
+        controls[name].value = value
+        assert picture.svg != before[0] and (picture.summary, picture.details) != before[1:], (
+            name,
+            value,
+        )
+    assert "12 forward calls (12 + 0 again)" in picture.summary
+    assert controls["segment"].disabled
+    assert "Grid of 12 layers" in drawn(explorer)["description"]
+
+
+def test_segments_are_never_longer_than_the_chain(explorer):
+    explorer.controls["segment"].value = 9
+    explorer.controls["depth"].value = 4
+    assert explorer.controls["segment"].value == explorer.controls["segment"].max == 4
+    assert "1 segment of 4." in explorer._picture.details
+
+
+def test_the_curve_is_measured_and_marks_where_you_are(explorer):
+    assert set(explorer.curve) == set(range(1, 10))
+    assert {k: r.peak for k, r in explorer.curve.items()} == {
+        k: schedule_explorer.run_chain(9, k, 2, "equal segments").peak for k in range(1, 10)
+    }
+    lowest = min(r.peak for r in explorer.curve.values()) // X
+    assert f"Lowest measured of these: {lowest} boundaries" in explorer._picture.details
+    root = ET.fromstring(explorer._picture.svg)
+    here = next(e for e in root.iter(f"{SVG}circle") if e.get("class") == "gm-here")
+    dots = [
+        (float(e.get("cx")), float(e.get("cy")))
+        for e in root.iter(f"{SVG}circle")
+        if e.get("r") == "2"
+    ]
+    assert len(dots) == 9 and dots[2] == (float(here.get("cx")), float(here.get("cy")))
+
+
+def test_at_a_ratio_of_one_the_lowest_point_is_the_square_root():
+    for n in (9, 25):
+        peaks = {
+            k: schedule_explorer.run_chain(n, k, 1, "equal segments").peak
+            for k in schedule_explorer.curve_segments(n)
+        }
+        assert peaks[round(n**0.5)] == min(peaks.values()) < min(peaks[1], peaks[n])
+
+
+def test_best_segments_are_lower_than_all_equal_ones():
+    for n, ratio in ((12, 4), (24, 5)):
+        equal = min(
+            schedule_explorer.run_chain(n, k, ratio, "equal segments").peak for k in range(1, n + 1)
+        )
+        assert schedule_explorer.run_chain(n, 1, ratio, "best segments").peak < equal
+
+
+def test_in_a_running_kernel_the_curve_follows_between_messages():
+    async def drag():
+        shown = schedule_explorer.ScheduleExplorer(depth=5)
+        shown.widget()
+        first = shown._picture.svg
+        assert len(shown.curve) == 1
+        shown.controls["depth"].value = 6
+        await shown._task
+        return first, shown
+
+    first, shown = asyncio.run(drag())
+    assert set(shown.curve) == set(range(1, 7)) and shown._picture.svg != first
+    assert "Lowest measured" in shown._picture.details
+
+
+def test_the_explorer_draws_no_random_numbers_of_the_learner():
+    schedule_explorer._chain.cache_clear()
+    schedule_explorer.run_chain.cache_clear()
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        schedule_explorer.run_chain(6, 2, 1, "equal segments")
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ({"depth": 3}, ValueError, "depth is 3: choose 4 to 64"),
+        ({"segment": 20}, ValueError, "segment is 20: choose 1 to 16"),
+        ({"ratio": 7}, ValueError, "ratio is 7: choose one of 1, 2"),
+        ({"schedule": "random"}, ValueError, "schedule is 'random': choose one of 'none'"),
+        ({"colour": 1}, TypeError, "no setting named colour: choose from depth"),
+    ],
+)
+def test_explorer_says_what_is_wrong(wrong, error, says):
+    with pytest.raises(error, match=says):
+        schedule_explorer.explore_schedule(**wrong)
+
+
+def test_a_notebook_keeps_a_picture_with_and_without_widgets(monkeypatch):
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = [
+        "import os, sys\nfrom gradmem_lib import explore_schedule\n"
+        "os.environ['GRADMEM_LIVE'] = '0'\nexplore_schedule()",
+        "os.environ['GRADMEM_LIVE'] = '1'\nexplore_schedule()",
+        "print('matplotlib.pyplot' in sys.modules)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    still, live, pyplot = (cell.outputs for cell in notebook.cells)
+    for outputs in (still, live):
+        assert outputs[0].data["text/plain"] == "Schedule explorer"
+        assert base64.b64decode(outputs[0].data["image/png"]).startswith(b"\x89PNG")
+        assert "16 layers in segments of 4" in outputs[0].metadata["image/png"]["alt"]
+    view = "application/vnd.jupyter.widget-view+json"
+    assert view in live[0].data and view not in still[0].data
+    assert pyplot[0].text == "False\n"

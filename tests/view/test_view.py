@@ -1,0 +1,332 @@
+"""The pictures of memory: palette, frames, stills, bars, and what a notebook keeps of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import subprocess
+import sys
+
+import nbformat
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
+from gradmem_lib.names import CATEGORIES, PHASES
+from gradmem_lib.units import GiB, MiB, format_bytes
+from gradmem_lib.view import live, style
+from gradmem_lib.view import timeline as stills
+
+
+def timeline_of(samples: int, steps: int = 3) -> Timeline:
+    """A run that looks like training: activations rise and fall, gradients and optimizer states
+    stay.
+    """
+    rows = np.zeros((samples, 3 + len(CATEGORIES)), dtype=np.int64)
+    place = np.arange(samples) * steps / samples % 1
+    rows[:, 0] = np.arange(samples) * 3
+    rows[:, 1] = np.select([place < 0.3, place < 0.8], [1, 2], 3)
+    rows[:, 3] = 28 * MiB
+    rows[:, 4] = np.where(place > 0.3, (place - 0.3) * 40 * MiB, 0)
+    rows[:, 5] = 56 * MiB
+    rows[:, 6] = np.where(place < 0.3, place * 200 * MiB, np.maximum(0.8 - place, 0) * 120 * MiB)
+    rows[:, 7] = np.where(np.arange(samples) % 7 == 0, 5 * MiB, 0)
+    rows[:, 8] = 4224
+    rows[:, 2] = rows[:, 3:].sum(axis=1)
+    return Timeline(rows)
+
+
+def snapshot_of(timeline: Timeline, at: int) -> MemorySnapshot:
+    return MemorySnapshot(
+        timeline.totals[at],
+        {k: v[at] for k, v in timeline.by_category.items()},
+        timeline.phases[at],
+    )
+
+
+# The palette.
+
+# Severe colour-blindness as linear maps of RGB (Machado, Oliveira and Fernandes 2009).
+SIGHT = {
+    "normal": np.eye(3),
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def lab(color: str, sight="normal") -> np.ndarray:
+    """CIE L*a*b* of ``"#rrggbb"``, as seen with ``sight``."""
+    rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
+    xyz = (
+        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+        @ linear
+    )
+    f = xyz / [0.9505, 1.0, 1.089]
+    f = np.where(f > 0.008856, np.cbrt(f), 7.787 * f + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def test_palette_survives_greyscale_by_lightness_and_by_hatch():
+    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
+    lightness = [lab(color)[0] for color in style.COLORS.values()]
+    assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
+    assert len(set(style.HATCHES.values())) == len(CATEGORIES)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_palette_survives_colour_blindness(sight):
+    seen = [lab(color, sight) for color in style.COLORS.values()]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
+
+
+# Frames of the live plot.
+
+
+def test_a_frame_holds_the_whole_picture():
+    timeline = timeline_of(5000)
+    peak, current = snapshot_of(timeline, timeline.peak_index), snapshot_of(timeline, 4321)
+    frame = live.encode_frame(timeline, peak, current)
+    head = np.frombuffer(frame, "<f8", live.HEADER_VALUES)
+    n = int(head[1])
+    assert 300 < n <= style.MAX_POINTS
+    assert len(frame) == 8 * live.HEADER_VALUES + 4 * 8 * n <= 13_000
+    assert head[3] == peak.total and head[4] == timeline.events[timeline.peak_index]
+    assert PHASES[int(head[5])] == peak.phase and PHASES[int(head[7])] == current.phase
+    assert head[6] == current.total
+    assert head[8:14].tolist() == list(peak.by_category.values())
+    assert head[14:].tolist() == list(current.by_category.values())
+    body = np.frombuffer(frame, "<f4", offset=8 * live.HEADER_VALUES).reshape(8, n)
+    shown = timeline.decimate(style.MAX_POINTS)
+    assert np.array_equal(body[0], shown.rows[:, 0]) and np.array_equal(body[1], shown.rows[:, 1])
+    assert np.allclose(body[2:].sum(axis=0), shown.rows[:, 2], rtol=1e-6)
+    assert body[2:].sum(axis=0).max() == pytest.approx(peak.total, rel=1e-6), (
+        "thinning must not lose the peak"
+    )
+
+
+def test_a_frame_before_the_first_operation_is_a_header_alone():
+    for nothing in (None, Timeline(np.zeros((0, 9), np.int64))):
+        assert live.encode_frame(nothing, None, None)[8:] == bytes(8 * (live.HEADER_VALUES - 1))
+
+
+# Still pictures.
+
+
+@pytest.mark.parametrize(
+    "samples, budget", [(1, None), (2, 10**9), (200, 150 * MiB), (9000, 2 * GiB)]
+)
+def test_stills_are_small_and_the_same_every_time(samples, budget):
+    from PIL import Image
+
+    def draw():
+        return style.png(
+            stills.plot_timeline(timeline_of(samples, steps=9), title="a run", budget=budget)
+        )
+
+    first = draw()
+    assert first == draw()
+    assert len(first) < 60_000
+    image = Image.open(io.BytesIO(first))
+    assert image.width > 1000 and "Software" not in image.info
+    wanted = np.array([int(style.COLORS["parameters"][i : i + 2], 16) for i in (1, 3, 5)])
+    distance = np.abs(np.asarray(image.convert("RGB")).astype(int) - wanted).max(axis=2)
+    assert (distance < 12).sum() > 5000, "the parameters' area is not there"
+
+
+def test_a_still_states_its_peak_and_budget():
+    timeline = timeline_of(300)
+    figure = stills.plot_timeline(timeline, title="a run", budget=150 * MiB)
+    words = " ".join(t.get_text() for t in [*figure.texts, *figure.axes[0].texts])
+    total = timeline.totals[timeline.peak_index]
+    for part in (
+        "a run",
+        f"{total:,} bytes",
+        "budget 150.00 MiB",
+        "forward",
+        "backward",
+        *CATEGORIES,
+    ):
+        assert part in words
+    assert figure.axes[0].get_xlabel() == "operations" and figure.axes[0].get_ylabel() == "MiB"
+
+
+def test_a_budget_far_above_the_run_does_not_flatten_it():
+    timeline = timeline_of(300)
+    highest = max(timeline.totals)
+    figure = stills.plot_timeline(timeline, budget=40 * GiB)
+    assert figure.axes[0].get_ylim()[1] * MiB < 1.2 * highest
+    assert any("above this picture" in t.get_text() for t in figure.axes[0].texts)
+
+
+def test_an_own_axes_and_settings_are_respected():
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    before = dict(matplotlib.rcParams)
+    figure = Figure()
+    assert stills.plot_timeline(timeline_of(50), ax=figure.subplots()) is figure
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_nothing_recorded_is_said_in_words():
+    empty = Timeline(np.zeros((0, 9), np.int64))
+    with pytest.raises(ValueError, match="no samples"):
+        stills.plot_timeline(empty)
+    data, _ = live.still_bundle(empty, title="x")
+    assert data == {
+        "text/html": "<em>Memory of x: nothing was recorded.</em>",
+        "text/plain": "MemoryTracker plot: x",
+    }
+
+
+def test_description_names_the_peak_exactly():
+    timeline = timeline_of(300)
+    words = stills.describe(timeline, title="a run", budget=GiB)
+    at = timeline.peak_index
+    assert (
+        f"{timeline.totals[at]:,} bytes" in words and f"operation {timeline.events[at]:,}" in words
+    )
+    assert "optimizer 56.00 MiB" in words and "1,073,741,824 bytes" in words
+
+
+def test_phase_runs_join_neighbours():
+    runs = stills.phase_runs([0, 3, 6, 9, 12], ["forward", "forward", "backward", "idle", "idle"])
+    assert runs == [("forward", 0, 6), ("backward", 6, 9), ("idle", 9, 12)]
+
+
+@pytest.mark.parametrize("span, step", [(100, 20), (45, 10), (1.2, 0.5), (0, None)])
+def test_axis_steps_are_round(span, step):
+    assert style.nice_step(span) == pytest.approx(step) if step else style.nice_step(span) > 0
+
+
+# In a script, and in a kernel.
+
+RUN = """
+import torch
+from gradmem_lib import MemoryTracker
+model = torch.nn.Linear(300, 300)
+with MemoryTracker(model, title="a layer", live={live}) as tracker:
+    for _ in range(20):
+        model(torch.ones(50, 300)).sum().backward()
+"""
+
+
+def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
+    code = RUN.format(live=None) + (
+        "import sys\n"
+        "from gradmem_lib.view.live import LivePlot, show_timeline\n"
+        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.peak, "
+        "tracker.current)\n"
+        "plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)\n"
+        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+PLOT = """
+from gradmem_lib.view.live import LivePlot, show_timeline
+plot = LivePlot(title="a layer", budget=10**6)
+plot.start()
+for _ in range(3):
+    plot.push(tracker.timeline, tracker.peak, tracker.current, "forward")
+try:
+    raise KeyboardInterrupt
+except KeyboardInterrupt:
+    plot.finish(tracker.timeline, tracker.peak)
+"""
+LEFT = """
+import sys
+widgets = sys.modules.get("ipywidgets")
+made = widgets.widgets.widget._instances.values() if widgets else []
+print("pyplot" if "matplotlib.pyplot" in sys.modules else "",
+      [type(w).__name__ for w in made if type(w).__name__ == "MemoryView"])
+"""
+
+
+def executed(*live: str) -> list[list]:
+    """The outputs of each cell of a small notebook, run in a real kernel once for each
+    GRADMEM_LIVE.
+    """
+    from nbclient import NotebookClient
+
+    cells = [
+        RUN.format(live=False),
+        PLOT,
+        LEFT,
+        "show_timeline(tracker.timeline, title='a layer')",
+        "from gradmem_lib.course.learner.explorer import explore\nexplore()",
+        "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))",
+        "tracker.plot()",
+    ]
+    sources = [
+        c for value in live for c in (f"import os; os.environ['GRADMEM_LIVE'] = '{value}'", *cells)
+    ]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(c.strip()) for c in sources]
+    )
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    n = len(cells) + 1
+    return [
+        [cell.outputs for cell in notebook.cells[i * n + 1 : (i + 1) * n]] for i in range(len(live))
+    ]
+
+
+def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    still, moving = executed("0", "1")
+    view = "application/vnd.jupyter.widget-view+json"
+    for outputs in (moving, still):
+        _, plot, left, shown, explored, empty, figure = outputs
+        assert [len(cell) for cell in outputs] == [0, 1, 1, 1, 1, 1, 1]
+        for cell, text in (
+            (plot, "MemoryTracker plot: a layer"),
+            (shown, "MemoryTracker plot: a layer"),
+            (explored, "Memory explorer"),
+            (figure, "Memory figure"),
+        ):
+            assert cell[0].data["text/plain"] == text
+            assert base64.b64decode(cell[0].data["image/png"]).startswith(b"\x89PNG")
+        assert set(plot[0].data) == {"image/png", "text/plain"}
+        assert "Peak:" in plot[0].metadata["image/png"]["alt"]
+        assert left[0].text.strip() == "[]", "pyplot was imported, or a widget was left behind"
+        assert "nothing was recorded" in empty[0].data["text/html"]
+    assert view in moving[3][0].data and view in moving[4][0].data
+    assert not any(view in output.get("data", {}) for cell in still for output in cell)
+
+
+def test_several_ranks_stand_side_by_side_on_one_scale():
+    from gradmem_lib.view.ranks import plot_ranks
+
+    lower, higher = timeline_of(300), timeline_of(600)
+    higher.rows[:, 2:] *= 3
+    figure = plot_ranks([lower, higher, None], title="three ranks", budget=900 * MiB)
+    axes = figure.axes
+    assert axes[0].get_ylim() == axes[1].get_ylim() and axes[0].get_ylim()[1] * MiB > max(
+        higher.totals
+    )
+    assert [ax.get_title(loc="left") for ax in axes] == ["rank 0", "rank 1", "rank 2"]
+    for ax, timeline in zip(axes, (lower, higher), strict=False):
+        assert ax.get_title(loc="right") == f"peak {format_bytes(max(timeline.totals))}"
+    assert "not measured to its end" in [text.get_text() for text in axes[2].texts]
+    assert {"three ranks", *CATEGORIES} <= {text.get_text() for text in figure.texts}

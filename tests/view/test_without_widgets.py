@@ -1,0 +1,108 @@
+"""What a bare kernel shows: where no front end answers a widget, and where the kernel has no
+widgets at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from support.paths import ROOT
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+LOST = "import sys; sys.modules |= dict.fromkeys(['ipywidgets', 'anywidget'])\n"
+CELLS = {
+    "plot": """
+import torch
+from gradmem_lib import MemoryTracker, explore_schedule, predict_first
+model = torch.nn.Linear(300, 300)
+with MemoryTracker(model, title="a layer") as tracker:
+    model(torch.ones(50, 300)).sum().backward()
+""",
+    "ranks": """
+from gradmem_lib.view.ranks import RankPictures
+with RankPictures(2) as pictures:
+    pictures.told(0, 0, "start", "two", None)
+    pictures.told(0, 0, "finish", tracker.timeline)
+""",
+    "show": "tracker.show()",
+    "explorer": "explore_schedule(depth=4, segment=2)",
+    "guess": 'asked = predict_first("0.a", "How many?"); asked.guess("3 KiB")',
+}
+
+
+@pytest.fixture(scope="module", params=["no widget manager", "no widgets"])
+def shown(request, tmp_path_factory):
+    """For each cell the kinds and contents of what a kernel sent, which nobody answered."""
+    from jupyter_client.manager import start_new_kernel
+
+    progress = tmp_path_factory.mktemp("kernel") / "progress.json"
+    own = {"PYTHONPATH": str(ROOT), "GRADMEM_LIVE": "1", "GRADMEM_PROGRESS": str(progress)}
+    manager, client = start_new_kernel(kernel_name="python3", env=os.environ | own)
+    found = {"lost": request.param == "no widgets"}
+    try:
+        for name, code in (({"none": LOST} if found["lost"] else {}) | CELLS).items():
+            sent = found[name] = []
+            client.execute_interactive(
+                code,
+                timeout=120,
+                output_hook=lambda m, sent=sent: sent.append((m["msg_type"], m["content"])),
+            )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    return found
+
+
+def drawn(shown: dict, cell: str) -> list[tuple[str, dict]]:
+    """What the cell displayed, and what it displayed instead of that, which is what stays on the
+    page.
+    """
+    outputs = [(kind, sent["data"]) for kind, sent in shown[cell] if kind.endswith("display_data")]
+    assert outputs and not any(kind == "error" for kind, _ in shown[cell])
+    return outputs
+
+
+def test_what_moves_elsewhere_ends_in_a_still_picture(shown):
+    for cell in ("plot", "ranks"):
+        *first, (_, last) = drawn(shown, cell)
+        assert last.keys() == {"image/png", "text/plain"}
+        assert len(first) == (not shown["lost"])
+        for kind, data in first:
+            assert (
+                kind == "display_data"
+                and "a still picture appears here at the end" in data["text/html"]
+            )
+    assert shown["lost"] or drawn(shown, "plot")[-1][0] == "update_display_data"
+
+
+def test_what_answers_elsewhere_is_a_still_picture_with_a_sentence(shown):
+    for cell, sentence in (
+        ("show", "the picture stands still"),
+        ("explorer", "change the arguments"),
+    ):
+        [(_, data)] = drawn(shown, cell)
+        assert data["image/png"] and (VIEW in data) != shown["lost"]
+        if shown["lost"]:
+            continue
+        assert sentence in data["text/html"] and data["image/png"] in data["text/html"]
+        assert re.search(
+            r'<img src="data:image/png;base64,[^"]+" .*alt="[^"]{40,}"', data["text/html"]
+        )
+
+
+def test_a_guess_can_be_made_in_code(shown):
+    [(_, data)] = drawn(shown, "guess")
+    assert '.guess("1.5 GiB")' in data["text/plain"] and (VIEW in data) != shown["lost"]
+    assert "recorded: 3.00 KiB" in str(shown["guess"])
+
+
+def test_a_kernel_without_widgets_says_so_once(shown):
+    text = "".join(
+        sent["text"]
+        for cell in CELLS
+        for kind, sent in shown[cell]
+        if kind == "stream" and cell != "guess"
+    )
+    assert text.count("pip install ipywidgets anywidget") == shown["lost"]
