@@ -104,7 +104,7 @@ def test_what_the_page_points_to_is_there():
     }
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page):
         file, _, anchor = target.partition("#")
-        assert (ROOT / file).exists() and (file or anchor in headings), target
+        assert (build_page.PAGE.parent / file).exists() and (file or anchor in headings), target
     assert page.count("<details>") == page.count("</details>")
 
 

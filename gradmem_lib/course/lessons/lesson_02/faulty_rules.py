@@ -418,7 +418,7 @@ ADAM = {
         "eps is added before the correction, which then divides it too: correct v "
         "first, then the root, then eps."
     ),
-    ("v corrected late"): (
+    "v corrected late": (
         "the root is taken before the correction: divide v by 1 - beta2**t first, then take "
         "the root."
     ),
@@ -448,10 +448,10 @@ ADAMW = ADAM | {
         "a constant is subtracted, not a share of p: shrink p by the factor 1 - lr * weight_decay."
     ),
     "decay twice": "p is decayed twice, before the step and after it.",
-    ("decay in the step"): (
+    "decay in the step": (
         "the decay is part of the step, and so is divided by the root of v: AdamW shrinks p itself."
     ),
-    ("decay in the gradient"): (
+    "decay in the gradient": (
         "the decay is added to the gradient, and so is divided by the root of v: that is Adam "
         "with weight decay; AdamW shrinks p itself."
     ),

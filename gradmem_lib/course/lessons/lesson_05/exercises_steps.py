@@ -129,7 +129,7 @@ _SAVES_TOO_LITTLE = {
         "model.gradient_checkpointing = True sets an attribute that no code reads: "
         "each layer has its own, and the model's method sets them all."
     ),
-    ("layers are gone"): (
+    "layers are gone": (
         "layers of the model are gone, and with them its loss: keep them all, and checkpoint each."
     ),
     "one segment": (

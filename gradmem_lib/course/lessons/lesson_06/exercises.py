@@ -71,7 +71,7 @@ def what_is_wrong(recipe: Recipe, micro_batch: int) -> str:
 
 
 _IN_THE_WAY = {
-    ("weights and gradients"): (
+    "weights and gradients": (
         "weights and gradients alone do not fit: they take 12.55 GiB each in bf16, and "
         "accumulation keeps the gradients from one micro-batch to the next, however "
         "small it is; step in backward, so that no gradient waits."

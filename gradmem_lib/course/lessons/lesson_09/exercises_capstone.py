@@ -46,7 +46,7 @@ def under_300() -> tuple[tuple[int, Recipe], tuple[int, Recipe]]:
 
 
 _SAYS = {
-    ("not every weight"): (
+    "not every weight": (
         "the first recipe has adapters, but it must train every weight: leave lora_rank out."
     ),
     "no adapters": (
