@@ -34,7 +34,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _progress(options: argparse.Namespace) -> int:
     from .course.learner import progress
-    from .course.learner.summary import summary
+    from .course.setup.summary import summary
 
     try:
         print(progress.reset() if options.reset else summary())

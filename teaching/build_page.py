@@ -21,8 +21,8 @@ from build_notebooks import ROOT, Problem, write
 from lesson_facts import Lesson, lessons
 from sheet_facts import sheet
 
+from gradmem_lib.course.catalogue import all_exercises
 from gradmem_lib.course.judge.exercise import Exercise
-from gradmem_lib.course.lessons.catalogue import all_exercises
 
 TEXT, PAGE = ROOT / "teaching" / "notes.md", ROOT / "docs" / "teaching.md"
 QUESTIONS = ROOT / "gradmem_lib" / "course" / "teacher" / "questions.json"

@@ -9,7 +9,7 @@ _HOMES = {
     "judge.verdict": "judge",
     "learner.guesses": "Guess",
     "lessons.audit": "audit",
-    "lessons.catalogue": "UnknownExercise all_exercises get",
+    "catalogue": "UnknownExercise all_exercises get",
     "lessons.lesson_01.exercises": "train_budget",
     "lessons.lesson_01.settings": "train_setting",
     "lessons.lesson_03.settings": "CARD batch_setting",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..catalogue import get
 from ..judge.not_attempted import given
 from ..judge.verdict import PASSED, judge, wrong
-from ..lessons.catalogue import get
 
 
 def check(id: str, candidate: Any) -> Any:

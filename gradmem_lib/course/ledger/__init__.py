@@ -60,7 +60,7 @@ def answers(claim_id: str) -> Callable[[Callable[[], Finding]], Callable[[], Fin
 @cache
 def _load_lessons() -> None:
     # The answers import this package, so it can import them only when one is asked for.
-    from ..lessons.catalogue import modules_of
+    from ..catalogue import modules_of
 
     for name in modules_of("claims"):
         importlib.import_module(name)

@@ -1,1 +1,1 @@
-"""What ``gradmem doctor`` and ``gradmem lab`` run."""
+"""What ``gradmem doctor``, ``gradmem lab`` and ``gradmem progress`` run."""

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..catalogue import MOVED
 from ..learner import progress
-from ..lessons.catalogue import MOVED
 from .class_board_page import SIGN, Rows, measured_pages, page
 
 SECONDS = 5

@@ -18,8 +18,8 @@ from urllib.parse import quote
 from ...units import KiB, format_bytes
 from ...view.style import COLORS, INK, MUTED, PAPER, nice_step, scale_of
 from ...view.svg import ALARM_BOTH, frame, svg_halo, svg_text
+from ..catalogue import all_exercises
 from ..learner.guesses import how_far
-from ..lessons.catalogue import all_exercises
 
 SIGN = '<meta name="generator" content="gradmem class">'
 Rows = list[tuple[str, dict[str, Any]]]  # a learner's label, and their "checks" and "guesses"

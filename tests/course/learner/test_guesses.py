@@ -10,7 +10,7 @@ import torch
 
 from gradmem_lib.course.learner import progress
 from gradmem_lib.course.learner.guesses import Guess, _widget, how_far, predict_first
-from gradmem_lib.course.learner.summary import summary
+from gradmem_lib.course.setup.summary import summary
 
 
 @pytest.fixture(autouse=True)

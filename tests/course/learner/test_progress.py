@@ -12,7 +12,7 @@ import pytest
 
 from gradmem_lib.course.learner import progress
 from gradmem_lib.course.learner.check import check
-from gradmem_lib.course.learner.summary import summary
+from gradmem_lib.course.setup.summary import summary
 from gradmem_lib.course.teacher import class_board
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from gradmem_lib.course.catalogue import get
 from gradmem_lib.course.judge.verdict import PASSED, judge
-from gradmem_lib.course.lessons.catalogue import get
 from gradmem_lib.course.lessons.lesson_02 import exercises as lesson_02
 from gradmem_lib.course.lessons.lesson_03 import exercises as lesson_03
 from gradmem_lib.course.lessons.lesson_03 import exercises_updates

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gradmem_lib.course.catalogue import all_exercises, get
 from gradmem_lib.course.judge.verdict import PASSED, WRONG, judge, of_reference
-from gradmem_lib.course.lessons.catalogue import all_exercises, get
 
 BANKS = [
     import_module(f"course.lessons.answers.{path.stem}")

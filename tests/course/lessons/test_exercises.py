@@ -11,12 +11,12 @@ import torch
 from course.judge.toy_exercise import AREA, exercise_of
 from support.paths import ROOT
 
+from gradmem_lib.course.catalogue import UnknownExercise, all_exercises, get, lessons
 from gradmem_lib.course.judge import verdict
 from gradmem_lib.course.judge.exercise import Mistake
 from gradmem_lib.course.judge.verdict import PASSED, WRONG
 from gradmem_lib.course.learner.check import check
 from gradmem_lib.course.lessons.audit import audit
-from gradmem_lib.course.lessons.catalogue import UnknownExercise, all_exercises, get, lessons
 from gradmem_lib.course.lessons.shared.settings import quietly
 
 EXERCISES = all_exercises()

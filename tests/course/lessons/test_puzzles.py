@@ -11,11 +11,11 @@ from support.families import OLDER
 
 from gradmem_lib import Recipe
 from gradmem_lib.course import puzzle, stars
+from gradmem_lib.course.catalogue import get
 from gradmem_lib.course.learner import progress
 from gradmem_lib.course.learner.check import check
-from gradmem_lib.course.learner.summary import summary
-from gradmem_lib.course.lessons.catalogue import get
 from gradmem_lib.course.lessons.lesson_11 import puzzles
+from gradmem_lib.course.setup.summary import summary
 from gradmem_lib.planning.plan import plan
 
 POSSIBLE = [p.id for p in puzzles.PUZZLES if p.possible]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, names, predict
+from gradmem_lib.course.catalogue import get
 from gradmem_lib.course.judge.verdict import judge
 from gradmem_lib.course.ledger.saved_tensors import saved_tensors
-from gradmem_lib.course.lessons.catalogue import get
 from gradmem_lib.course.material import accounting, models
 from gradmem_lib.course.material.accounting import PRECISIONS
 from gradmem_lib.course.material.shapes import SHAPES, Shape

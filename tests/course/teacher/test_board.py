@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from gradmem_lib.__main__ import main
+from gradmem_lib.course.catalogue import all_exercises
 from gradmem_lib.course.learner import progress
-from gradmem_lib.course.lessons.catalogue import all_exercises
 from gradmem_lib.course.teacher import class_board
 from gradmem_lib.course.teacher.class_board import PLACES, Board
 

@@ -15,7 +15,7 @@ from lesson_facts import lessons
 from sheet_facts import sheet
 
 from gradmem_lib.__main__ import parser
-from gradmem_lib.course.lessons.catalogue import all_exercises
+from gradmem_lib.course.catalogue import all_exercises
 
 NUMBERS = sorted(path.name[:2] for path in ROOT.glob("solutions/[0-9][0-9]_*.ipynb"))
 

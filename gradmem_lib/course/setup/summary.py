@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..lessons.catalogue import all_exercises, lessons
-from .guesses import how_far, show
-from .progress import load, location
+from ..catalogue import all_exercises, lessons
+from ..learner.guesses import how_far, show
+from ..learner.progress import load, location
 
 
 def summary() -> str:

@@ -1,4 +1,8 @@
-"""Finds what the lessons consist of: their exercises, by id, and the modules that answer claims."""
+"""Finds what the lessons consist of: their exercises, by id, and the modules that answer claims.
+
+Rooms that lessons are built on, such as the ledger, ask it for the lessons' modules. So it looks
+the modules up by name, and imports none of them before somebody asks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,7 @@ import re
 from functools import cache
 from importlib import import_module
 
-from .. import lessons as lesson_packages
-from ..judge.exercise import Exercise
+from .judge.exercise import Exercise
 
 MOVED = {"5.8": "6.5"}  # exercises that another lesson has now
 
@@ -62,6 +65,7 @@ def modules_of(kind: str, lesson: str | None = None) -> tuple[str, ...]:
     ``"exercises"`` finds ``exercises.py``, ``exercises_updates.py`` and so on.
     """
     found = []
+    lesson_packages = import_module(f"{__package__}.lessons")
     for folder in pkgutil.iter_modules(lesson_packages.__path__):
         number = re.fullmatch(r"lesson_(\d\d)", folder.name)
         if number is None or lesson not in (None, number[1]):
