@@ -45,9 +45,9 @@ _HOMES = {
     "course.material.flops": "count_operations",
     "units": "format_bytes parse_bytes",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+HOMES = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"accounting": "course.material.accounting"}
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = sorted([*HOMES, *_MODULES])
 
 display.register(lambda: import_module(".view.pictures", __package__))
 
@@ -57,9 +57,9 @@ def __getattr__(name: str):
     # import.
     if name in _MODULES:
         return import_module(f".{_MODULES[name]}", __name__)
-    if name not in _HOME:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{HOMES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -131,7 +131,7 @@ def names_list() -> str:
     import gradmem_lib
 
     found = []
-    for name, home in sorted(gradmem_lib._HOME.items()):
+    for name, home in sorted(gradmem_lib.HOMES.items()):
         words = " ".join(
             (getattr(gradmem_lib, name).__doc__ or "").split("\n\n")[0].split()
         ).replace("``", "`")

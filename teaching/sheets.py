@@ -51,7 +51,9 @@ def paragraph(x: float, y: float, words: str, width: float, size: float, **look)
 
 
 def fill(category: str, strong: bool) -> str:
-    return f"url(#s{category})" if category else (STRONG if strong else PLAIN)
+    if category:
+        return f"url(#s{category})"
+    return STRONG if strong else PLAIN
 
 
 def draw_bars(bars: Bars) -> str:
@@ -155,7 +157,10 @@ def draw_bits(bits: Bits) -> str:
         y = TOP + 4 + i * step
         parts.append(text(LEFT, y + 9, name, weight=700))
         for n in range(1 + exponent + fraction):
-            paint = "#ffffff" if n == 0 else STRONG if n <= exponent else PLAIN
+            if n == 0:  # the sign
+                paint = "#ffffff"
+            else:
+                paint = STRONG if n <= exponent else PLAIN
             x = start + n * box
             parts.append(
                 f'<rect x="{x:.2f}" y="{y:.2f}" width="{box - 0.4:.2f}" height="13" fill="{paint}" '

@@ -218,7 +218,11 @@ class _Sheet:
 
     def card(self, name: str, nbytes: int) -> str:
         x = self.px(nbytes)
-        anchor = "end" if x > self.width * 0.8 else "start" if x < self.width * 0.2 else "middle"
+        anchor = "middle"
+        if x > self.width * 0.8:
+            anchor = "end"
+        elif x < self.width * 0.2:
+            anchor = "start"
         return (
             f'<line class="gm-card" data-bytes="{nbytes}" x1="{x}" x2="{x}" y1="{self.head - 4}" '
             f'y2="{self.foot + 2}" '

@@ -168,7 +168,9 @@ def signed(change: int) -> str:
 def milliseconds(seconds: float) -> str:
     """A time with few digits, since it is not exact: two from 10 on."""
     ms = 1000 * seconds
-    return f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
+    if ms >= 10:
+        return f"{ms:.0f}"
+    return f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
 
 
 def _draw(chart: Waterfall) -> Figure:

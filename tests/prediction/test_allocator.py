@@ -43,13 +43,12 @@ class Slow:
             if pool == small and block[1] and block[0] >= size
         ]
         if not fits:
-            asked = (
-                2 * MiB
-                if small
-                else 20 * MiB
-                if size < 10 * MiB
-                else math.ceil(size / (2 * MiB)) * 2 * MiB
-            )
+            if small:
+                asked = 2 * MiB
+            elif size < 10 * MiB:
+                asked = 20 * MiB
+            else:
+                asked = math.ceil(size / (2 * MiB)) * 2 * MiB
             if self.reserved + asked > self.capacity:
                 self.empty()
             if self.reserved + asked > self.capacity:

@@ -225,7 +225,8 @@ def test_whether_there_is_a_way_to_the_hub(url, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", connect)
     for closed in (True, False):
         assert configs._hub_answers() is (not closed)
-    host, port = ("hub.example", 443) if "hub" in url else ("127.0.0.1", 8 if ":8" in url else 443)
+    host = "hub.example" if "hub" in url else "127.0.0.1"
+    port = 8 if ":8" in url else 443
     assert asked == [(host, port)] * 2
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     assert configs._hub_answers() is True and len(asked) == 2  # the way may lead through a proxy

@@ -8,8 +8,9 @@ import json
 import re
 
 import pytest
-from repository.test_floors import FLOORS, ROOT
+from repository.test_floors import FLOORS
 from repository.test_setup import lines
+from support.paths import ROOT
 
 from gradmem_lib.course.ledger.table import DOCUMENTS
 from gradmem_lib.names import CATEGORIES

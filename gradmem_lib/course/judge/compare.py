@@ -115,14 +115,9 @@ def describe(value: Any) -> str:
         return f"{int(value):,}"
     if isinstance(value, Real):
         value = float(value)
-        whole = value.is_integer() and abs(value) < 1e15
-        return (
-            f"{value:,.0f}"
-            if whole
-            else f"{value:,.1f}"
-            if 1e6 <= abs(value) < 1e15
-            else f"{value:.6g}"
-        )
+        if abs(value) < 1e15 and value.is_integer():
+            return f"{value:,.0f}"
+        return f"{value:,.1f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
     if _is_tensor(value):
@@ -193,13 +188,10 @@ def _number_difference(got: Real, expected: Real) -> Difference:
     shown, wanted = describe(got), describe(expected)
     if shown == wanted:
         shown, wanted = repr(got), repr(expected)
-    size = (
-        "is not a number"
-        if math.isnan(got)
-        else "is too small"
-        if got < expected
-        else "is too large"
-    )
+    if math.isnan(got):
+        size = "is not a number"
+    else:
+        size = "is too small" if got < expected else "is too large"
     return Difference((), f"got {shown}, expected {wanted}", f"{shown} {size}")
 
 

@@ -285,9 +285,10 @@ def _zeros(error: BaseException) -> str:
         for name in used
         if type(value := frame.f_locals.get(name)) in (int, float) and value == 0
     ]
-    return (
-        f", where {' and '.join(zeros[:3])} {'is' if len(zeros) == 1 else 'are'} 0" if zeros else ""
-    )
+    if not zeros:
+        return ""
+    verb = "is" if len(zeros) == 1 else "are"
+    return f", where {' and '.join(zeros[:3])} {verb} 0"
 
 
 def _line_of(error: BaseException, candidate: Any) -> str:

@@ -132,7 +132,10 @@ def answer(settings: dict) -> Answer:
         closed = preview(settings)
         return replace(closed, words=f"{closed.words} There is no exact figure: {error}.")
     off = formula.total - found.peak.total
-    compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}" if off else "equal"
+    if off:
+        compared = f"{abs(off):,} bytes {'above' if off > 0 else 'below'}"
+    else:
+        compared = "equal"
     return Answer(
         found.peak.by_category,
         (

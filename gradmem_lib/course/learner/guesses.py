@@ -51,7 +51,7 @@ class Guess:
 
         Raises ``ValueError`` with advice.
         """
-        print(self._commit(value))
+        print(self.commit(value))
 
     def reveal(
         self, *, formula: float | None = None, measured: float, what: str = "measured"
@@ -74,7 +74,7 @@ class Guess:
                 "is one you will remember."
             )
 
-    def _commit(self, value: Any) -> str:
+    def commit(self, value: Any) -> str:
         self.value = _number(value, self.unit)
         progress.record_guess(self.id, self.value, unit=self.unit)
         return f"recorded: {show(self.value, self.unit)}; run the next cell"
@@ -103,10 +103,10 @@ def how_far(guess: float, measured: float) -> str:
         return f"within {math.ceil(round(off * 100, 6))} %"
     if ratio < 2:
         return f"{off:.0%} {side}".replace("%", " %")
-    times = (
-        f"{ratio:,.{1 if ratio < 100 else 0}f}" if ratio < _LONGEST else f"more than {_LONGEST:.0e}"
-    )
-    return f"{times} times {side}"
+    if ratio >= _LONGEST:
+        return f"more than {_LONGEST:.0e} times {side}"
+    digits = 1 if ratio < 100 else 0
+    return f"{ratio:,.{digits}f} times {side}"
 
 
 def _table(rows: list[tuple[str, float | None]], unit: str) -> str:
@@ -245,9 +245,9 @@ def _widget(asked: Guess, example: str):
     def say(sentence: str) -> None:
         status.value = html.escape(sentence)
 
-    def commit(_=None) -> None:
+    def submit(_=None) -> None:
         try:
-            say(asked._commit(field.value))
+            say(asked.commit(field.value))
         except ValueError as error:
             say(str(error))
 
@@ -264,8 +264,8 @@ def _widget(asked: Guess, example: str):
         say(
             f"your guess so far: {show(asked.value, asked.unit)}; run the next cell, or guess again"
         )
-    field.observe(commit, names="value")  # Enter, or leaving the field
-    button.on_click(commit)
+    field.observe(submit, names="value")  # Enter, or leaving the field
+    button.on_click(submit)
     return widgets.VBox([question, widgets.HBox([field, button]), status])
 
 

@@ -57,7 +57,7 @@ def load() -> dict[str, Any]:
     """
     path = location()
     try:
-        progress, whole = _read(path)
+        progress, whole = read_file(path)
     except FileNotFoundError:
         return _empty()
     except (OSError, RuntimeError) as error:
@@ -123,7 +123,7 @@ def reset() -> str:
     except FileNotFoundError:
         return f"there is no progress to clear at {path}"
     except OSError as error:
-        raise ProgressError(f"could not clear {path} ({_reason(error)}): {_REMEDY}") from error
+        raise ProgressError(f"could not clear {path} ({reason(error)}): {_REMEDY}") from error
     return f"progress cleared; the old file is kept as {backup}"
 
 
@@ -147,7 +147,7 @@ def _check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bool]:
+def read_file(path: Path) -> tuple[dict[str, Any], bool]:
     """The part of the file that can be understood, and whether that is all of it."""
     _check_regular(path)
     # Without blocking, in case the file was just replaced by a pipe.
@@ -228,7 +228,7 @@ def _read_or_move_aside(path: Path) -> dict[str, Any]:
     A file that is not fully understood is kept beside a new one. Needs the lock.
     """
     try:
-        progress, whole = _read(path)
+        progress, whole = read_file(path)
     except FileNotFoundError:
         return _empty()
     if not whole:
@@ -317,12 +317,12 @@ def _warn_unusable(path: Path, error: BaseException) -> None:
     if "unusable" not in _warned:
         _warned.add("unusable")
         _say(
-            f"Your progress is not being saved, because {path} cannot be used ({_reason(error)}): "
+            f"Your progress is not being saved, because {path} cannot be used ({reason(error)}): "
             f"{_REMEDY}; the course itself goes on."
         )
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

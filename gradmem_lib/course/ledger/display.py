@@ -15,13 +15,9 @@ OPEN = "open"
 
 
 def value(number: int | float | str) -> str:
-    return (
-        f"{number:,}"
-        if isinstance(number, int)
-        else f"{number:.3g}"
-        if isinstance(number, float)
-        else number
-    )
+    if isinstance(number, int):
+        return f"{number:,}"
+    return f"{number:.3g}" if isinstance(number, float) else number
 
 
 def beside(figure: Figure) -> str:

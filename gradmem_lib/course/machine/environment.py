@@ -1,16 +1,19 @@
 """Settings by environment variables. They are read when they are needed, so a notebook may set them
 too.
 
-``GRADMEM_LIVE=0`` Still pictures instead of moving plots and input boxes, and no lines about what
-    takes long: quicker on a slow connection, and the same words on every machine. Read by
-    ``display`` as well, which stands below the course.
-``GRADMEM_SIZE=ci`` Lesson 05 trains for one update of at most two micro-batches instead of sixteen
-    whole ones. Read by ``runs``; no peak in MiB depends on it. Lesson 07 trains for one short
-    update instead of eight. Read by its own cell. Lesson 09's table makes one short update of one
-    layer at one rate, instead of eight of six layers at three. Read by ``runs``.
-``GRADMEM_CACHE`` The folder for unpacked models; without it, the user's cache folder.
-``GRADMEM_PROGRESS`` The file for a learner's progress; without it, ``progress.json`` in the user's
-    data folder.
+``GRADMEM_LIVE=0``
+    Still pictures instead of moving plots and input boxes, and no lines about what takes long:
+    quicker on a slow connection, and the same words on every machine. ``display``, which stands
+    below the course, reads it as well.
+``GRADMEM_SIZE=ci``
+    Lesson 05 trains for one update of at most two micro-batches instead of sixteen whole ones; no
+    peak in MiB depends on it. Lesson 07 trains for one short update instead of eight, and lesson
+    09's table makes one short update of one layer at one rate, instead of eight of six layers at
+    three. ``smollm2_runs`` and a cell of lesson 07 read it.
+``GRADMEM_CACHE``
+    The folder for unpacked models; without it, the user's cache folder.
+``GRADMEM_PROGRESS``
+    The file for a learner's progress; without it, ``progress.json`` in the user's data folder.
 """
 
 from __future__ import annotations

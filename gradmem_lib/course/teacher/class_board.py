@@ -125,7 +125,7 @@ class Board:
                 if before == len(self.learners) + len(self.remarks):
                     self.remarks.append((home, "no progress file in it yet"))
             except OSError as error:
-                self.remarks.append((home, progress._reason(error)))
+                self.remarks.append((home, progress.reason(error)))
         new = [path for path in self.learners if path not in self._numbers]
         for path in sorted(new, key=lambda p: hashlib.sha256(self._salt + os.fsencode(p)).digest()):
             self._numbers[path] = len(self._numbers) + 1
@@ -157,9 +157,9 @@ class Board:
             signature = (state.st_mtime_ns, state.st_size, state.st_ino)
             if known[0] == signature:
                 return known[1:]
-            found, whole = progress._read(real)
+            found, whole = progress.read_file(real)
         except (OSError, RuntimeError) as error:
-            return last, progress._reason(error)
+            return last, progress.reason(error)
         if whole or found["checks"] or found["guesses"]:
             made = _clean(found, whole)
         else:

@@ -283,8 +283,11 @@ def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) 
         and max(above) / min(above) >= _DECADES
     )
     place = math.log10 if log else float
-    centre = place(median(above) if line is None else line) if log else 0.0
-    drawn = [place(v) for v in guesses if not log or (v > 0 and abs(math.log10(v) - centre) <= 6)]
+    if log:
+        centre = place(median(above) if line is None else line)
+        drawn = [place(v) for v in guesses if v > 0 and abs(place(v) - centre) <= 6]
+    else:
+        drawn = [place(v) for v in guesses]
     ends = drawn + ([place(line)] if line is not None else [])
     low, high = min(ends), max(ends)
     margin = (high - low) * 0.06 or (0.5 if log else abs(low) * 0.5 or 1.0)
@@ -301,7 +304,11 @@ def _picture(id: str, unit: str, guesses: list, line: float | None, words: str) 
     ]
     if line is not None:
         at = x(place(line))
-        anchor = "start" if at < _WIDE * 0.3 else "end" if at > _WIDE * 0.7 else "middle"
+        anchor = "middle"
+        if at < _WIDE * 0.3:
+            anchor = "start"
+        elif at > _WIDE * 0.7:
+            anchor = "end"
         parts.append(f'<path d="M{at:.1f} 22V{floor}" stroke="{ALARM_BOTH}" stroke-width="3"/>')
         parts.append(
             svg_text(at, 15, f"measured {_human(line, unit)}", anchor=anchor, size=13, weight=700)

@@ -342,7 +342,7 @@ def test_an_old_progress_file_has_no_stars_and_a_damaged_entry_costs_only_itself
     progress.record_puzzle("11.1", 2e-5, "Recipe()")
     progress.record_puzzle("11.2", 3e-5, "Recipe()")
     path = progress.location()
-    assert progress._read(path)[1]  # which the board asks: all of it is understood
+    assert progress.read_file(path)[1]  # which the board asks: all of it is understood
     path.write_text(path.read_text().replace("3e-05", '"soon"'))
     assert list(progress.load()["puzzles"]) == ["11.1"] and "0.1" in progress.load()["checks"]
     assert "A part of the progress file" in capsys.readouterr().err

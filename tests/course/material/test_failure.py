@@ -54,13 +54,12 @@ def simulated(requests, capacity):
             and (sum(x for x, _ in segment) == 2 * MiB) == small
         ]
         if not fitting:
-            new = (
-                2 * MiB
-                if small
-                else 20 * MiB
-                if size < 10 * MiB
-                else (size + 2 * MiB - 1) // (2 * MiB) * 2 * MiB
-            )
+            if small:
+                new = 2 * MiB
+            elif size < 10 * MiB:
+                new = 20 * MiB
+            else:
+                new = (size + 2 * MiB - 1) // (2 * MiB) * 2 * MiB
             if reserved() + new > capacity:
                 segments[:] = [s for s in segments if any(owner is not None for _, owner in s)]
             if reserved() + new > capacity:

@@ -304,7 +304,7 @@ def test_what_has_not_changed_is_not_read_again(folder, monkeypatch):
     os.utime(file, (1e9, 1e9))
     made, read = Board(folder, folder / "board.html"), []
     monkeypatch.setattr(
-        progress, "_read", lambda path, real=progress._read: read.append(path) or real(path)
+        progress, "read_file", lambda path, real=progress.read_file: read.append(path) or real(path)
     )
     made.write(5)
     made.write(5)

@@ -24,10 +24,10 @@ class _Ended:
     the call fails at once.
     """
 
-    def _raise(self, *_):
+    def wait_for(self, *_):
         raise RuntimeError(f"{APART}: one has ended, and another waits for it")
 
-    __getitem__ = __len__ = __iter__ = _raise
+    __getitem__ = __len__ = __iter__ = wait_for
 
 
 class _AllEnded:
@@ -35,7 +35,7 @@ class _AllEnded:
 
     def work(self, data: list) -> None:
         if not all(type(each) is _Ended for each in data):
-            _Ended()._raise()
+            _Ended().wait_for()
 
 
 def _compare(one, other) -> None:
