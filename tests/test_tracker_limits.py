@@ -17,7 +17,7 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.measure import tracker as of_tracker
-from gradmem_lib.measure.budget import let_go
+from gradmem_lib.measure.budget import release_traceback
 from gradmem_lib.measure.diagnosis import TECHNIQUES
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 
@@ -223,7 +223,7 @@ def test_an_error_that_is_kept_keeps_no_tensors(said):
     del caught
     gc.collect()
     assert any(each() is not None for each in found)
-    let_go(error)
+    release_traceback(error)
     assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == [
         "fails_twice"
     ]

@@ -109,12 +109,12 @@ class CudaRecorder(CpuRecorder):
             self._asked += 1
         return nbytes
 
-    def entered(self, entry) -> None:
+    def after_alloc(self, entry) -> None:
         self._numbers[id(entry)] = self._asked
         self.requests.append(entry.nbytes)
         self._asked += 1
 
-    def left(self, entry) -> None:
+    def after_free(self, entry) -> None:
         self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
@@ -139,7 +139,7 @@ class OffloadedRecorder(CudaRecorder):
 
         super().__enter__()
         # FSDP's copies between host and card, which are one memory here.
-        self.meter.inside.enter_context(patch.object(Tensor, "to", copied))
+        self.meter.exit_stack.enter_context(patch.object(Tensor, "to", copied))
         return self
 
     def size(self, storage) -> int:

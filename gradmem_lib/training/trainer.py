@@ -125,10 +125,10 @@ class MemoryCallback(TrainerCallback):
         self._open.enter_context(self.tracker)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.tracker.lap()
+        self.tracker.window_peak()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.by_step[state.global_step] = self.tracker.lap()
+        self.by_step[state.global_step] = self.tracker.window_peak()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._open.close()

@@ -61,7 +61,7 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
                 -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
             )
             for (phase, part), x in places.items():
-                if phase in technique.takes.get(part, ()):
+                if phase in technique.shrinks.get(part, ()):
                     look = {
                         "color": COLORS[part],
                         "hatch": HATCHES[part],
@@ -96,7 +96,7 @@ def _words() -> str:
     rows = []
     for technique in TECHNIQUES:
         taken = {
-            phase: [p for p in parts if phase in technique.takes.get(p, ())]
+            phase: [p for p in parts if phase in technique.shrinks.get(p, ())]
             for phase, (_, parts) in GROUPS.items()
         }
         where = "; ".join(

@@ -191,22 +191,22 @@ class _Lives(Recording):
                 if kind == "backward":
                     continue
                 if key not in self.live and tensor.is_floating_point():  # older than the step
-                    self.enter(storage, OTHER, OUTSIDE, "outside")
+                    self.on_alloc(storage, OTHER, OUTSIDE, "outside")
                     self.live[key].sample = -1
                 if key in self.live:
                     self.users[id(self.live[key])].add(layer)
         for storage in storages_of(out):
             if storage_key(storage) not in used and storage_key(storage) not in self.live:
-                self.enter(storage, OTHER, layer, kind)
+                self.on_alloc(storage, OTHER, layer, kind)
         self.count += 1
 
     def size(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes()
 
-    def entered(self, entry: Entry) -> None:
+    def after_alloc(self, entry: Entry) -> None:
         self.seen.append(entry)
 
-    def left(self, entry: Entry) -> None:
+    def after_free(self, entry: Entry) -> None:
         self.deaths[id(entry)] = self.count
 
     def record(self) -> ScheduleRecord:
