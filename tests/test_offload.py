@@ -32,7 +32,7 @@ from gradmem_lib import (
 from gradmem_lib import step as train_step
 from gradmem_lib.course import models
 from gradmem_lib.course.compat_course import saved_tensor_hooks
-from gradmem_lib.techniques.offload import MOVES
+from gradmem_lib.techniques.offload import ACTIVATION_OFFLOADS
 
 
 def files(folder: Path) -> list[Path]:
@@ -276,7 +276,7 @@ def test_transformers_own_offload_is_an_error_without_an_accelerator():
         model(input_ids=ids, labels=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("what", MOVES)
+@pytest.mark.parametrize("what", ACTIVATION_OFFLOADS)
 def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)

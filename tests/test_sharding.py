@@ -398,7 +398,9 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
 def test_states_are_cut_over_the_mesh(own_mesh):
     with compat.one_of(3, 2) as mesh:
         weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-        cut = sharding.cut_states(weights, torch.optim.SGD, mesh.get_group() if own_mesh else None)
+        cut = sharding.shard_optimizer_states(
+            weights, torch.optim.SGD, mesh.get_group() if own_mesh else None
+        )
         assert cut.process_group is mesh.get_group()
         assert [len(group["params"]) for group in cut.optim.param_groups] == [1] and type(
             cut.optim

@@ -53,7 +53,7 @@ def fake_copy(
             memo[id(layers)] = type(layers)(*entries)
         made = copy.deepcopy(model, memo)
     for checkpoints in checkpoints_of(model):
-        checkpoints.put_on_copy(dict(zip(model.modules(), made.modules(), strict=True)))
+        checkpoints.apply_to_copy(dict(zip(model.modules(), made.modules(), strict=True)))
     return made
 
 

@@ -34,8 +34,8 @@ def find_layers(given: nn.Module) -> Lists:
                 and len(module)
                 and all(isinstance(m, kind) for m in module)
             ):
-                around = [owner for outer, owner in owners.items() if name.startswith(outer)]
-                found[name] = list(module), around[-1] if around else None
+                enclosing = [owner for outer, owner in owners.items() if name.startswith(outer)]
+                found[name] = list(module), enclosing[-1] if enclosing else None
     if not (layers := [layer for several, _ in found.values() for layer in several]):
         raise ValueError(
             f"there are no layers in this {type(given).__name__}: in a model, a ModuleList of "

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ..techniques.lora import LoRALinear, replace
+from ..techniques.lora import LoRALinear, replace_module
 from .losses import predicts_next_token
 
 
@@ -107,5 +107,5 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     )
     # those in 4 bits come first: they are refused before anything changes
     for name, module in layers:
-        replace(model, name, module.merged())
+        replace_module(model, name, module.merged())
     return model

@@ -22,7 +22,7 @@ from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from ..techniques.selective import checkpoint_parts
-from ..techniques.sharding import cut_states, shard
+from ..techniques.sharding import shard, shard_optimizer_states
 from .adapters import has_adapters
 from .losses import check_chunked_loss
 from .recipe import Recipe
@@ -187,7 +187,7 @@ def make_optimizer(
     name = recipe.optimizer
     if recipe.sharding == "zero1":
         on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)
-        return cut_states(parameters, on_one, mesh and mesh.get_group())
+        return shard_optimizer_states(parameters, on_one, mesh and mesh.get_group())
     if name in ("adamw", "adamw-foreach", "adamw-fused"):
         master = recipe.precision == "float32-master" and not recipe.fully_sharded
         kind = MasterAdamW if master else torch.optim.AdamW

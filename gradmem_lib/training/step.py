@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import check_trained_together, device_of
-from ..techniques.offload import MOVES, offload_activations
+from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from .losses import check_pieces, chunked_loss, count_items
 from .recipe import Recipe
@@ -117,7 +117,7 @@ def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
     """The context for a forward that moves what ``recipe.offload`` names."""
     return (
         offload_activations(model=model, what=recipe.offload)
-        if recipe.offload in MOVES
+        if recipe.offload in ACTIVATION_OFFLOADS
         else ExitStack()
     )
 

@@ -25,7 +25,7 @@ from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..techniques.accumulation import accumulate_gradients
-from ..techniques.sharding import ALONE
+from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
@@ -158,7 +158,7 @@ class RecipeTrainer(Trainer):
                 f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}"
             )
         if recipe.sharding == "ddp" and not dist.is_initialized():
-            raise ValueError(ALONE.format("ddp"))
+            raise ValueError(NO_PROCESS_GROUP.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
             raise ValueError(
                 "chunked_loss goes around the wrapper that averages gradients over "
