@@ -105,7 +105,7 @@ def _as_dict(title: str, prediction, ranks: int) -> dict:
         "peak": {"total": peak.total, "phase": peak.phase, "by_category": peak.by_category},
         "peak_by_phase": prediction.peak_by_phase,
         "between_steps": prediction.current.total,
-        "moved": prediction.moved,
+        "moved": prediction.offload_traffic_bytes,
         "beyond_the_peak": extra,
         "needs": peak.total + sum(extra.values()),
     }
@@ -118,7 +118,9 @@ def _as_text(title: str, prediction, ranks: int) -> str:
     peak, extra = prediction.peak, beyond(prediction, cards=ranks)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
     rows += [("peak, live bytes", peak.total)]
-    rows += [("moved", prediction.moved)] if prediction.moved else []
+    rows += (
+        [("moved", prediction.offload_traffic_bytes)] if prediction.offload_traffic_bytes else []
+    )
     if extra:
         rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
     width = max(len(name) for name, _ in rows)

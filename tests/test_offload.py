@@ -127,8 +127,8 @@ def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recip
     with undo, MemoryTracker(model, optimizer, live=False) as tracker:
         train_step(model, optimizer, batch, recipe, offload=moves)
     assert_same(predicted, tracker)
-    assert predicted.moved == 2 * moves.bytes > 0  # there and back
-    assert f"<td>{predicted.moved:,}</td>" in predicted._repr_html_()
+    assert predicted.offload_traffic_bytes == 2 * moves.bytes > 0  # there and back
+    assert f"<td>{predicted.offload_traffic_bytes:,}</td>" in predicted._repr_html_()
 
 
 def test_a_module_moves_what_its_config_does():
@@ -138,7 +138,7 @@ def test_a_module_moves_what_its_config_does():
         predict(given, recipe=Recipe(offload="activations"), **ask)
         for given in (model_class(cfg)(cfg), cfg)
     )
-    assert there.moved == here.moved > 0
+    assert there.offload_traffic_bytes == here.offload_traffic_bytes > 0
 
 
 def loss_of(model, x):
@@ -296,7 +296,7 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
         trainer.train()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
-    assert trainer.moves.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
+    assert trainer.offload_hooks.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])

@@ -207,9 +207,13 @@ def test_where_nothing_fits_shards_go_to_the_host():
     away = {o.recipe.offload: o for o in search.fits() + search.refused()}
     assert {None, "boundaries", "parameters"} == set(away)
     host, here = away["parameters"], away[None]
-    assert host.recipe.sharding == "fsdp" and host.needs < here.needs and host.prediction.moved > 0
+    assert (
+        host.recipe.sharding == "fsdp"
+        and host.needs < here.needs
+        and host.prediction.offload_traffic_bytes > 0
+    )
     # a step's bytes, up and down, of one row a card
-    both_ways = host.prediction.moved / 64 / search.card.bus
+    both_ways = host.prediction.offload_traffic_bytes / 64 / search.card.bus
     assert host.seconds * 2 > both_ways > 0
 
 

@@ -29,7 +29,7 @@ def option(
     """One with ``mib`` MiB live at the peak: ``by`` category, the rest parameters."""
     by = {name: by.get(name, 0) * MiB for name in CATEGORIES}
     by["parameters"] += mib * MiB - sum(by.values())
-    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase), moved=0)
+    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase), offload_traffic_bytes=0)
     return Option(recipe, micro_batch, microseconds / 1e6, CARD.nbytes, peak, parts or {})
 
 

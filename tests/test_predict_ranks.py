@@ -154,7 +154,7 @@ def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sen
     )
     quick = predict(config("gqa", 8), **asked)
     assert traced == [3 + (how == "ddp")] * 2
-    monkeypatch.setattr(predict_module, "FEW", 99)
+    monkeypatch.setattr(predict_module, "TRACED_MICRO_BATCHES", 99)
     assert figures(quick) == figures(predict(config("gqa", 8), **asked))
 
 
@@ -187,7 +187,9 @@ def test_offloaded_shards_are_not_on_the_card(full):
     whole, layers = (
         sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers)
     )
-    assert there.moved == (2 * whole + layers) // 2 and here.moved == 0
+    assert (
+        there.offload_traffic_bytes == (2 * whole + layers) // 2 and here.offload_traffic_bytes == 0
+    )
 
 
 @pytest.mark.parametrize(

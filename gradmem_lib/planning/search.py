@@ -73,7 +73,9 @@ class Search:
             prediction = predict(self.work.source, recipe=recipe, target=self.target, **sizes)
             replay = prediction.peak.total <= self.room
             parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
-            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.seq_len))
+            seconds = self.seconds(
+                recipe, prediction.offload_traffic_bytes / (self.rows * self.seq_len)
+            )
             rows, more = self.rows // recipe.accumulation, (self.cards, self.own)
             self._known[recipe] = Option(
                 recipe, rows, seconds, self.card.nbytes, prediction, parts, *more

@@ -18,8 +18,6 @@ NO_ITEMS_ERROR = (
     "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all "
     "labels -100, or rows one token long? Skip this window"
 )
-
-
 _SENTINEL = object()  # stands for "no micro-batch", since None may be one
 
 

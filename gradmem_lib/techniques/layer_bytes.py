@@ -112,7 +112,7 @@ def _forward_and_backward(
 
 
 class _LiveStorages:
-    """``alive``: the storages that operations made and that still exist. ``peak``: of their bytes."""
+    """The storages that operations made and that are still alive, and the peak of their bytes."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet = weakref.WeakSet()

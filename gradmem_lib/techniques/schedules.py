@@ -265,8 +265,8 @@ def checked_schedule(
 ) -> str | int | tuple:
     """Check a schedule of a recipe or of ``checkpoint_layers``.
 
-    Returns it with tuples for lists. Raises ``ValueError``, which names ``what``, for anything else. ``extra_names``: other names
-    that are allowed.
+    Returns it with tuples for lists. Raises ``ValueError``, which names ``what``, for anything
+    else. ``extra_names``: other names that are allowed.
     """
     names = *CHECKPOINTING, *extra_names
     if is_whole(every) or (

@@ -160,7 +160,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     if recipe.checkpointing in SELECTIVE:
         undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
         return
-    every, name = recipe.one_in, compat.checkpointing_name(model)
+    every, name = recipe.checkpoint_interval, compat.checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
     if every is not None and name is not None:

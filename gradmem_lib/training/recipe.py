@@ -77,10 +77,10 @@ class Recipe:
         if self.checkpointing is not None:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
-        self._check_together()
+        self._check_combinations()
         self._check_sharding()
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9"
@@ -195,7 +195,7 @@ class Recipe:
         return self.sharding in ("zero2", "fsdp")
 
     @property
-    def one_in(self) -> int | None:
+    def checkpoint_interval(self) -> int | None:
         """n, if one in every n layers is recomputed; ``None`` for segments, parts of layers and no
         checkpoints.
         """
@@ -211,8 +211,8 @@ class Recipe:
 
         With shards, float32-master holds float32 weights.
         """
-        held = torch.float32 if self.fully_sharded else torch.bfloat16
-        return {None: None, "bf16": torch.bfloat16, "float32-master": held}.get(
+        dtype = torch.float32 if self.fully_sharded else torch.bfloat16
+        return {None: None, "bf16": torch.bfloat16, "float32-master": dtype}.get(
             self.precision, torch.float32
         )
 

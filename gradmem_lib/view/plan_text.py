@@ -86,7 +86,7 @@ def _option_dict(option: Option) -> dict:
         "estimated_seconds_per_token": option.seconds,
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),
-        "moved": option.prediction.moved,
+        "moved": option.prediction.offload_traffic_bytes,
     }
 
 
@@ -106,7 +106,7 @@ def prediction_table(prediction: Prediction) -> str:
     """A table of a prediction's peak by category, for a notebook."""
     total, moved = (
         prediction.peak.by_category,
-        {"moved": prediction.moved} if prediction.moved else {},
+        {"moved": prediction.offload_traffic_bytes} if prediction.offload_traffic_bytes else {},
     )
     rows, after = (
         "".join(

@@ -199,7 +199,8 @@ def moved_activations() -> Finding:
         {"offload": "activations"},
         {"checkpointing": "per-layer", "offload": "boundaries"},
     )
-    crossing = _predicted("fused", 2048, **moving).moved
+    crossing = _predicted("fused", 2048, **moving).offload_traffic_bytes
+    inputs_crossing = _predicted("fused", 2048, **boundaries).offload_traffic_bytes
     again = SEVEN.layers * (
         layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
     )
@@ -238,7 +239,7 @@ def moved_activations() -> Finding:
         "as fast as "
         f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a "
         "second. Moving only the inputs of "
-        f"checkpointed layers sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
+        f"checkpointed layers sends {gb(inputs_crossing)} over it.",
         figures={
             (
                 f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}"
