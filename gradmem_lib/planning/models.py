@@ -32,7 +32,10 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
     wanted = _plain(name)
     for known, row in model_table().items():
         hub = row.pop("ids")
-        ids = {_plain(written): one for one in hub for written in (one, one.rpartition("/")[2])}
+        ids = {}
+        for hub_id in hub:
+            for written in (hub_id, hub_id.rpartition("/")[2]):  # with and without the owner
+                ids[_plain(written)] = hub_id
         ids[_plain(known)] = next(iter(hub), "")
         if wanted in ids:
             return known, AutoConfig.for_model(**row), ids[wanted]
@@ -67,14 +70,15 @@ def find_model(given) -> tuple[Any, str]:
     except ValueError as error:
         start = _plain(given.rpartition("/")[2])[:5] if named else ""
         if not (
-            like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]
+            similar := [name for name in model_table() if len(start) > 2 and start in _plain(name)]
         ):
             raise
-        raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
+        listed = ", ".join(similar)
+        raise ValueError(f"{error}. Known by name, without a network: {listed}") from error
     except Exception as error:  # transformers' checks of a config's fields may raise anything
         if not isinstance(given, str | os.PathLike):
             raise
-        said = (str(error).strip().splitlines() or [""])[-1].strip()
+        message = (str(error).strip().splitlines() or [""])[-1].strip()
         raise ValueError(
-            f"the config of {given} is not valid ({type(error).__name__}: {said})"
+            f"the config of {given} is not valid ({type(error).__name__}: {message})"
         ) from error

@@ -307,7 +307,9 @@ class _Segments:
 
 def checkpoints_of(model: nn.Module) -> list[_Segments]:
     """The checkpoints that ``checkpoint_layers`` has put on layers of ``model``."""
-    found = {}  # a dict, which keeps the order: the layers of one list share their _Segments
+    found: dict[
+        _Segments, None
+    ] = {}  # a dict, which keeps the order: the layers of one list share their _Segments
     for module in model.modules():
         override = stand_in(module)
         if isinstance(override, _SegmentCall):

@@ -14,7 +14,7 @@ from functools import cache, partial
 from torch import nn
 
 from ...planning.cards import CARDS
-from ...planning.cost import OPERATIONS_KEPT
+from ...planning.cost import FLOPS_UTILIZATION
 from ...planning.models import find_model
 from ...prediction.fit import fit
 from ...prediction.predict import predict
@@ -205,7 +205,7 @@ def moved_activations() -> Finding:
         layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
     )
     card = CARDS["A100 80GB"]
-    needed = crossing / (again / (OPERATIONS_KEPT * card.half))
+    needed = crossing / (again / (FLOPS_UTILIZATION * card.half))
     ways = {
         "moved": moving,
         "checkpointed": {"checkpointing": "per-layer"},
