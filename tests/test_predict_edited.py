@@ -97,7 +97,7 @@ EDITS = (
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_an_edited_model_is_predicted_as_it_is(edit):
     model = llama()
-    assert Source(model, "", given=True).layers is not None
+    assert Source(model, "", is_user_module=True).layers is not None
     edit(model)
     assert_predicted(model, batch(), RECIPE)
 
@@ -126,7 +126,10 @@ class Own(LlamaForCausalLM):
 
 def test_a_class_of_ones_own_is_traced_whole():
     model = Own(llama().config)
-    assert isinstance(model.model, LlamaModel) and Source(model, "", given=True).layers is None
+    assert (
+        isinstance(model.model, LlamaModel)
+        and Source(model, "", is_user_module=True).layers is None
+    )
     assert_predicted(model, batch(), RECIPE)
 
 

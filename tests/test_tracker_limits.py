@@ -394,9 +394,9 @@ def test_who_watches_gets_frames_and_an_end_and_nobody_else_draws(monkeypatch):
     monkeypatch.setattr(of_tracker, "pictures", lambda: SimpleNamespace(LivePlot=Plot))
     monkeypatch.setattr(of_tracker, "LIVE_FRAME_SECONDS", -1.0)
     for seen, live in ((False, None), (False, True), (True, False)):
-        monkeypatch.setattr(of_tracker, "watched", lambda seen=seen: seen)
+        monkeypatch.setattr(of_tracker, "has_viewer", lambda seen=seen: seen)
         assert run(live)[1] == []
-    monkeypatch.setattr(of_tracker, "watched", lambda: True)
+    monkeypatch.setattr(of_tracker, "has_viewer", lambda: True)
     tracker, actions = run(None, budget=10**6)
     assert actions[:3] == ["made", "start", "push"] and actions[-1] == "finish"
     assert told[0][1] == 10**6 and max(told[-1][1].totals) == tracker.peak.total == 4000

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..compat import inner_tensors, sparse_parts, under_transform
+from ..compat import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size
@@ -75,7 +75,7 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
     There are none if it hides its memory or has none.
     """
-    if (under := under_transform(tensor)) is not None:
+    if (under := inside_transform(tensor)) is not None:
         return (under,)
     if tensor.layout == torch.sparse_coo:
         return sparse_parts(tensor)

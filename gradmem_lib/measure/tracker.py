@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..display import pictures, watched
-from ..names import CATEGORIES, PHASES, choose
+from ..display import has_viewer, pictures
+from ..names import CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
 from .budget import BudgetExceeded, release_traceback
 from .recording import Recording
@@ -83,7 +83,7 @@ class MemoryTracker:
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
         self._recording = Recording(self.device, TIMELINE_SAMPLES)
-        draws = live is not False and watched()
+        draws = live is not False and has_viewer()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
         # no callback where there is nothing to do: it would run after every operation
@@ -175,7 +175,7 @@ class MemoryTracker:
 
         Use it for states and buffers that no module or optimizer owns.
         """
-        choose("category", category, CATEGORIES)
+        check_choice("category", category, CATEGORIES)
         with self._meter.lock:
             tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
             self._recording.tag(tensors, CATEGORIES.index(category), "watched")

@@ -28,7 +28,7 @@ GATHERED = "gathered parameters"
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
-class Watch(compat.Unguarded, compat.TorchDispatchMode):
+class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
     """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it
     has run.
     """
@@ -61,7 +61,8 @@ def _operator(func: Any) -> tuple[Any, Callable, bool]:
     """
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
-        run = partial(compat.settled, func) if func in compat.collectives else run
+        if func in compat.collectives:
+            run = partial(compat.run_collective_synchronously, func)
         _operators[id(func)] = (
             func,
             run,
@@ -141,7 +142,7 @@ class Meter:
             )
             resize = self._wrap_storage_resize(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
-            undo.enter_context(compat.compiled_calls(compiled_error))
+            undo.enter_context(compat.refuse_compiled_calls(compiled_error))
             undo.enter_context(Watch(self.observe))
             self.exit_stack = undo.pop_all()
         return self
@@ -365,7 +366,7 @@ class Meter:
             if (
                 threading.get_ident() != self._thread
                 and graph_task() == -1
-                and not compat.listening()
+                and not compat.num_active_dispatch_modes()
             ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)

@@ -120,7 +120,7 @@ def count(config) -> Work:
             root - sum(p.numel() for block in blocks for p in block.parameters()),
         )
     return Work(
-        source=Source(model, title_of(config, config), given=False),
+        source=Source(model, title_of(config, config), is_user_module=False),
         parameters=parameters,
         sizes=tuple(tuple(p.shape) for p in model.parameters()),
         matrices=sum(i * o for i, o in linear),
@@ -185,7 +185,7 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
-    return replace(work, source=replace(source_of(given), given=False), **counted)
+    return replace(work, source=replace(source_of(given), is_user_module=False), **counted)
 
 
 def _experts(model: nn.Module) -> float:

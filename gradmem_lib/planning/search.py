@@ -285,10 +285,8 @@ class Search:
 
         One percent is added for states that are counted roughly.
         """
-        return (
-            max(self._lower_bound(recipe, known) for known in (None, *self._known.values()))
-            <= 1.01 * self.available
-        )
+        bounds = [self._lower_bound(recipe, known) for known in (None, *self._known.values())]
+        return max(bounds) <= 1.01 * self.available
 
     def least_resident_recipes(self, methods: list[str]) -> list[Recipe]:
         """The recipes with the fewest resident bytes.
@@ -300,11 +298,10 @@ class Search:
         ]
         found = []
         for in_backward in (False, True):
-            variants = [
-                self.least_resident_variant(family)
-                for family in families
-                if family.in_backward == in_backward
-            ]
+            variants = []
+            for family in families:
+                if family.in_backward == in_backward:
+                    variants.append(self.least_resident_variant(family))
             found += sorted(variants, key=lambda variant: sum(self.residents(variant).values()))[:1]
         return found
 

@@ -179,10 +179,10 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.col2im.default: _col2im,
     # DDP waits for it: fake groups give none
-    compat.all_reduce: lambda args, out: compat.reduced(args[0]),
+    compat.all_reduce: lambda args, out: compat.finished_all_reduce(args[0]),
     aten.native_group_norm.default: _norm(1),
     aten.native_batch_norm.default: _norm(1),
-} | dict.fromkeys(compat.of_one_dtype, _require_one_dtype)
+} | dict.fromkeys(compat.ops_of_one_dtype, _require_one_dtype)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
 _WINDOWS = [
     getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")
@@ -211,7 +211,7 @@ _ON_CPU = _EVERYWHERE | {
             aten.smooth_l1_loss_backward,
             aten.soft_margin_loss_backward,
         )
-        if op.default not in compat.of_one_dtype
+        if op.default not in compat.ops_of_one_dtype
     },
 }
 _ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _refuse_cudnn_rnn)

@@ -53,7 +53,7 @@ def _settings() -> tuple:
     )
 
 
-class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
+class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
     """A ``FakeTensorMode`` with a cache. Every result is an ordinary ``FakeTensor``.
 
     Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected
@@ -78,16 +78,14 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
-        if func in compat.marks:
+        if func in compat.profiler_marks:
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
         other_parameter = any(type(value) is torch.nn.Parameter for value in args)
         if other_parameter or (isinstance(out, Tensor) and out.layout != torch.strided):
-            what = (
-                "another module's parameter"
-                if other_parameter
-                else f"a result of layout {out.layout}"
-            )
+            what = "another module's parameter"
+            if not other_parameter:
+                what = f"a result of layout {out.layout}"
             raise CannotTrace(
                 f"{func} has {what}: give one module with all parameters, and sparse=False"
             )
@@ -109,7 +107,7 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
             first = FakeTensor(self, inside, device)
             self._fake_attributes[device] = dict(vars(first))
             return first
-        return compat.another_fake(inside, device, self._fake_attributes[device])
+        return compat.fast_fake_tensor(inside, device, self._fake_attributes[device])
 
     def _compute(self, func, types, args, kwargs):
         """Compute the result by PyTorch.

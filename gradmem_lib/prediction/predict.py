@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
-from ..names import CATEGORIES, PHASES, SELECTIVE, choose
+from ..names import CATEGORIES, PHASES, SELECTIVE, check_choice
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
-from ..units import whole
+from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
 from .extrapolation import Trace, extrapolate
@@ -82,7 +82,10 @@ class Prediction:
         if self._recorded_requests:
             return self._recorded_requests
         question, micro_batches = self._question, None
-        if question.recipe.accumulation > REPLAYED_MICRO_BATCHES and not question.source.given:
+        if (
+            question.recipe.accumulation > REPLAYED_MICRO_BATCHES
+            and not question.source.is_user_module
+        ):
             micro_batches = REPLAYED_MICRO_BATCHES
         return traced(question, None, micro_batches).requests
 
@@ -150,7 +153,7 @@ def predict(
             "Recipe(precision='autocast-bf16')"
         )
     target = ("cuda" if torch.cuda.is_available() else "cpu") if target is None else target
-    choose("target", target, TARGETS)
+    check_choice("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has "
@@ -198,7 +201,7 @@ def _checked_sizes(
     recipe.micro_batch(batch_size)
     if getattr(source.skeleton, "main_input_name", "") == "pixel_values":
         return batch_size, None
-    whole("seq_len", seq_len, 2048, "tokens in a row")
+    check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     positions = most_positions(source.skeleton)
     if positions and seq_len > positions:
         raise ValueError(
@@ -208,18 +211,18 @@ def _checked_sizes(
     return batch_size, seq_len
 
 
-def source_of(given: Any) -> Source:
-    if isinstance(given, Source):
-        return given
-    if isinstance(given, nn.Module):
-        if any(compat.is_compiled(module) for module in given.modules()):
+def source_of(model_or_config: Any) -> Source:
+    if isinstance(model_or_config, Source):
+        return model_or_config
+    if isinstance(model_or_config, nn.Module):
+        if any(compat.is_compiled(module) for module in model_or_config.modules()):
             raise CannotTrace(
-                f"{type(given).__name__} is compiled with torch.compile, whose code has its own "
-                "memory plan: give the module as it was before (compiled._orig_mod)"
+                f"{type(model_or_config).__name__} is compiled with torch.compile, whose code has "
+                "its own memory plan: give the module as it was before (compiled._orig_mod)"
             )
-        return Source(given, type(given).__name__, given=True)
-    config = find_config(given)
-    return Source(skeleton(config), title_of(given, config), given=False)
+        return Source(model_or_config, type(model_or_config).__name__, is_user_module=True)
+    config = find_config(model_or_config)
+    return Source(skeleton(config), title_of(model_or_config, config), is_user_module=False)
 
 
 def _repeated_unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
@@ -289,7 +292,7 @@ def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
     k = question.recipe.accumulation
     # there the last one sends the gradients
     num_traced = TRACED_MICRO_BATCHES + (question.recipe.sharding in ("ddp", "zero1"))
-    if k > num_traced and not question.source.given:
+    if k > num_traced and not question.source.is_user_module:
         trace = traced(question, layers, num_traced)
         parts = trace.parts()
         (_, second, third), (_, fourth, last) = [

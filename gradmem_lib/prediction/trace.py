@@ -162,7 +162,9 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
     try:
-        trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
+        trace = _traced(
+            question, layers, micro_batches, real_warm_up=question.source.is_user_module
+        )
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
     except compat.NO_VALUES as error:
         func = getattr(error, "func", error)
@@ -221,7 +223,7 @@ def _traced(
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
-        if cache and question.source.given:
+        if cache and question.source.is_user_module:
             # a given module keeps its settings, as in its own training loop
             model.config.use_cache = True
         if compat.attention_of(model) == "sdpa":
@@ -255,7 +257,7 @@ def _traced(
 
         mode.value = 1.0
         if real_warm_up:
-            one_step(lambda part: None, None if question.source.given else 1)
+            one_step(lambda part: None, None if question.source.is_user_module else 1)
         else:
             _warm_up(recorder, model, batch, recipe, mode)
         trained = [
@@ -347,7 +349,7 @@ def _fake_ranks(question: Question, stack: ExitStack):
     stack.enter_context(warnings.catch_warnings())
     # This warning, about layers that return views, is for a real run.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    return stack.enter_context(compat.one_of(question.ranks, question.rank))
+    return stack.enter_context(compat.fake_process_group(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:

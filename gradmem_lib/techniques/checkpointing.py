@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import is_compiled, plain_call, replace_call, stand_in, storage_key, tree_flatten
+from ..compat import (
+    call_override,
+    is_compiled,
+    original_call,
+    override_call,
+    storage_key,
+    tree_flatten,
+)
 from .layer_bytes import LayerBytes, layer_bytes
 from .layers import find_layers
 from .schedules import Schedule, first_layers, safe_segments, segments_for, total_layers
@@ -147,7 +154,7 @@ class _Segments:
                 self.owner.register_forward_pre_hook(_ModelPreHook(before), with_kwargs=True).remove
             )
         for i, layer in enumerate(self.layers):
-            undo.callback(replace_call(layer, _SegmentCall(self, call, i)))
+            undo.callback(override_call(layer, _SegmentCall(self, call, i)))
 
     def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
         """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
@@ -165,7 +172,7 @@ class _Segments:
                     "gradients or training mode were switched off in a segment that has run: "
                     f"begin a new one at layer {i}"
                 )
-            return plain_call(self.layers[i])(*args, **kwargs)
+            return original_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], "gradient_checkpointing", False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
         args, kwargs, had_cache = without_cache(args, kwargs)
@@ -207,7 +214,7 @@ class _Segments:
         """The output of one segment that begins at layer ``start`` with input ``x``."""
         if item == 1:
             args, kwargs = _join_input(x, rest)
-            return plain_call(self.layers[start])(*args, **kwargs)
+            return original_call(self.layers[start])(*args, **kwargs)
         parts = [1] * item if isinstance(item, int) else item
         for j, part in enumerate(parts, 1):
             run = partial(self._run, part, start, rest=rest)
@@ -311,7 +318,7 @@ def checkpoints_of(model: nn.Module) -> list[_Segments]:
         _Segments, None
     ] = {}  # a dict, which keeps the order: the layers of one list share their _Segments
     for module in model.modules():
-        override = stand_in(module)
+        override = call_override(module)
         if isinstance(override, _SegmentCall):
             found[override.segments] = None
     return list(found)
@@ -331,7 +338,7 @@ class _SegmentCall(CallOverride):
         return self.call(self.index, args, kwargs)
 
     def __reduce__(self):
-        return plain_call, (self.segments.layers[self.index],)
+        return original_call, (self.segments.layers[self.index],)
 
 
 class _ModelPreHook:
@@ -386,7 +393,6 @@ def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
 
 def _join_input(x: Any, rest: tuple) -> tuple[tuple, dict]:
     """The opposite of ``_split_input``: (args, kwargs)."""
-    """The opposite of ``_split_input``: (args, kwargs)."""
     positional, named = rest
     return ((), named | {"hidden_states": x}) if positional is None else ((x, *positional), named)
 
@@ -425,7 +431,7 @@ def refuse_checkpointed(layers: list[nn.Module]) -> None:
     """Raise ``RuntimeError`` if a layer, or a part of one, is checkpointed or compiled already."""
     for part in [part for layer in layers for part in layer.modules()]:
         # In a copy, the override is the part's own call, and no checkpoint.
-        ours = isinstance(stand_in(part), CallOverride)
+        ours = isinstance(call_override(part), CallOverride)
         if ours or getattr(part, "gradient_checkpointing", False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
     if any(map(is_compiled, layers)):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
-from ..compat import base_of, for_a_checkpoint, storage_key, version
+from ..compat import base_of, saved_by_checkpoint, storage_key, version
 from ..measure.storages import own_storage, storages_of
-from ..names import OFFLOAD, choose
+from ..names import OFFLOAD, check_choice
 
 # without "parameters", which fully_shard moves
 ACTIVATION_OFFLOADS = tuple(name for name in OFFLOAD if name != "parameters")
@@ -56,7 +56,7 @@ class offload_activations(saved_tensors_hooks):
         model: nn.Module | None = None,
         what: str = "activations",
     ):
-        choose("what", what, ACTIVATION_OFFLOADS)
+        check_choice("what", what, ACTIVATION_OFFLOADS)
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
         self._parent_folder, self._model, self._what = folder, model, what
@@ -97,7 +97,7 @@ class offload_activations(saved_tensors_hooks):
         return offloaded, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _should_offload(self, tensor: Tensor) -> bool:
-        if self._what == "boundaries" and not for_a_checkpoint():
+        if self._what == "boundaries" and not saved_by_checkpoint():
             return False
         if isinstance(base_of(tensor), nn.Parameter):
             return False

@@ -21,7 +21,7 @@ from operator import add
 from typing import Any
 
 from ..names import CHECKPOINTING
-from ..units import is_whole, whole
+from ..units import check_positive_int, is_positive_int
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
@@ -33,8 +33,8 @@ def uniform_segments(n: int, k: int) -> list[int]:
     """``n`` layers in segments of ``k``; the last one is shorter when ``k`` does not
     divide ``n``.
     """
-    whole("n", n, 12, "layers")
-    whole("k", k, 3, "layers in a segment")
+    check_positive_int("n", n, 12, "layers")
+    check_positive_int("k", k, 3, "layers in a segment")
     return [k] * (n // k) + ([n % k] if n % k else [])
 
 
@@ -128,7 +128,7 @@ def best_segments(
     with the fewest bytes of boundaries. The result is exact: dynamic programming finds a schedule
     below a limit, and bisection finds the lowest limit.
     """
-    whole("n", n, 12, "layers")
+    check_positive_int("n", n, 12, "layers")
     if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
         raise ValueError(
             f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0"
@@ -269,7 +269,7 @@ def checked_schedule(
     else. ``extra_names``: other names that are allowed.
     """
     names = *CHECKPOINTING, *extra_names
-    if is_whole(every) or (
+    if is_positive_int(every) or (
         isinstance(every, str) and (every in names or first_layers(every) is not None)
     ):
         return every
@@ -316,7 +316,7 @@ def total_layers(segments: int | Sequence) -> int:
 
     Raises ``ValueError`` for anything that is not a schedule.
     """
-    if is_whole(segments):
+    if is_positive_int(segments):
         return segments
     if isinstance(segments, (list, tuple)) and segments:
         return sum(map(total_layers, segments))

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
-from ..names import SELECTIVE, choose
-from ..units import whole
+from ..compat import FakeTensor, original_call, override_call, schema, without_modes
+from ..names import SELECTIVE, check_choice
+from ..units import check_positive_int
 from .checkpointing import CACHE_WARNING, CallOverride, refuse_checkpointed, without_cache
 from .layers import find_layers
 
@@ -42,18 +42,16 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     layer has no module of that kind, and ``RuntimeError`` if layers are checkpointed or compiled
     already, and in backward if a layer has changed a kept result in place (``x += y``).
     """
-    choose("part", part, SELECTIVE)
+    check_choice("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
     whole_layers = part == "elementwise"
-    modules = (
-        layers
-        if whole_layers
-        else [module for layer in layers for module in find_parts(layer, part)]
-    )
+    modules = layers
+    if not whole_layers:
+        modules = [module for layer in layers for module in find_parts(layer, part)]
     warned: list[str] = []
     return CheckpointedParts(
-        [replace_call(module, Part(module, whole_layers, warned)) for module in modules]
+        [override_call(module, Part(module, whole_layers, warned)) for module in modules]
     )
 
 
@@ -67,9 +65,9 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     first call, if a token's output depends on another token, or if the module takes or returns
     something other than such a tensor.
     """
-    whole("tiles", tiles, 8, "slices")
+    check_positive_int("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
-    return CheckpointedParts([replace_call(module, Tiled(module, tiles))])
+    return CheckpointedParts([override_call(module, Tiled(module, tiles))])
 
 
 class CheckpointedParts(ExitStack):
@@ -92,7 +90,7 @@ class Part(CallOverride):
         self.module, self.keeps_products, self.warned = module, keeps_products, warned
 
     def __call__(self, *args, **kwargs):
-        run = plain_call(self.module)
+        run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(*args, **kwargs)
         args, kwargs, had_cache = without_cache(args, kwargs)
@@ -112,7 +110,7 @@ class Tiled(CallOverride):
         self.module, self.tiles, self.checked = module, tiles, False
 
     def __call__(self, x: Tensor) -> Tensor:
-        run = plain_call(self.module)
+        run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):

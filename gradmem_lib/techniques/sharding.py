@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compat import shards_of_integers
-from ..names import SHARDING, choose
+from ..compat import allow_integer_shards
+from ..names import SHARDING, check_choice
 from .data_parallel import device_of
 from .layers import find_layers
 
@@ -52,7 +52,7 @@ def shard(
     Raises ``ValueError`` in a process without a process group, and for a model whose layers are not
     found.
     """
-    choose("sharding", how, SHARDING)
+    check_choice("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(NO_PROCESS_GROUP.format(how))
     if mesh is None:
@@ -95,7 +95,7 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
                 "fully_shard keeps a layer's in one dtype: choose a precision in the recipe, such "
                 "as 'bf16', or cast the model"
             )
-    with shards_of_integers():
+    with allow_integer_shards():
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, **options)
         # The rest, such as embeddings and the output layer. Backward begins where forward ends: if

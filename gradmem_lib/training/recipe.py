@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, choose
+from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..techniques.schedules import checked_schedule
-from ..units import whole
+from ..units import check_positive_int
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Recipe:
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
-        choose("precision", self.precision, (*PRECISIONS, None))
-        choose("optimizer", self.optimizer, OPTIMIZERS)
-        choose("attention", self.attention, (*ATTENTION, None))
-        choose("offload", self.offload, (*OFFLOAD, None))
-        choose("sharding", self.sharding, (*SHARDING, None))
-        whole("accumulation", self.accumulation, 4)
+        check_choice("precision", self.precision, (*PRECISIONS, None))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("attention", self.attention, (*ATTENTION, None))
+        check_choice("offload", self.offload, (*OFFLOAD, None))
+        check_choice("sharding", self.sharding, (*SHARDING, None))
+        check_positive_int("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), example)
+                check_positive_int(name, getattr(self, name), example)
         for switch in ("in_backward", "quantized_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
@@ -218,7 +218,7 @@ class Recipe:
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. Raises ``ValueError`` if the batch cannot be cut evenly."""
-        whole("batch_size", batch_size, 8)
+        check_positive_int("batch_size", batch_size, 8)
         if batch_size % self.accumulation:
             raise ValueError(
                 f"a batch of {batch_size} cannot be cut into {self.accumulation} equal "

@@ -79,11 +79,9 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
             ax.text(right, row, technique.price, va="center", color=MUTED)
             if found:
                 lowest = found.lowest[technique.name]
-                text_options = (
-                    {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
-                    if lowest <= capacity
-                    else {"s": format_bytes(lowest)}
-                )
+                text_options = {"s": format_bytes(lowest)}
+                if lowest <= capacity:
+                    text_options = {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
                 ax.text(right + LAST, row, va="center", ha="right", **text_options)
         ax.text(right, -0.75, "its price", fontsize=8.5, fontweight="bold")
         if found:

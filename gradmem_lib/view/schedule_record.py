@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat import current_node, graph_task, next_number, number_of, storage_key
+from ..compat import current_node, graph_task, next_sequence_nr, sequence_nr, storage_key
 from ..display import pictures
 from ..measure.recording import Entry, Recording
 from ..measure.storages import storages_of, tensors_in
@@ -163,7 +163,7 @@ class _LayerRecording(Recording):
         self.forward_layer = layer
         # On a card, backward has its own threads, and each thread numbers its nodes from 0.
         if layer != self.number_layers[-1] and threading.get_ident() == self.thread:
-            self.numbers.append(next_number())
+            self.numbers.append(next_sequence_nr())
             self.number_layers.append(layer)
 
     def _kind_and_layer(self) -> tuple[str, int]:
@@ -171,7 +171,7 @@ class _LayerRecording(Recording):
         if task == -1 or torch.is_grad_enabled() or self.depth:
             kind = "forward" if task == -1 else "recompute"
             return ("outside" if self.forward_layer == OUTSIDE else kind), self.forward_layer
-        number = number_of(current_node())
+        number = sequence_nr(current_node())
         # gradients are accumulated by nodes without a number: they follow their layer
         if number < 2**63:
             self.backward_layer = self.number_layers[bisect_right(self.numbers, number) - 1]
