@@ -392,7 +392,7 @@ def tried(case: Case, place, deadline: float) -> dict:
         ask = {"batch_size": case.rows, "seq_len": case.seq_len or None, "recipe": case.recipe}
         row["predicted"] = place.predicted(config, ask)
         row["seconds to predict"] = round(time.monotonic() - start, 2)
-        fakes.known.clear()
+        fakes.answers_by_settings.clear()
         if row["predicted"]["allocated"] > MOST * place.total:
             room = format_bytes(place.total)
             return row | {

@@ -284,7 +284,7 @@ def against_formulas(name: str) -> dict:
     shape = Shape.from_config(config, name)
     found = {}
     for setting, recipe in SETTINGS.items():
-        fakes.known.clear()
+        fakes.answers_by_settings.clear()
         ask = {"batch_size": BATCH, "seq_len": seq_len, "recipe": recipe}
         traces = {}
         seconds = timed(lambda: traces.update(full=predict(config, **ask, target="cpu", full=True)))  # noqa: B023

@@ -96,7 +96,7 @@ def measure_small_layers(rounds: int, width: int, rows: int) -> dict[str, float]
     """
     from gradmem_lib import MemoryTracker, compat
 
-    class Nothing(compat.Unguarded, compat.TorchDispatchMode):
+    class Nothing(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 

@@ -96,29 +96,30 @@ def _schedule(text: str) -> str | int | list[int] | None:
 
 
 def _as_dict(title: str, prediction, ranks: int) -> dict:
-    from .planning.cost import beyond
+    from .planning.cost import overhead_of_prediction
 
-    peak, extra = prediction.peak, beyond(prediction, cards=ranks)
+    peak, extra = prediction.peak, overhead_of_prediction(prediction, cards=ranks)
     return {
         "model": title,
         "target": prediction.target,
         "peak": {"total": peak.total, "phase": peak.phase, "by_category": peak.by_category},
         "peak_by_phase": prediction.peak_by_phase,
         "between_steps": prediction.current.total,
-        "moved": prediction.moved,
+        "moved": prediction.offload_traffic_bytes,
         "beyond_the_peak": extra,
         "needs": peak.total + sum(extra.values()),
     }
 
 
 def _as_text(title: str, prediction, ranks: int) -> str:
-    from .planning.cost import beyond
+    from .planning.cost import overhead_of_prediction
     from .units import format_bytes
 
-    peak, extra = prediction.peak, beyond(prediction, cards=ranks)
+    peak, extra = prediction.peak, overhead_of_prediction(prediction, cards=ranks)
     rows = [(name, n) for name, n in peak.by_category.items() if n]
     rows += [("peak, live bytes", peak.total)]
-    rows += [("moved", prediction.moved)] if prediction.moved else []
+    if prediction.offload_traffic_bytes:
+        rows.append(("moved", prediction.offload_traffic_bytes))
     if extra:
         rows += [*extra.items(), ("needs", peak.total + sum(extra.values()))]
     width = max(len(name) for name, _ in rows)

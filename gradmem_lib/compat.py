@@ -33,12 +33,13 @@ tree_flatten, tree_leaves, tree_map_only = (
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 
 
-def another_fake(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
-    """What ``FakeTensor(mode, inside, device)`` returns, built faster from the ``attributes`` of an
-    earlier fake tensor.
+def fast_fake_tensor(inside: Tensor, device: torch.device, attributes: dict[str, Any]) -> Any:
+    """Like ``FakeTensor(mode, inside, device)``, but faster.
+
+    ``attributes``: those of an earlier fake tensor.
     """
-    how: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
-    fake = Tensor._make_subclass(FakeTensor, inside, False, **how)
+    options: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+    fake = Tensor._make_subclass(FakeTensor, inside, False, **options)
     torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)
     return fake
@@ -66,8 +67,9 @@ KERNEL = "_op"
 
 
 def returns(func) -> list:
-    """The results in an operator's schema; an empty list for a higher-order operator (torch.cond),
-    which has no schema.
+    """The results in an operator's schema.
+
+    A higher-order operator (torch.cond) has no schema: for it, the list is empty.
     """
     return getattr(getattr(func, "_schema", None), "returns", [])
 
@@ -80,7 +82,7 @@ read_value = _aten._local_scalar_dense.default
 # These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has
 # them.
 _profiler = torch.ops.profiler
-marks = {
+profiler_marks = {
     _profiler._record_function_enter_new.default,
     _profiler._record_function_exit._RecordFunction,
 }
@@ -91,7 +93,7 @@ math_attention = _aten._scaled_dot_product_attention_math
 grouped_mm = _aten._grouped_mm.default
 set_storage = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset}
 lstm_layer = _aten.mkldnn_rnn_layer.default
-of_one_dtype = [
+ops_of_one_dtype = [
     getattr(_aten, name).default
     for name in (
         "mm",
@@ -112,7 +114,7 @@ try:
     _one = torch.ones(1, dtype=torch.float32, device="cpu")
     _aten.mse_loss_backward.default(_one, _one, _one.bfloat16(), 1)
 except RuntimeError:  # torch 2.11
-    of_one_dtype.append(_aten.mse_loss_backward.default)
+    ops_of_one_dtype.append(_aten.mse_loss_backward.default)
 embedding_bag = _aten._embedding_bag.default
 # Operators of recurrent layers on a card, which allocate a workspace of their own.
 recurrent = frozenset(
@@ -142,7 +144,7 @@ def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
 
 
 # The number of dispatch modes that are active in this thread.
-listening: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_active_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # While this context is open, no dispatch mode (a tracker, fake tensors) sees the operations.
 without_modes = _disable_current_modes
 
@@ -153,8 +155,9 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The local tensors inside a wrapper subclass (DTensor, torchao's); ``None`` if ``tensor`` is
-    not a wrapper.
+    """The local tensors inside a wrapper subclass (DTensor, torchao's).
+
+    ``None`` if ``tensor`` is not a wrapper.
     """
     if not is_traceable_wrapper_subclass(tensor):
         return None
@@ -162,9 +165,10 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     return [getattr(tensor, name) for name in names]
 
 
-def under_transform(tensor: Tensor) -> Tensor | None:
-    """The innermost tensor that ``torch.func`` transforms have wrapped in ``tensor``; ``None`` if
-    none has.
+def inside_transform(tensor: Tensor) -> Tensor | None:
+    """The innermost tensor that ``torch.func`` transforms have wrapped in ``tensor``.
+
+    ``None`` if no transform has.
     """
     if not _functorch.is_functorch_wrapped_tensor(tensor):
         return None
@@ -182,20 +186,21 @@ def base_of(tensor: Tensor) -> Tensor:
 # the next node gets.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-def number_of(node) -> int:
-    """A node's position in the order in which nodes were created; ``2**64 - 1`` for ``None`` and
-    for nodes without a number.
+def sequence_nr(node) -> int:
+    """A node's position in the order in which nodes were created.
+
+    ``2**64 - 1`` for ``None`` and for nodes without a number.
     """
     return 2**64 - 1 if node is None else node._sequence_nr()
 
 
-class Unguarded:
-    """A mixin for dispatch modes.
+class WithoutDynamoGuard:
+    """A mixin for dispatch modes without Dynamo's guard against compilation.
 
-    It leaves out the guard against compilation, which takes longer than a fake operation.
+    The guard takes longer than a fake operation.
     """
 
     @classmethod
@@ -207,7 +212,9 @@ class Unguarded:
 
 
 def hook_counts(thing: nn.Module | Tensor) -> tuple[int, ...]:
-    """How many hooks a module has before and after forward and in backward; or a tensor, before and
+    """The numbers of hooks of a module or a tensor, by kind.
+
+    A module has hooks before and after forward, and in backward. A tensor has hooks before and
     after ``.grad`` is set.
     """
     kinds = (
@@ -229,10 +236,10 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def for_a_checkpoint() -> bool:
-    """In a hook on saved tensors: whether a checkpoint saves its arguments.
+def saved_by_checkpoint() -> bool:
+    """In a saved-tensors hook: whether a checkpoint saves its arguments.
 
-    The file of the caller, two calls out, tells it.
+    It shows in the file of the caller, two calls out.
     """
     frame: Any = sys._getframe(3)
     # older torch saves by a Function
@@ -255,7 +262,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
+def refuse_compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
     """While the block runs, a call of a compiled function raises ``refuse(its name)``.
 
     A compiled function asks ``torch._dynamo.eval_frame._callback_from_stance`` at each call what to
@@ -268,7 +275,7 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         eval_frame: Any = import_module("torch._dynamo.eval_frame")
         before = eval_frame._callback_from_stance
 
-        def asked(callback):
+        def callback_from_stance(callback):
             if callback is None or callback is False:
                 return before(callback)
             name = getattr(sys._getframe(1).f_locals.get("fn"), "__qualname__", "a function")
@@ -276,7 +283,7 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
                 return None
             raise refuse(name)
 
-        eval_frame._callback_from_stance = asked
+        eval_frame._callback_from_stance = callback_from_stance
         undo.callback(setattr, eval_frame, "_callback_from_stance", before)
 
     def compile_first(*args, **kwargs):
@@ -293,13 +300,13 @@ def compiled_calls(refuse: Callable[[str], Exception]) -> Iterator[None]:
         yield
 
 
-def stand_in(module: nn.Module) -> Callable | None:
-    """The function that ``replace_call`` put into ``module``, or ``None``."""
+def call_override(module: nn.Module) -> Callable | None:
+    """The function that ``override_call`` has set for ``module``, or ``None``."""
     return module.__dict__.get("_call_impl")
 
 
-def replace_call(module: nn.Module, call: Callable) -> Callable[[], None]:
-    """Let ``module(...)`` run ``call(...)`` in place of hooks and forward.
+def override_call(module: nn.Module, call: Callable) -> Callable[[], None]:
+    """Make ``module(...)`` run ``call(...)`` in place of hooks and forward.
 
     Returns a function that undoes this.
     """
@@ -307,8 +314,8 @@ def replace_call(module: nn.Module, call: Callable) -> Callable[[], None]:
     return lambda: module.__dict__.pop("_call_impl", None)
 
 
-def plain_call(module: nn.Module) -> Callable:
-    """The module's own call (hooks and forward), even after ``replace_call``.
+def original_call(module: nn.Module) -> Callable:
+    """The module's own call (hooks and forward), even after ``override_call``.
 
     It pickles like the module's own method.
     """
@@ -430,8 +437,9 @@ def fsdp1_groups(model: nn.Module) -> list:
 
 
 def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
-    """The process groups over which ``fully_shard`` averages, and the divisors that were set for
-    its parts (torch 2.13).
+    """The process groups over which ``fully_shard`` averages, and the divisors of its parts.
+
+    Seen in torch 2.13.
     """
     found, divisors = {}, set()
     for part in parts:
@@ -440,13 +448,13 @@ def fsdp2_groups(parts: Iterable[nn.Module]) -> tuple[list, set]:
         for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
             divisors.add(group.gradient_divide_factor)
             for name in ("shard_process_group", "replicate_process_group"):
-                if (over := getattr(group.mesh_info, name, None)) is not None:
-                    found[name] = over
+                if (process_group := getattr(group.mesh_info, name, None)) is not None:
+                    found[name] = process_group
     return list(found.values()), divisors or {None}
 
 
 @contextmanager
-def shards_of_integers() -> Iterator[None]:
+def allow_integer_shards() -> Iterator[None]:
     """While the block runs, ``fully_shard`` accepts integer weights (4-bit codes).
 
     Torch 2.13 accepts them without this.
@@ -474,30 +482,31 @@ collectives = (
 )
 
 
-def settled(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run the collective ``func``, and return its result only when gloo has released the tensors.
+def run_collective_synchronously(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run the collective ``func``, and return its result when gloo has released the tensors.
 
-    A thread of gloo's holds them for some time after the wait, so the live bytes would differ from
-    run to run.
+    One of gloo's threads holds them for some time after the wait, so the live bytes would differ
+    from run to run.
     """
     tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
     if any(type(t) is FakeTensor or t.device.type != "cpu" for t in tensors):
         return func(*args, **kwargs)
-    held = [t._use_count() for t in tensors]
+    use_counts = [t._use_count() for t in tensors]
     torch._C._distributed_c10d.Work.unbox(func(*args, **kwargs)[1]).wait()
     end = time.monotonic() + 1
     while (
-        any(t._use_count() > n for t, n in zip(tensors, held, strict=True))
+        any(t._use_count() > n for t, n in zip(tensors, use_counts, strict=True))
         and time.monotonic() < end
     ):
         time.sleep(1e-5)
-    whole, work = reduced(tree_leaves(args[0]))
-    return whole if isinstance(args[0], list) else whole[0], work
+    results, work = finished_all_reduce(tree_leaves(args[0]))
+    return results if isinstance(args[0], list) else results[0], work
 
 
-def reduced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
-    """What a finished ``all_reduce`` returns: the tensors, and a work object whose future holds
-    them.
+def finished_all_reduce(tensors: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+    """The result of a finished ``all_reduce``.
+
+    It is the tensors, and a work object whose future holds them.
     """
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(list(tensors))
@@ -515,19 +524,19 @@ class _Reducer(torch.distributed.Reducer):
 
 
 @contextmanager
-def one_of(ranks: int, rank: int) -> Iterator[Any]:
-    """A mesh of ``ranks`` ranks of which only this one, ``rank``, exists.
+def fake_process_group(ranks: int, rank: int) -> Iterator[Any]:
+    """A fake process group of ``ranks`` ranks of which only this one, ``rank``, exists.
 
-    An existing process group is set aside meanwhile.
+    Yields its mesh. An existing process group is restored at the end.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d = torch.distributed.distributed_c10d
-    there = c10d._world
+    outer = c10d._world
     names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    tables = [(getattr(there, name), dict(getattr(there, name))) for name in names]
-    count, hook = there.group_count, sys.excepthook
+    tables = [(getattr(outer, name), dict(getattr(outer, name))) for name in names]
+    count, hook = outer.group_count, sys.excepthook
     with ExitStack() as undo:
         undo.enter_context(patch.object(c10d, "_world", c10d._World()))
         for table, _ in tables:
@@ -539,17 +548,17 @@ def one_of(ranks: int, rank: int) -> Iterator[Any]:
             # Torch 2.11 computes shapes under the caller's fake mode, where these tensors would be
             # seen and counted.
             shapes = "_propagate_tensor_meta_non_cached"
-            unseen = without_modes()(getattr(ShardingPropagator, shapes))
-            undo.enter_context(patch.object(ShardingPropagator, shapes, unseen))
+            unwatched = without_modes()(getattr(ShardingPropagator, shapes))
+            undo.enter_context(patch.object(ShardingPropagator, shapes, unwatched))
             undo.enter_context(patch.object(torch.distributed, "Reducer", _Reducer))
             undo.enter_context(patch("torch.distributed._verify_params_across_processes"))
             undo.enter_context(patch("torch.nn.parallel.distributed._sync_module_states"))
             yield torch.distributed.init_device_mesh("cpu", (ranks,))
         finally:
-            for name in list(there.pg_names.values()):
+            for name in list(outer.pg_names.values()):
                 c10d._unregister_process_group(name)
-            for table, was in tables:
+            for table, saved in tables:
                 table.clear()
-                table.update(was)
-            there.group_count, sys.excepthook = count, hook
-            c10d._update_default_pg(there.default_pg)
+                table.update(saved)
+            outer.group_count, sys.excepthook = count, hook
+            c10d._update_default_pg(outer.default_pg)

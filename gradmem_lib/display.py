@@ -1,5 +1,6 @@
-"""Lets a measurement show a picture without importing the code that draws it: the floor above
-registers that code once.
+"""Lets a measurement show a picture without importing the code that draws it.
+
+A floor above registers that code once.
 
 Nothing here imports torch, so that ``python -m gradmem_lib doctor`` works where torch does not
 import.
@@ -11,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 _load: Callable[[], Any] | None = None
-_watched = False
+_has_viewer = False
 
 
-def register(load: Callable[[], Any], *, watched: bool = False) -> None:
-    """Register ``load``, which returns the module with the drawing functions. It is called on first
-    use.
+def register(load: Callable[[], Any], *, has_viewer: bool = False) -> None:
+    """Register ``load``, which returns the module with the drawing functions.
 
-    ``watched``: this process draws for a Jupyter kernel in another process.
+    It is called on first use. ``has_viewer``: this process draws for a Jupyter kernel in another
+    process.
     """
-    global _load, _watched
-    _load, _watched = load, watched
+    global _load, _has_viewer
+    _load, _has_viewer = load, has_viewer
 
 
 def pictures() -> Any:
@@ -43,20 +44,22 @@ def in_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def watched() -> bool:
-    """Whether somebody sees pictures while this runs: in a kernel, or in a process whose pictures a
-    kernel shows.
+def has_viewer() -> bool:
+    """Whether somebody sees pictures while this runs.
+
+    This is so in a kernel, and in a process whose pictures a kernel shows.
     """
-    return _watched or in_kernel()
+    return _has_viewer or in_kernel()
 
 
 def live_enabled() -> bool:
     """Whether plots may move: in a Jupyter kernel, unless the environment forbids it."""
-    return in_kernel() and live_wanted()
+    return in_kernel() and live_allowed()
 
 
-def live_wanted() -> bool:
-    """Whether the environment allows moving plots: always, unless ``GRADMEM_LIVE=0`` is set (see
-    ``course.settings``).
+def live_allowed() -> bool:
+    """Whether the environment allows moving plots.
+
+    It does unless ``GRADMEM_LIVE=0`` is set (see ``course.settings``).
     """
     return os.environ.get("GRADMEM_LIVE", "1") != "0"

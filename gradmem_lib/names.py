@@ -65,7 +65,7 @@ SHARDING = {
 IGNORED = -100  # a label that does not count
 
 
-def choose(what: str, value, names) -> None:
+def check_choice(what: str, value, names) -> None:
     """Raise ``ValueError`` for a ``value`` that is not one of ``names``."""
     if value not in names:
         raise ValueError(

@@ -12,8 +12,9 @@ _SIZE = re.compile(
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """Bytes of ``size``: a whole number of bytes, or text such as ``"2 GiB"``, ``"500 MB"`` or
-    ``"1.5e9"``.
+    """The bytes of ``size``, which is a number of bytes or text.
+
+    Text may be ``"2 GiB"``, ``"500 MB"`` or ``"1.5e9"``.
 
     Units: B, KB/MB/GB/TB (powers of 1000) and KiB/MiB/GiB/TiB (powers of 1024), in any letter case.
     Raises ``ValueError`` for anything else, zero and negative numbers included.
@@ -46,17 +47,17 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether ``value`` is a whole number of at least 1."""
+def is_positive_int(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is an int of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def whole(name: str, value: Any, example: int, what: str = "") -> int:
-    """Return ``value`` if it is a whole number of at least 1.
+def check_positive_int(name: str, value: Any, example: int, what: str = "") -> int:
+    """Return ``value`` if it is an int of at least 1; else raise a ``ValueError``.
 
-    Else raise a ``ValueError`` that says ``name`` and ``what``.
+    The error names the argument (``name``), what it counts (``what``) and an ``example``.
     """
-    if not is_whole(value):
+    if not is_positive_int(value):
         of = f" of {what}, at least 1" if what else " of at least 1"
         raise ValueError(f"{name}={value!r}: give a whole number{of}, such as {name}={example}")
     return value

@@ -10,12 +10,11 @@ from .timeline import Holder, MemorySnapshot
 
 
 class BudgetExceeded(torch.OutOfMemoryError):
-    """Live bytes exceeded the budget. It is like a card's out-of-memory error, but it says which
-    tensors hold the memory.
+    """Raised when live bytes exceed the budget: an out-of-memory error that names the holders.
 
-    Attributes: ``budget`` and ``asked`` (bytes; ``what`` names the operation that asked),
-    ``snapshot`` (live bytes, with those refused), ``everything`` (the holders of all live storages,
-    largest first), and ``holders``, the first five of these.
+    Attributes: ``budget``; ``asked``, the bytes of the refused allocation; ``snapshot``, the live
+    bytes with this allocation; ``everything``, the holders of all live storages, largest first; and
+    ``holders``, the first five of these. ``what`` names the operation that allocates.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
         enough = [
             name for name, nbytes in sorted(lowest.items(), key=lambda t: t[1]) if nbytes <= budget
         ]
-        too_little = [name for name in lowest if name not in enough]
+        not_enough = [name for name in lowest if name not in enough]
         sums: dict[tuple[str, str], int] = {}
         for h in live:
             key = (h.category, ".".join(h.module.split(".")[:3]))
@@ -48,19 +47,20 @@ class BudgetExceeded(torch.OutOfMemoryError):
                 "  What could bring this moment within the budget: "
                 f"{'; '.join(enough) or 'none of these by itself'}."
             ),
-            f"  What could not: {'; '.join(too_little)}.",
+            f"  What could not: {'; '.join(not_enough)}.",
             # accelerate looks for these words: its auto_find_batch_size then tries a smaller batch.
             "  A card of that size would be out of memory.",
         ]
         super().__init__("\n".join(lines))
 
 
-def let_go(error: BaseException | None) -> None:
-    """Free the tensors that ``error`` holds through its traceback, and through those of its causes.
+def release_traceback(error: BaseException | None) -> None:
+    """Drop the frames (and so the tensors) that an exception keeps alive.
 
-    Local variables are cleared. Variables that a function closes over cannot be cleared, so the
-    traceback is cut before the first function with such variables (in most cases inside PyTorch):
-    frames further in would keep that function's frame.
+    This clears the local variables in the tracebacks of ``error`` and of its causes. Variables that
+    a function closes over cannot be cleared, so the traceback is cut before the first function with
+    such variables (in most cases inside PyTorch): frames further in would keep that function's
+    frame.
     """
     seen = set()
     while error is not None and id(error) not in seen:

@@ -18,14 +18,15 @@ PASSES, STEP = ("idle", "forward", "backward"), ("optimizer_step",)
 
 @dataclass(frozen=True)
 class Technique:
-    """``takes``: the phases in which the technique can shrink a category.
+    """A way to lower a peak.
 
-    ``part``: only in the "layers", or only "outside".
+    ``shrinks``: for each category that it can shrink, the phases in which it can. ``part``:
+    "layers" or "outside", if it acts only inside or only outside the layers.
     """
 
     name: str
     price: str
-    takes: Mapping[str, tuple[str, ...]]
+    shrinks: Mapping[str, tuple[str, ...]]
     part: str = ""
 
 
@@ -78,25 +79,25 @@ def lowest_peaks(
     ``rows`` are all moments (int64 (samples, 3 + 6), as in ``Timeline``), ``holders`` the storages
     alive at the peak, if known.
     """
-    here = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
-    moments = here if rows is None or not len(rows) else np.concatenate([here, rows])
+    peak_row = np.array([[0, PHASES.index(peak.phase), peak.total, *peak.by_category.values()]])
+    moments = peak_row if rows is None or not len(rows) else np.concatenate([peak_row, rows])
     return {t.name: _lowest(t, peak, moments, holders) for t in TECHNIQUES}
 
 
 def _lowest(technique: Technique, peak: MemorySnapshot, rows: np.ndarray, holders) -> int:
-    left = rows[:, TOTAL].copy()
-    for name, phases in technique.takes.items():
+    remaining = rows[:, TOTAL].copy()
+    for name, phases in technique.shrinks.items():
         acts = np.isin(rows[:, PHASE], [PHASES.index(phase) for phase in phases])
-        left -= np.where(acts, rows[:, BY][:, CATEGORIES.index(name)], 0)
-    lowest = int(left.max())
+        remaining -= np.where(acts, rows[:, BY][:, CATEGORIES.index(name)], 0)
+    lowest = int(remaining.max())
     if technique.part and holders is not None:
-        taken = (h for h in holders if peak.phase in technique.takes.get(h.category, ()))
+        shrinkable = (h for h in holders if peak.phase in technique.shrinks.get(h.category, ()))
         lowest = max(
-            lowest, peak.total - sum(h.nbytes for h in taken if _part(h) == technique.part)
+            lowest, peak.total - sum(h.nbytes for h in shrinkable if _part(h) == technique.part)
         )
     return lowest
 
 
 def _part(holder: Holder) -> str:
-    """Whether the holder is in the layers. Layers are in lists, so their names contain a number."""
+    """Return "layers" or "outside". Layers are in lists, so their names contain a number."""
     return "layers" if any(part.isdigit() for part in holder.module.split(".")) else "outside"

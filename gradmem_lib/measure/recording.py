@@ -17,7 +17,7 @@ N = len(CATEGORIES)
 # number of the sample, number of the operation, phase, total; then bytes by category
 NEW, COLUMNS = 4, 4 + N
 TOTAL, BY = 3, slice(NEW, COLUMNS)
-KEPT_LIVES = 8192
+MAX_PENDING_LIFETIMES = 8192
 
 
 class Entry(weakref.ref):
@@ -38,100 +38,101 @@ class Entry(weakref.ref):
 
 
 class Peak:
-    """The sample with the most bytes since some moment, and the entries that were alive then and
-    are gone now.
+    """The sample with the most bytes since some moment.
+
+    ``freed_since``: the entries that were alive at that sample and have been freed after it.
     """
 
     def __init__(self) -> None:
         self.total, self.phase, self.sample = 0, IDLE, -1
-        self.gone: list[Entry] = []
+        self.freed_since: list[Entry] = []
 
 
 class Recording:
-    """Counts each storage of ``device`` once, from when it is found until it is freed, and samples
-    the sum.
+    """Counts each storage of ``device`` from its allocation to its free, and samples the sum.
 
-    It keeps all samples, or about ``keep`` of them. Each of these is then the largest of its
-    window, so no peak is lost. A gradient is a temporary until its parameter has it, and so are an
-    optimizer's first states. A storage is written into the samples under its last category, when it
-    is gone or when somebody reads the samples.
+    It keeps all samples, or about ``max_samples`` of them. Each of these is then the largest of its
+    window, so no peak is lost. A gradient is a temporary until it is the ``.grad`` of its
+    parameter, and so are an optimizer's first states. A storage is written into the samples under
+    its last category, when it is freed or when the samples are read.
     """
 
-    def __init__(self, device: torch.device, keep: float = np.inf):
-        self.device, self.keep = device, keep
+    def __init__(self, device: torch.device, max_samples: float = np.inf):
+        self.device, self.max_samples = device, max_samples
         self._type, self._index = device.type, device.index
         self.live: dict[int, Entry] = {}
         self.freed: deque[Entry] = deque()
-        self._went = self.freed.append
+        self._queue_freed = self.freed.append
         self.total = 0
         self.op, self.phase = 0, IDLE  # of the last operation
         self.count = 0  # samples so far
-        self.run, self.lap = Peak(), Peak()
+        self.run_peak, self.window_peak = Peak(), Peak()
         self.phase_peaks = [0] * len(PHASES)
-        self._settled = np.zeros((0, COLUMNS), dtype=np.int64)
-        # New samples; and of storages that are gone: first sample, first one without it, bytes,
-        # category. Flat, to spare the GC.
-        self._rows, self._lives = list[int](), list[int]()
-        self._stride, self._room = 1, NEW * keep
+        self._flushed = np.zeros((0, COLUMNS), dtype=np.int64)
+        # New samples; and of freed storages: first sample, first one without it, bytes, category.
+        # Flat lists of ints, so that the garbage collector has nothing to traverse.
+        self._rows, self._lifetimes = list[int](), list[int]()
+        self._stride, self._capacity = 1, NEW * max_samples
 
     # Subclasses may override these four (predictions do).
 
     def size(self, storage: UntypedStorage) -> int:
         """Bytes to count for ``storage``; 0 leaves it out."""
         device = storage.device
-        here = device == self.device or (self._index is None and device.type == self._type)
-        return storage.nbytes() if here and has_memory(storage) else 0
+        on_device = device == self.device or (self._index is None and device.type == self._type)
+        return storage.nbytes() if on_device and has_memory(storage) else 0
 
-    # ``scratch(func, args)``: bytes that a kernel takes and returns inside one operation. Only
+    # ``scratch(func, args)``: bytes that a kernel allocates and frees inside one operation. Only
     # rules of that kernel give them.
     scratch: Any = None
 
-    def entered(self, entry: Entry) -> None:
-        """Called when ``entry`` has been counted."""
+    def after_alloc(self, entry: Entry) -> None:
+        """Called after ``entry`` has been counted."""
 
-    def left(self, entry: Entry) -> None:
-        """Called when ``entry`` is gone."""
+    def after_free(self, entry: Entry) -> None:
+        """Called after ``entry`` has been freed."""
 
     # What is alive
 
-    def enter(
+    def on_alloc(
         self, storage: UntypedStorage, category: int, module: object = "", op: object = ""
     ) -> int:
-        """Count a new storage. Returns the bytes that it adds."""
+        """Count a new storage, and return its bytes (0 if it is left out)."""
         nbytes = self.size(storage)
         if nbytes == 0:
             return 0
-        entry = Entry(storage, self._went)
+        entry = Entry(storage, self._queue_freed)
         key = entry.key = storage_key(storage)
         entry.nbytes, entry.size, entry.category = nbytes, storage.nbytes(), category
         entry.module, entry.op, entry.sample = module, op, self.count
         self.live[key] = entry
         self.total += nbytes
-        self.entered(entry)
+        self.after_alloc(entry)
         return nbytes
 
-    def leave(self, entry: Entry) -> None:
+    def on_free(self, entry: Entry) -> None:
+        """Stop counting ``entry``, whose storage was freed or resized."""
         if self.live.get(entry.key) is not entry:
             return
         del self.live[entry.key]
         self.total -= entry.nbytes
-        self._lives += (entry.sample, self.count, entry.nbytes, entry.category)
-        if len(self._lives) >= 4 * KEPT_LIVES:
-            self._settle()
-        for peak in (self.run, self.lap):
+        self._lifetimes += (entry.sample, self.count, entry.nbytes, entry.category)
+        if len(self._lifetimes) >= 4 * MAX_PENDING_LIFETIMES:
+            self._flush()
+        for peak in (self.run_peak, self.window_peak):
             if entry.sample <= peak.sample:
-                peak.gone.append(entry)
-        self.left(entry)
+                peak.freed_since.append(entry)
+        self.after_free(entry)
 
     def drain(self) -> None:
-        """Remove the storages that were freed since the last call."""
+        """Process the frees since the last call."""
         while self.freed:
-            self.leave(self.freed.popleft())
+            self.on_free(self.freed.popleft())
 
     def resize(self, entry: Entry, storage: UntypedStorage) -> int:
         """Count a storage's new size. Returns the bytes that it adds."""
-        self.leave(entry)
-        return max(self.enter(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
+        self.on_free(entry)
+        return max(self.on_alloc(storage, entry.category, entry.module, entry.op) - entry.nbytes, 0)
 
     def tag(self, value: Any, category: int, module: object) -> None:
         """Put the storages of ``value`` (a tensor or several) into ``category``.
@@ -143,25 +144,26 @@ class Recording:
                 self.drain()  # a storage that was just freed may have had the same address
             entry = self.live.get(storage_key(storage))
             if entry is None:
-                self.enter(storage, category, module)
+                self.on_alloc(storage, category, module)
             else:
                 entry.module, entry.category = module, category
 
-    def were_there(self, entries: list[Entry]) -> None:
-        """Count ``entries`` from the first sample on: they were just found, but are older than the
-        block.
+    def backdate(self, entries: list[Entry]) -> None:
+        """Count ``entries`` from the first sample on.
+
+        They were just found, but existed before the block.
         """
         nbytes = sum(entry.nbytes for entry in entries)
         for entry in entries:
             entry.sample = 0
-        self._settle()[:, TOTAL] += nbytes
+        self._flush()[:, TOTAL] += nbytes
         self.phase_peaks = [n and n + nbytes for n in self.phase_peaks]
-        self.run.total += nbytes
-        self.lap.total += nbytes
+        self.run_peak.total += nbytes
+        self.window_peak.total += nbytes
 
-    def take_and_give(self, nbytes: int, func: object) -> None:
-        """Sample ``nbytes`` of scratch memory that operation ``func`` held for a moment."""
-        self._lives += (self.count, self.count + 1, nbytes, TEMPORARIES)
+    def record_scratch(self, nbytes: int, func: object) -> None:
+        """Sample ``nbytes`` of scratch memory, allocated and freed inside operation ``func``."""
+        self._lifetimes += (self.count, self.count + 1, nbytes, TEMPORARIES)
         self.total += nbytes
         self.sample(func)
         self.total -= nbytes
@@ -171,22 +173,22 @@ class Recording:
     def sample(self, func: object = "") -> None:
         """Record the live bytes after operation ``func``."""
         total, phase = self.total, self.phase
-        # a lap is never above its run
-        for peak in (self.lap, self.run) if total > self.lap.total else ():
+        # the window's peak is never above the run's
+        for peak in (self.window_peak, self.run_peak) if total > self.window_peak.total else ():
             if total > peak.total:
-                peak.total, peak.phase, peak.sample, peak.gone = total, phase, self.count, []
+                peak.total, peak.phase, peak.sample, peak.freed_since = total, phase, self.count, []
         if total > self.phase_peaks[phase]:
             self.phase_peaks[phase] = total
         if self.count % self._stride == 0:
-            if len(self._rows) >= self._room:
-                rows = self._settle()  # every other sample stays, the larger of two
-                self._settled, self._stride = (
+            if len(self._rows) >= self._capacity:
+                rows = self._flush()  # every other sample stays, the larger of two
+                self._flushed, self._stride = (
                     rows[largest_of_windows(rows[:, TOTAL], 2)],
                     2 * self._stride,
                 )
-                self._room = NEW * (self.keep - len(self._settled))
+                self._capacity = NEW * (self.max_samples - len(self._flushed))
             self._rows += (self.count, self.op, phase, total)
-        elif total >= (self._rows[-1] if self._rows else self._settled[-1, TOTAL]):
+        elif total >= (self._rows[-1] if self._rows else self._flushed[-1, TOTAL]):
             self._rows[-NEW:] = (self.count, self.op, phase, total)
         self.count += 1
 
@@ -195,15 +197,15 @@ class Recording:
         each storage had).
         """
         alive = [(e.sample, self.count, e.nbytes, e.category) for e in self.live.values()]
-        return _with(self._settle().copy(), alive)[:, 1:]
+        return _add_lifetimes(self._flush().copy(), alive)[:, 1:]
 
-    def _settle(self) -> np.ndarray:
-        """The samples, with the storages that are gone added to their bytes by category."""
+    def _flush(self) -> np.ndarray:
+        """Add the pending samples and the bytes of freed storages to the stored samples."""
         new = np.pad(np.array(self._rows, dtype=np.int64).reshape(-1, NEW), ((0, 0), (0, N)))
-        self._settled = _with(np.concatenate((self._settled, new)), self._lives)
-        self._rows, self._lives = [], []
-        self._room = NEW * (self.keep - len(self._settled))
-        return self._settled
+        self._flushed = _add_lifetimes(np.concatenate((self._flushed, new)), self._lifetimes)
+        self._rows, self._lifetimes = [], []
+        self._capacity = NEW * (self.max_samples - len(self._flushed))
+        return self._flushed
 
     # Moments
 
@@ -216,30 +218,32 @@ class Recording:
     def entries(self, peak: Peak | None = None) -> list[Entry]:
         """The entries that are alive now, or were alive at ``peak``."""
         live = list(self.live.values())
-        return live if peak is None else [e for e in live if e.sample <= peak.sample] + peak.gone
+        if peak is None:
+            return live
+        return [entry for entry in live if entry.sample <= peak.sample] + peak.freed_since
 
-    def next_lap(self) -> MemorySnapshot:
-        """The peak since the last lap, or since the beginning."""
+    def next_window(self) -> MemorySnapshot:
+        """The peak of the current window. A new window begins."""
         self.drain()
-        found, self.lap = self.at(self.lap), Peak()
+        found, self.window_peak = self.at(self.window_peak), Peak()
         self.sample()
         return found
 
     def restart(self) -> None:
         """Forget all peaks, and start from the bytes that are live now."""
-        self.run = Peak()
-        self.next_lap()
+        self.run_peak = Peak()
+        self.next_window()
         self.phase_peaks = [0] * len(PHASES)
 
 
-def _with(rows: np.ndarray, lives: Any) -> np.ndarray:
-    """``rows``, with the bytes of ``lives`` added to their categories, in all samples that contain
-    them.
-    """
-    lives = np.array(lives, dtype=np.int64).reshape(-1, 4)
+def _add_lifetimes(rows: np.ndarray, lifetimes: Any) -> np.ndarray:
+    """Add the bytes of each lifetime to its category, in all samples of ``rows`` that it spans."""
+    lifetimes = np.array(lifetimes, dtype=np.int64).reshape(-1, 4)
     change = np.zeros((len(rows) + 1, N), dtype=np.int64)
-    for samples, sign in ((lives[:, 0], 1), (lives[:, 1], -1)):
-        np.add.at(change, (np.searchsorted(rows[:, 0], samples), lives[:, 3]), sign * lives[:, 2])
+    first, stop, nbytes, category = lifetimes.T
+    for samples, sign in ((first, 1), (stop, -1)):
+        index = np.searchsorted(rows[:, 0], samples)
+        np.add.at(change, (index, category), sign * nbytes)
     rows[:, BY] += change.cumsum(axis=0)[:-1]
     return rows
 

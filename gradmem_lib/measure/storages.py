@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..compat import inner_tensors, sparse_parts, under_transform
+from ..compat import inner_tensors, inside_transform, sparse_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size
@@ -28,8 +28,9 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
-    """The storages of a tensor, or of all tensors in a list, tuple or dict; of a tensor without a
-    storage, those inside it.
+    """The storages of a tensor, or of all tensors in a list, tuple or dict.
+
+    For a wrapper without a storage of its own, they are the storages of the tensors inside it.
     """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         try:  # the code of `own_storage`, without a call, since every operation runs this
@@ -47,8 +48,9 @@ def storages_of(value: Any) -> Sequence[torch.UntypedStorage]:
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of ``tensor``; ``None`` if it has no storage of its own, or one with a size but
-    no memory (a wrapper).
+    """The storage of ``tensor``; ``None`` for a wrapper.
+
+    A wrapper has no storage of its own, or one with a size but no memory.
     """
     try:
         storage = tensor.untyped_storage()
@@ -69,10 +71,11 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors inside a tensor without a storage; none for a tensor that hides its memory or has
-    none.
+    """The tensors inside a tensor without a storage of its own.
+
+    There are none if it hides its memory or has none.
     """
-    if (under := under_transform(tensor)) is not None:
+    if (under := inside_transform(tensor)) is not None:
         return (under,)
     if tensor.layout == torch.sparse_coo:
         return sparse_parts(tensor)

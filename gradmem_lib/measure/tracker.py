@@ -3,13 +3,13 @@
 ``MemoryTracker`` watches every operation that PyTorch dispatches (``watch.py``), counts each
 *storage* once, and records the live bytes over time (``recording.py``).
 
-It cannot see scratch memory that a kernel takes and returns inside one operation, the random-number
-states that checkpointing keeps, the sizes inside a strided nested tensor, operations of other
-threads than the block's (a module's forward there is refused), and what an allocator rounds up or
-holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make them) both
-count. While any dispatch mode is active, autograd adds up gradients out of place, and copies a
-sparse gradient: its indices (8 bytes an id) are then not the batch's. The tracker counts both. On a
-CUDA card, ``tracker.allocator`` has the allocator's own figures.
+It cannot see scratch memory that a kernel allocates and frees inside one operation, the
+random-number states that checkpointing keeps, the sizes inside a strided nested tensor, operations
+of other threads than the block's (a module's forward there is refused), and what an allocator
+rounds up or holds in reserve. Two storages that share memory (as ``tensor.numpy()`` and DLPack make
+them) both count. While any dispatch mode is active, autograd adds up gradients out of place, and
+copies a sparse gradient: its indices (8 bytes an id) are then not the batch's. The tracker counts
+both. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..display import pictures, watched
-from ..names import CATEGORIES, PHASES, choose
+from ..display import has_viewer, pictures
+from ..names import CATEGORIES, PHASES, check_choice
 from ..units import parse_bytes
-from .budget import BudgetExceeded, let_go
+from .budget import BudgetExceeded, release_traceback
 from .recording import Recording
 from .timeline import Holder, MemorySnapshot, Timeline
 from .watch import Meter, name_of
@@ -83,13 +83,13 @@ class MemoryTracker:
         self.budget = None if budget is None else parse_bytes(budget)
         self.title, self.device = title, _device_of(model, device)
         self._recording = Recording(self.device, TIMELINE_SAMPLES)
-        draws = live is not False and watched()
+        draws = live is not False and has_viewer()
         self._plot: Any = pictures().LivePlot(title=title, budget=self.budget) if draws else None
         self._last_frame = 0.0
-        # None takes no time
-        told = self._after_sample if draws or self.budget is not None else None
+        # no callback where there is nothing to do: it would run after every operation
+        callback = self._after_sample if draws or self.budget is not None else None
         self._meter = Meter(
-            model, checked_optimizers(optimizer), self._recording, after_sample=told
+            model, checked_optimizers(optimizer), self._recording, after_sample=callback
         )
         self._state, self._thread = "new", threading.get_ident()
         self._allocator: dict[str, int] | None = None  # set when the block ends
@@ -107,7 +107,7 @@ class MemoryTracker:
     def peak(self) -> MemorySnapshot:
         """The moment with the most live bytes."""
         with self._meter.lock:
-            return self._recording.at(self._recording.run)
+            return self._recording.at(self._recording.run_peak)
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class MemoryTracker:
     def largest_at_peak(self, n: int = 5) -> list[Holder]:
         """The ``n`` largest storages that were alive at the peak, largest first."""
         with self._meter.lock:
-            return self._holders(self._recording.run)[:n]
+            return self._holders(self._recording.run_peak)[:n]
 
     @property
     def allocator(self) -> dict[str, int] | None:
@@ -162,20 +162,20 @@ class MemoryTracker:
         with self._meter.lock:
             self._recording.restart()
 
-    def lap(self) -> MemorySnapshot:
-        """The peak since the last lap, or since the beginning.
+    def window_peak(self) -> MemorySnapshot:
+        """The peak since the last call, or since the beginning.
 
         Unlike ``reset_peak``, it does not change ``peak``.
         """
         with self._meter.lock:
-            return self._recording.next_lap()
+            return self._recording.next_window()
 
     def watch(self, tensors: torch.Tensor | Iterable[torch.Tensor], category: str) -> None:
         """Count ``tensors`` under ``category``.
 
         Use it for states and buffers that no module or optimizer owns.
         """
-        choose("category", category, CATEGORIES)
+        check_choice("category", category, CATEGORIES)
         with self._meter.lock:
             tensors = tensors if isinstance(tensors, torch.Tensor) else [*tensors]
             self._recording.tag(tensors, CATEGORIES.index(category), "watched")
@@ -209,7 +209,7 @@ class MemoryTracker:
             if isinstance(exc, torch.OutOfMemoryError):
                 # A notebook keeps the last exception. Its traceback keeps the local variables of
                 # every frame, and so the tensors that did not fit.
-                let_go(exc)
+                release_traceback(exc)
         finally:
             with self._meter.lock:
                 self._recording.drain()
@@ -233,13 +233,13 @@ class MemoryTracker:
         ]
         return sorted(holders, key=lambda h: (-h.nbytes, h.category, h.module))
 
-    def _after_sample(self, asked: int, func: object) -> None:
+    def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
-        if asked and self.budget is not None and recording.total > self.budget:
+        if allocated and self.budget is not None and recording.total > self.budget:
             meter.sync()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            raise BudgetExceeded(self.budget, asked, what, recording.now(), self._holders())
+            raise BudgetExceeded(self.budget, allocated, what, recording.now(), self._holders())
         # Autograd's own threads must not talk to the front end.
         if (
             self._plot is not None

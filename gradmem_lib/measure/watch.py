@@ -16,7 +16,7 @@ from torch import UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim import optimizer as steps
+from torch.optim import optimizer as optimizer_hooks
 
 from .. import compat, names
 from ..names import BACKWARD, FORWARD, IDLE, OPTIMIZER_STEP
@@ -28,7 +28,7 @@ GATHERED = "gathered parameters"
 graph_task, storage_key = compat.graph_task, compat.storage_key  # faster look-ups
 
 
-class Watch(compat.Unguarded, compat.TorchDispatchMode):
+class Watch(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
     """Passes every dispatched operation to ``observe(func, args, kwargs, out)`` after it
     has run.
     """
@@ -55,12 +55,14 @@ _operators: dict[int, tuple[Any, Callable, bool]] = {}  # by address: an operato
 
 
 def _operator(func: Any) -> tuple[Any, Callable, bool]:
-    """``func`` (kept, so that no other takes its address), what runs it, and whether it returns an
-    argument or a view of one.
+    """``func``, the callable that runs it, and whether it returns an argument or a view of one.
+
+    Holding ``func`` keeps its address, the key, from being reused.
     """
     if id(func) not in _operators:
         run = getattr(func, compat.KERNEL, func)
-        run = partial(compat.settled, func) if func in compat.collectives else run
+        if func in compat.collectives:
+            run = partial(compat.run_collective_synchronously, func)
         _operators[id(func)] = (
             func,
             run,
@@ -82,16 +84,17 @@ def _wraps(kind: type, args: tuple, kwargs: dict | None) -> bool:
 
 
 class Meter:
-    """Keeps ``recording`` up to date while its block runs: the phase, and the category and owner of
-    each storage.
+    """Keeps ``recording`` up to date while its block runs.
+
+    It sets the phase, and the category and the owner of each storage.
 
     Args:
         model: its parameters, gradients and buffers are counted from the start. They must be on
             ``recording.device``.
         optimizers: their states are counted from the start. Other optimizers are found when they
             step inside the block.
-        after_sample: called as ``after_sample(asked, func)`` after each sample: the new bytes, and
-            the operation that asked.
+        after_sample: called as ``after_sample(allocated, func)`` after each sample: the new bytes,
+            and the operation that allocated them.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Meter:
         after_sample: Callable[[int, object], None] | None = None,
     ):
         self.model, self.recording, self.after_sample = model, recording, after_sample
-        # the program may drop them
+        # weak, since the program may drop them
         self.optimizers = weakref.WeakKeyDictionary(dict.fromkeys(optimizers))
         # Reentrant, since a garbage collection inside the locked part may free tensors and run
         # Python code.
@@ -114,49 +117,54 @@ class Meter:
         self._stepping: list[Optimizer] = []
         self._names: dict[int, str] = {}
         self._hooked: dict[int, weakref.ref] = {}
-        self.inside = ExitStack()
+        self.exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules() if self.model is not None else ():
             if compat.is_compiled(module):
                 raise compiled_error(name or type(module).__name__)
         modules = list(self.model.modules()) if self.model is not None else []
-        self._replicated = any(isinstance(module, DistributedDataParallel) for module in modules)
+        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if anything is sharded
         kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-        self._gathers = any(isinstance(module, kinds) for module in modules)
-        with self.inside as undo:
+        self._has_fsdp = any(isinstance(module, kinds) for module in modules)
+        with self.exit_stack as undo:
             self.sync()
             self.sample(self.recording.total, "what exists before the first step")
-            undo.callback(steps.register_optimizer_step_pre_hook(self._before_step).remove)
-            undo.callback(steps.register_optimizer_step_post_hook(self._after_step).remove)
-            undo.enter_context(
-                patch.object(nn.Module, "__call__", self._told_of_calls(nn.Module.__call__))
+            undo.callback(
+                optimizer_hooks.register_optimizer_step_pre_hook(self._before_step).remove
             )
-            resize = self._told_of_sizes(UntypedStorage.resize_)
+            undo.callback(
+                optimizer_hooks.register_optimizer_step_post_hook(self._after_step).remove
+            )
+            undo.enter_context(
+                patch.object(nn.Module, "__call__", self._wrap_module_call(nn.Module.__call__))
+            )
+            resize = self._wrap_storage_resize(UntypedStorage.resize_)
             undo.enter_context(patch.object(UntypedStorage, "resize_", resize))
-            undo.enter_context(compat.compiled_calls(compiled_error))
+            undo.enter_context(compat.refuse_compiled_calls(compiled_error))
             undo.enter_context(Watch(self.observe))
-            self.inside = undo.pop_all()
+            self.exit_stack = undo.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        # raised for a model that has moved since its last step
-        with self.inside, suppress(RuntimeError):
+        # RuntimeError: the model is on another device than in its last step
+        with self.exit_stack, suppress(RuntimeError):
             self.sync()
 
     def close(self) -> None:
         """Drop the model. The recorded entries keep the names of its modules."""
         modules, recording = self.module_names(), self.recording
-        for entry in recording.entries() + recording.run.gone + recording.lap.gone:
+        entries = recording.entries()
+        for peak in (recording.run_peak, recording.window_peak):
+            entries += peak.freed_since
+        for entry in entries:
             entry.module = name_of(entry.module, modules)
         self.model, self.stack = None, []
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
-        """Called after every operation: remove storages that are gone, add new ones, and sample the
-        sum if it changed.
-        """
-        recording, asked = self.recording, 0
+        """Called after every operation: count its allocations and frees, and sample a change."""
+        recording, allocated = self.recording, 0
         self.lock.acquire()  # `with` takes twice as long
         try:
             recording.op += 1
@@ -169,28 +177,28 @@ class Meter:
                 recording.phase = BACKWARD
                 # later operations are forward only inside a module
                 self._in_forward &= bool(self.stack)
-                if self._replicated and _operator(func)[2]:
+                if self._has_ddp and _operator(func)[2]:
                     before += self._find_bucket(out, func)
             else:
                 recording.phase = FORWARD if self._in_forward else IDLE
             for storage in storages_of(out):
                 entry = recording.live.get(storage_key(storage))
                 if entry is None or entry.size != storage.nbytes():
-                    asked += self._add(storage, entry, func, args)
+                    allocated += self._add(storage, entry, func, args)
             # FSDP's buffer, which backward does not need
-            if self._gathers and func is compat.all_gather:
+            if self._has_fsdp and func is compat.all_gather:
                 recording.tag(args[0], names.TEMPORARIES, GATHERED)
-            if asked or recording.total != before:
-                self.sample(asked, func)
+            if allocated or recording.total != before:
+                self.sample(allocated, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
-                recording.take_and_give(scratch, func)
+                recording.record_scratch(scratch, func)
         finally:
             self.lock.release()
 
-    def sample(self, asked: int = 0, func: object = "") -> None:
+    def sample(self, allocated: int = 0, func: object = "") -> None:
         self.recording.sample(func)
         if self.after_sample is not None:
-            self.after_sample(asked, func)
+            self.after_sample(allocated, func)
 
     def _add(self, storage: UntypedStorage, entry: Entry | None, func: Any, args: tuple) -> int:
         """Count ``storage`` if it is new (no ``entry``) or has a new size.
@@ -200,8 +208,8 @@ class Meter:
         recording = self.recording
         if entry is not None:
             return 0 if entry.size == storage.nbytes() else recording.resize(entry, storage)
-        if self._gathers and func == "resize_":
-            return recording.enter(storage, names.PARAMETERS, GATHERED, func)
+        if self._has_fsdp and func == "resize_":
+            return recording.on_alloc(storage, names.PARAMETERS, GATHERED, func)
         if _operator(func)[2] or (
             self.stack and DistributedDataParallel in type(self.stack[-1]).__mro__
         ):
@@ -225,7 +233,7 @@ class Meter:
         else:
             category = names.OTHER
         in_backward = category == names.TEMPORARIES and recording.phase == BACKWARD
-        return recording.enter(
+        return recording.on_alloc(
             storage, category, "(backward)" if in_backward else self.owner(), func
         )
 
@@ -237,8 +245,9 @@ class Meter:
         return (weakref.ref(self.stack[-1]), type(self.stack[-1])) if self.stack else ""
 
     def _find_bucket(self, out: Any, func: Any) -> int:
-        """Count a bucket of DDP's, whose allocation is not dispatched: it is first seen when a
-        gradient is written into it.
+        """Count a gradient bucket of DDP, and return its bytes.
+
+        Its allocation is not dispatched: it is first seen when a gradient is written into it.
         """
         storage, recording = (
             own_storage(out) if isinstance(out, torch.Tensor) else None,
@@ -246,8 +255,8 @@ class Meter:
         )
         if storage is None or storage_key(storage) in recording.live:
             return 0
-        nbytes = recording.enter(storage, names.OTHER, "DistributedDataParallel", func)
-        recording.were_there([recording.live[storage_key(storage)]] if nbytes else [])
+        nbytes = recording.on_alloc(storage, names.OTHER, "DistributedDataParallel", func)
+        recording.backdate([recording.live[storage_key(storage)]] if nbytes else [])
         return nbytes
 
     # Who owns what
@@ -258,8 +267,8 @@ class Meter:
         """
         recording, before = self.recording, self.recording.total
         recording.drain()
-        given = dict(self.model.named_parameters()) if self.model is not None else {}
-        parameters = {name: p for name, p in given.items() if p.is_leaf}
+        named = dict(self.model.named_parameters()) if self.model is not None else {}
+        parameters = {name: p for name, p in named.items() if p.is_leaf}
         for name, parameter in parameters.items():
             if parameter.device.type != recording.device.type:
                 raise RuntimeError(
@@ -268,7 +277,7 @@ class Meter:
                     "MemoryTracker"
                 )
         # functional_call's are computed
-        weights = {*self._names.values()} - (given.keys() - parameters)
+        weights = {*self._names.values()} - (named.keys() - parameters)
         for entry in recording.live.values():
             if entry.category == names.PARAMETERS and entry.module in weights:
                 entry.category = names.OTHER  # set back below if it is still a parameter
@@ -287,7 +296,7 @@ class Meter:
             known = self._hooked.get(id(parameter), lambda: None)() is parameter
             if not known and parameter.requires_grad and not is_lazy(parameter):
                 self._hooked[id(parameter)] = weakref.ref(parameter)
-                self.inside.callback(
+                self.exit_stack.callback(
                     parameter.register_post_accumulate_grad_hook(self._tag_parameter).remove
                 )
         for optimizer in self.optimizers if states else ():
@@ -314,7 +323,7 @@ class Meter:
                 recording.drain()
                 known = set(recording.live)
                 self._tag_states(optimizer)
-                recording.were_there(
+                recording.backdate(
                     [entry for key, entry in recording.live.items() if key not in known]
                 )
                 self.sample(recording.total, "the states of an optimizer that was not given")
@@ -323,13 +332,14 @@ class Meter:
                 self._tag_parameter(parameter)
             self._tag_states(optimizer)
             self.sample()
-        return tuple(map(self._apart, args)), {
-            name: self._apart(value) for name, value in kwargs.items()
+        return tuple(map(self._wrap_closure, args)), {
+            name: self._wrap_closure(value) for name, value in kwargs.items()
         }
 
-    def _apart(self, value: Any) -> Any:
-        """Wrap a closure that a step calls (LBFGS): it runs a forward and a backward, and the step
-        continues after it.
+    def _wrap_closure(self, value: Any) -> Any:
+        """Wrap a closure that a step calls (LBFGS), so that its operations get their own phases.
+
+        The step continues after the closure.
         """
         if not callable(value):
             return value
@@ -349,14 +359,14 @@ class Meter:
 
     # Modules
 
-    def _told_of_calls(self, call: Callable) -> Callable:
-        # A hook on the model would be copied and pickled with it, and hooks on all modules take
-        # twice as long as this.
+    def _wrap_module_call(self, call: Callable) -> Callable:
+        # Global module hooks are twice as slow. A hook on the model would be copied and pickled
+        # with it.
         def __call__(module, *args, **kwargs):
             if (
                 threading.get_ident() != self._thread
                 and graph_task() == -1
-                and not compat.listening()
+                and not compat.num_active_dispatch_modes()
             ):
                 self._refuse_thread(module)
                 return call(module, *args, **kwargs)
@@ -391,21 +401,21 @@ class Meter:
             # categories.
             for storage in storages_of((args, kwargs)):
                 if storage_key(storage) not in self.recording.live:
-                    self.recording.enter(storage, names.OTHER, "inputs")
+                    self.recording.on_alloc(storage, names.OTHER, "inputs")
                     self.sample()
 
-    def _told_of_sizes(self, resize: Callable) -> Callable:
+    def _wrap_storage_resize(self, resize: Callable) -> Callable:
         # A resize is not dispatched, and FSDP frees memory with it.
         def resize_(storage, size):
             out = resize(storage, size)
             with self.lock:
                 before = self.recording.total
                 self.recording.drain()
-                asked = self._add(
+                allocated = self._add(
                     storage, self.recording.live.get(storage_key(storage)), "resize_", ()
                 )
                 if self.recording.total != before:
-                    self.sample(asked, "resize_")
+                    self.sample(allocated, "resize_")
             return out
 
         return resize_

@@ -10,7 +10,7 @@ _TERA, _GIGA = 1e12, 1e9
 # by Grace Hopper's data sheet.
 BUSES = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
 # the share of that rate that copies of pinned memory, and NCCL between cards, reach, roughly
-BUS_KEPT = 0.8
+BUS_UTILIZATION = 0.8
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ def _card(name, gib, half, single, bandwidth, capability, lanes=16, nvlink=0) ->
 
 def seconds_over_bus(nbytes: float, card: Card | str | int) -> float:
     """The time in which ``nbytes`` cross the bus between ``card`` and its host once: estimated, at
-    ``BUS_KEPT`` of its rate.
+    ``BUS_UTILIZATION`` of its rate.
     """
-    return nbytes / (BUS_KEPT * find_card(card).bus)
+    return nbytes / (BUS_UTILIZATION * find_card(card).bus)
 
 
 def seconds_between(nbytes: float, card: Card | str | int) -> float:
     """The time in which ``card`` sends ``nbytes`` to another card in its machine and receives as
     many: an estimate, as above.
     """
-    return nbytes / (BUS_KEPT * find_card(card).link)
+    return nbytes / (BUS_UTILIZATION * find_card(card).link)
 
 
 # Memory: the total capacity in PyTorch's out-of-memory message on Linux, to two digits. The nominal

@@ -1,6 +1,4 @@
-"""The cost of a recipe on a card: counted residents, estimated time, and the bytes besides live
-tensors.
-"""
+"""The cost of a recipe on a card: resident bytes, estimated time, and overhead in bytes."""
 
 import inspect
 import math
@@ -34,23 +32,25 @@ from .cards import Card, seconds_between, seconds_over_bus
 
 LORA_RANK = 16
 ROUGHLY = "allocator, about"
-# of the live bytes: what the allocator holds besides, until it is replayed
+# the allocator's overhead as a share of the live bytes, until it is replayed
 ALLOCATOR_ROUGHLY = 0.05
 # the share of a data sheet's rate that training reaches on most cards, roughly
-OPERATIONS_KEPT = 0.5
+FLOPS_UTILIZATION = 0.5
 # outside PyTorch's allocator, on each of two A100s (NVIDIA/nccl#964); less over PCIe
 NCCL = 544 * MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A model's sizes, counted on its skeleton. ``matrices``: entries of the linear layers without
-    the ``head``. ``passed``: sum of inputs and outputs of the linear layers that have adapters, or
-    may get them. ``experts``: entries of the experts that a token passes. ``scores``: heads x head
-    size, summed over attentions. ``attended``: entries of ``matrices`` in attention. ``root``:
-    parameters outside the layers. If the model has adapters already, ``own`` numbers are trained,
-    ``parameters`` counts the others, and ``widths`` are the mean bytes of a frozen number and of a
-    trained one.
+    """A model's sizes, counted on its skeleton.
+
+    ``matrices``: entries of the linear layers without the ``head``. ``linear_widths``: sum of
+    inputs and outputs of the linear layers that have adapters, or may get them. ``experts``:
+    entries of the experts that a token passes. ``scores``: heads x head size, summed over
+    attentions. ``attended``: entries of ``matrices`` in attention. ``root``: parameters outside the
+    layers. If the model has adapters already, ``adapter_parameters`` numbers are trained,
+    ``parameters`` counts the others, and ``bytes_per_number`` are the mean bytes of a frozen number
+    and of a trained one.
     """
 
     source: Source
@@ -58,7 +58,7 @@ class Work:
     sizes: tuple[tuple[int, ...], ...]
     matrices: int
     head: int
-    passed: int
+    linear_widths: int
     layers: int
     scores: int
     causal: bool
@@ -68,20 +68,22 @@ class Work:
     experts: float
     attended: int
     root: int
-    own: int | None = None
-    widths: tuple[float, float] = (0, 0)
+    adapter_parameters: int | None = None
+    bytes_per_number: tuple[float, float] = (0, 0)
 
     def adapts(self, recipe: Recipe) -> bool:
-        return self.own is not None or recipe.lora_rank is not None
+        return self.adapter_parameters is not None or recipe.lora_rank is not None
 
     def trained(self, recipe: Recipe) -> int:
         """The number of trained numbers."""
-        own = self.parameters if self.own is None else self.own
-        return self.passed * recipe.lora_rank if recipe.lora_rank else own
+        trained = self.parameters if self.adapter_parameters is None else self.adapter_parameters
+        return self.linear_widths * recipe.lora_rank if recipe.lora_rank else trained
 
     def bytes_each(self, recipe: Recipe) -> tuple[float, float]:
         """The bytes of a weight that LoRA freezes, and of a trained one."""
-        return self.widths if recipe.weight_dtype is None else 2 * (recipe.weight_dtype.itemsize,)
+        if recipe.weight_dtype is None:
+            return self.bytes_per_number
+        return recipe.weight_dtype.itemsize, recipe.weight_dtype.itemsize
 
 
 def count(config) -> Work:
@@ -118,12 +120,12 @@ def count(config) -> Work:
             root - sum(p.numel() for block in blocks for p in block.parameters()),
         )
     return Work(
-        source=Source(model, title_of(config, config), given=False),
+        source=Source(model, title_of(config, config), is_user_module=False),
         parameters=parameters,
         sizes=tuple(tuple(p.shape) for p in model.parameters()),
         matrices=sum(i * o for i, o in linear),
         head=math.prod(head.weight.shape) if isinstance(head, nn.Linear) else 0,
-        passed=sum(map(sum, linear)),
+        linear_widths=sum(map(sum, linear)),
         layers=layers,
         scores=attentions * heads * (getattr(text, "head_dim", None) or hidden // heads),
         causal=predicts_next_token(model),
@@ -160,38 +162,40 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
     kinds = {config.peft_type.value for config in getattr(given, "peft_config", {}).values()} - {
         "LORA"
     }
-    wrong = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
-    wrong += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
-    if wrong:
+    refusals = sorted(kinds) + [f"method={method!r}"] * (method in ("full", "qlora"))
+    refusals += ["a base in 4 bits"] * any(not p.is_floating_point() for p in given.parameters())
+    if refusals:
         raise ValueError(
             "for a model with adapters, plan has only method='lora': training LoRA on weights in "
-            f"floating point. This one has {' and '.join(wrong)}: measure one step of it with "
+            f"floating point. This one has {' and '.join(refusals)}: measure one step of it with "
             "MemoryTracker, or plan for the model without adapters"
         )
     parts = [[p for p in given.parameters() if p.requires_grad == own] for own in (False, True)]
     frozen, own = numbers = [sum(p.numel() for p in part) for part in parts]
-    widths = [
+    bytes_per_number = [
         sum(p.nbytes for p in part) / max(n, 1) for part, n in zip(parts, numbers, strict=True)
     ]
     layers = linear_layers(given).items()
     bases = [
         linear_sizes(layer) for name, layer in layers if name.endswith((".base_layer", ".base"))
     ]
-    counted = {"parameters": frozen, "own": own, "widths": tuple(widths), "chunked": False}
-    counted["passed"] = sum(map(sum, bases))
+    counted = {"parameters": frozen, "adapter_parameters": own, "chunked": False}
+    counted["bytes_per_number"] = tuple(bytes_per_number)
+    counted["linear_widths"] = sum(map(sum, bases))
     with suppress(ValueError):  # raised for an adapter on the output layer
         check_chunked_loss(given)
         counted["chunked"] = work.chunked
-    return replace(work, source=replace(source_of(given), given=False), **counted)
+    return replace(work, source=replace(source_of(given), is_user_module=False), **counted)
 
 
 def _experts(model: nn.Module) -> float:
     """The entries of the experts' matrices (experts, out, in) that one token passes."""
     text = model.config.get_text_config()
-    if not (most := getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)):
+    num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    if not num_experts:
         return 0.0
-    entries = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == most)
-    return entries * (getattr(text, "num_experts_per_tok", None) or most) / most
+    entries = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == num_experts)
+    return entries * (getattr(text, "num_experts_per_tok", None) or num_experts) / num_experts
 
 
 def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]:
@@ -199,8 +203,8 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     backward, unless the optimizer steps in backward), and optimizer states. With several ``cards``,
     a lower bound for one of them under ``recipe.sharding``.
     """
-    kept, width = work.bytes_each(recipe)
-    weights, trained, sizes = kept * work.parameters, work.trained(recipe), work.sizes
+    frozen_bytes, width = work.bytes_each(recipe)
+    weights, trained, sizes = frozen_bytes * work.parameters, work.trained(recipe), work.sizes
     if work.adapts(recipe):
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
@@ -215,7 +219,7 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
         )
     cut = cards if recipe.fully_sharded else 1
     if recipe.sharding == "zero2":  # whole until backward, in the computing dtype
-        weights = weights * _gathered(work, recipe) // kept * cards
+        weights = weights * _gathered(work, recipe) // frozen_bytes * cards
     gradients = 0 if recipe.in_backward else round(width * trained) // cut
     states = round(states) // (cards if recipe.sharding == "zero1" else cut)
     held = {"parameters": round(weights) // cut, "gradients": gradients, "optimizer": states}
@@ -236,9 +240,10 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     ``fully_shard`` reduces and scatters the gradients of every micro-batch. It gathers all weights
     before each forward, and (fsdp) the weights of each layer before its backward.
     """
-    alone = replace(recipe, sharding=None, offload=None, in_backward=False)
-    held, (width, each) = resident_bytes(work, alone), work.bytes_each(alone)
-    weights, gradients = held["parameters"], held["gradients"] / each * work.bytes_each(recipe)[1]
+    unsharded = replace(recipe, sharding=None, offload=None, in_backward=False)
+    held, (width, trained_width) = resident_bytes(work, unsharded), work.bytes_each(unsharded)
+    weights = held["parameters"]
+    gradients = held["gradients"] / trained_width * work.bytes_each(recipe)[1]
     sent = {"ddp": 2 * gradients, "zero1": 3 * gradients, "zero2": weights + gradients}
     sent["fsdp"] = 2 * weights - width * work.root + gradients
     return (
@@ -254,14 +259,15 @@ def seconds_per_token(
     card: Card,
     micro_batch: int,
     seq_len: int,
-    moved: float | None = None,
+    offload_bytes: float | None = None,
     cards=1,
 ) -> float:
-    """The estimated time of a training step, for each token. It is the sum of: operations in matrix
-    products at half the data sheet's rate; bytes of weights, gradients and states at its bandwidth;
-    ``moved`` bytes of the token over the bus, in both directions together; and what ``cards`` send
-    each other. Without ``moved``, its lower bound is computed from the sizes. ``micro_batch`` is
-    that of one card.
+    """The estimated time of a training step, for each token.
+
+    It is the sum of: operations in matrix products at half the data sheet's rate; bytes of weights,
+    gradients and states at its bandwidth; ``offload_bytes`` of the token over the bus, in both
+    directions together; and what ``cards`` send each other. Without ``offload_bytes``, its lower
+    bound is computed from the sizes. ``micro_batch`` is that of one card.
 
     Elementwise work, kernel launches and waiting are left out. Use it to compare recipes, not to
     schedule a run.
@@ -270,23 +276,25 @@ def seconds_per_token(
     attention = 4 * seq_len * work.scores / (2 if work.causal else 1)
     layers = 2 * (work.matrices + work.experts) + attention
     forward = layers + 2 * work.head
-    again = run_again(work, recipe)
+    recomputed = recompute_fraction(work, recipe)
     trained, backward = work.trained(recipe), 2 * forward
     if work.adapts(recipe):
         forward += 2 * trained
         backward = forward + attention + 2 * trained
     half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
-    rate = OPERATIONS_KEPT * (card.half if half else card.single)
-    scores = {"attention": 1, "mlp": 0}.get(recipe.checkpointing, again)
-    operations = (forward + backward + again * (layers - attention) + scores * attention) / rate
+    rate = FLOPS_UTILIZATION * (card.half if half else card.single)
+    scores = {"attention": 1, "mlp": 0}.get(recipe.checkpointing, recomputed)
+    operations = (
+        forward + backward + recomputed * (layers - attention) + scores * attention
+    ) / rate
 
     width = work.bytes_each(recipe)[1]
-    read = _gathered(work, recipe) * work.parameters
+    bytes_read = _gathered(work, recipe) * work.parameters
     if recipe.autocast_dtype:
-        read += (2 + 2) * (work.matrices + work.head)
+        bytes_read += (2 + 2) * (work.matrices + work.head)
     if recipe.quantized_base:
-        read += (0.5 + 2) * work.matrices
-    micro = (2 + again) * read + 3 * width * trained
+        bytes_read += (0.5 + 2) * work.matrices
+    micro = (2 + recomputed) * bytes_read + 3 * width * trained
     # Weights are read and written, gradients are read; then come the states. Adafactor's dozen
     # operations on float32 copies of a tensor read or write it 17 times, and those of torch's
     # Adafactor 14 times.
@@ -299,18 +307,23 @@ def seconds_per_token(
         / recipe.accumulation
         / (card.bus if recipe.offload == "parameters" else card.bandwidth)
     )
-    sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
-    if moved is None:
+    bytes_sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
+    if offload_bytes is None:
         inputs = (4 if recipe.precision == "float32" else 2) * work.scores
-        kept = kept_by_a_token(work, replace(recipe, offload=None))
-        moved = {None: 0, "boundaries": 2 * inputs, "activations": 2 * kept, "parameters": 0}[
-            recipe.offload
-        ]
-    apart = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
-    return (operations + apart + seconds_over_bus(moved, card)) / cards
+        saved = saved_bytes_per_token(work, replace(recipe, offload=None))
+        offload_bytes = {
+            None: 0,
+            "boundaries": 2 * inputs,
+            "activations": 2 * saved,
+            "parameters": 0,
+        }[recipe.offload]
+    transfer_seconds = (
+        micro / card.bandwidth + stepped + seconds_between(bytes_sent, card)
+    ) / tokens
+    return (operations + transfer_seconds + seconds_over_bus(offload_bytes, card)) / cards
 
 
-def run_again(work: Work, recipe: Recipe) -> float:
+def recompute_fraction(work: Work, recipe: Recipe) -> float:
     """The share of the layers' products with weights that is recomputed."""
     if recipe.every_n_layers and work.layers:
         return -(-work.layers // recipe.every_n_layers) / work.layers
@@ -323,23 +336,25 @@ def run_again(work: Work, recipe: Recipe) -> float:
     return 1.0 if recipe.checkpointing is not None else 0.0
 
 
-def kept_by_a_token(work: Work, recipe: Recipe) -> float:
-    """The least bytes that backward needs for each token, from the sizes: half of the linear
-    layers' inputs and outputs, and the logits. If all layers are checkpointed, half of one layer's.
+def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
+    """A lower bound for the bytes that autograd saves for each token, from the sizes.
+
+    It is half of the linear layers' inputs and outputs, and the logits. If all layers are
+    checkpointed, it is half of one layer's inputs and outputs.
     """
-    layers = work.passed / 2
+    layers = work.linear_widths / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
     if recipe.offload == "activations":
         return 0.0
-    kept = 0.5 if recipe.checkpointing == "elementwise" else 1 - run_again(work, recipe)
-    numbers = max(kept * layers + logits, layers / max(work.layers, 1))
+    saved = 0.5 if recipe.checkpointing == "elementwise" else 1 - recompute_fraction(work, recipe)
+    numbers = max(saved * layers + logits, layers / max(work.layers, 1))
     return (4 if recipe.precision == "float32" else 2) * numbers
 
 
-def beyond(
+def overhead_of_prediction(
     prediction: Prediction, capability=(8, 0), replay: bool = True, cards: int = 1
 ) -> dict[str, int]:
-    """The bytes that a card must hold besides live tensors; empty for target "cpu".
+    """The bytes that a card must hold in excess of live tensors; empty for target "cpu".
 
     ``replay``: replay the allocator over the whole step (seconds for a deep model). Else its part
     is a rough estimate.
@@ -347,14 +362,16 @@ def beyond(
     if prediction.target == "cpu":
         return {}
     reserved = prediction.replay_allocator() if replay else None
-    return beside(prediction.peak.total, capability, reserved, cards)
+    return overhead_bytes(prediction.peak.total, capability, reserved, cards)
 
 
-def beside(
+def overhead_bytes(
     live: int, capability: tuple[int, int], reserved: int | None = None, cards=1
 ) -> dict[str, int]:
-    """What a card of ``capability`` must hold besides ``live`` bytes; its allocator has
-    ``reserved`` (``None``: an estimate).
+    """Allocator overhead, cuBLAS workspace, CUDA context and NCCL buffers, in bytes.
+
+    ``live``: bytes of live tensors. ``reserved``: what the card's allocator has reserved; ``None``
+    estimates its overhead.
     """
     if reserved is None:
         held = {ROUGHLY: round(ALLOCATOR_ROUGHLY * live)}

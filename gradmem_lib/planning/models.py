@@ -32,7 +32,10 @@ def known_model(name: str) -> tuple[str, Any, str] | None:
     wanted = _plain(name)
     for known, row in model_table().items():
         hub = row.pop("ids")
-        ids = {_plain(written): one for one in hub for written in (one, one.rpartition("/")[2])}
+        ids = {}
+        for hub_id in hub:
+            for written in (hub_id, hub_id.rpartition("/")[2]):  # with and without the owner
+                ids[_plain(written)] = hub_id
         ids[_plain(known)] = next(iter(hub), "")
         if wanted in ids:
             return known, AutoConfig.for_model(**row), ids[wanted]
@@ -43,38 +46,40 @@ def _plain(name: str) -> str:
     return " ".join(re.findall(r"[0-9]+(?:\.[0-9]+)?|[a-z]+", name.lower()))  # 1.7 is not 17
 
 
-def find_model(given) -> tuple[Any, str]:
+def find_model(model_or_config) -> tuple[Any, str]:
     """(config, title) of a model, a config, a well-known name, a folder or a hub id.
 
     Raises ``ValueError`` for anything else.
     """
-    if isinstance(given, nn.Module):
-        inside = compat.inside_peft(given)
+    if isinstance(model_or_config, nn.Module):
+        inside = compat.inside_peft(model_or_config)
         if (config := getattr(inside, "config", None)) is None:
             raise ValueError(
-                f"{type(given).__name__} has no config: plan is for transformers models. For other "
-                "modules, predict each recipe with predict(model, batch=..., recipe=Recipe(...))"
+                f"{type(model_or_config).__name__} has no config: plan is for transformers models. "
+                "For other modules, predict each recipe with "
+                "predict(model, batch=..., recipe=Recipe(...))"
             )
         config = copy.deepcopy(config)
         config.architectures = [type(inside).__name__]
         return config, type(inside).__name__
-    named = isinstance(given, str) and not os.path.exists(given)
-    if (known := known_model(given) if named else None) is not None:
+    named = isinstance(model_or_config, str) and not os.path.exists(model_or_config)
+    if (known := known_model(model_or_config) if named else None) is not None:
         return known[1], known[0]
     try:
-        config = find_config(given)
-        return config, title_of(given, config)
+        config = find_config(model_or_config)
+        return config, title_of(model_or_config, config)
     except ValueError as error:
-        start = _plain(given.rpartition("/")[2])[:5] if named else ""
+        start = _plain(model_or_config.rpartition("/")[2])[:5] if named else ""
         if not (
-            like := [name for name in model_table() if len(start) > 2 and start in _plain(name)]
+            similar := [name for name in model_table() if len(start) > 2 and start in _plain(name)]
         ):
             raise
-        raise ValueError(f"{error}. Known by name, without a network: {', '.join(like)}") from error
+        listed = ", ".join(similar)
+        raise ValueError(f"{error}. Known by name, without a network: {listed}") from error
     except Exception as error:  # transformers' checks of a config's fields may raise anything
-        if not isinstance(given, str | os.PathLike):
+        if not isinstance(model_or_config, str | os.PathLike):
             raise
-        said = (str(error).strip().splitlines() or [""])[-1].strip()
+        message = (str(error).strip().splitlines() or [""])[-1].strip()
         raise ValueError(
-            f"the config of {given} is not valid ({type(error).__name__}: {said})"
+            f"the config of {model_or_config} is not valid ({type(error).__name__}: {message})"
         ) from error

@@ -23,7 +23,7 @@ class Option:
     ``parts``: bytes that a card holds besides the prediction's live bytes (empty for target "cpu").
     ``needs``: the sum of all. ``spare``: the bytes that the card has left (negative: missing).
     ``seconds``: the estimated time of one token. With several ``cards``, micro-batch and bytes are
-    those of each card, and the time is that of all. ``own``: the model has its own adapters.
+    those of each card, and the time is that of all. ``has_adapters``: the model came with adapters.
     """
 
     recipe: Recipe
@@ -33,7 +33,7 @@ class Option:
     prediction: Prediction
     parts: dict[str, int]
     cards: int = 1
-    own: bool = False
+    has_adapters: bool = False
 
     @property
     def needs(self) -> int:
@@ -50,7 +50,7 @@ class Option:
     def __str__(self) -> str:
         cards = f" x {self.cards} cards" if self.cards > 1 else ""
         return (
-            f"{describe(self.recipe, self.own)}, micro-batch {self.micro_batch} x "
+            f"{describe(self.recipe, self.has_adapters)}, micro-batch {self.micro_batch} x "
             f"{self.recipe.accumulation}{cards}"
         )
 
@@ -76,19 +76,22 @@ class RuledOut:
     recipe: Recipe
     needs: int
     why: str
-    own: bool = False
+    has_adapters: bool = False
 
     def __str__(self) -> str:
-        return describe(self.recipe, self.own)
+        return describe(self.recipe, self.has_adapters)
 
 
-def method_of(recipe: Recipe, own: bool = False) -> str:
-    return "qlora" if recipe.quantized_base else "lora" if own or recipe.lora_rank else "full"
+def method_of(recipe: Recipe, has_adapters: bool = False) -> str:
+    if recipe.quantized_base:
+        return "qlora"
+    return "lora" if has_adapters or recipe.lora_rank else "full"
 
 
-def describe(recipe: Recipe, own: bool = False) -> str:
+def describe(recipe: Recipe, has_adapters: bool = False) -> str:
     """A recipe in one line, with its options spelled as in ``Recipe``."""
-    words = [method_of(recipe, own), recipe.precision or "precision=None", recipe.optimizer]
+    method = method_of(recipe, has_adapters)
+    words = [method, recipe.precision or "precision=None", recipe.optimizer]
     words += ["in_backward"] if recipe.in_backward else []
     words += [f"sharding={recipe.sharding}"] if recipe.sharding else []
     words += [f"every_n_layers={recipe.every_n_layers}"] if recipe.every_n_layers else []
@@ -115,9 +118,8 @@ def ordered(options: list[Option]) -> list[Option]:
     training least comes first. An option is left out if another one is better in time and bytes,
     and changes training no more.
     """
-    rest = sorted(
-        (o for o in options if not any(_beaten(o, by) for by in options)), key=lambda o: o.seconds
-    )
+    undominated = [o for o in options if not any(_dominated(o, by) for by in options)]
+    rest = sorted(undominated, key=lambda o: o.seconds)
     found: list[Option] = []
     while rest:
         equal = [o for o in rest if o.seconds <= rest[0].seconds * EQUAL_TIME]
@@ -126,7 +128,8 @@ def ordered(options: list[Option]) -> list[Option]:
     return found
 
 
-def _beaten(option: Option, by: Option) -> bool:
-    theirs = (*changes(by.recipe)[:3], by.seconds, by.needs)
-    own = (*changes(option.recipe)[:3], option.seconds, option.needs)
-    return theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))
+def _dominated(option: Option, by: Option) -> bool:
+    """Whether ``by`` is better in time or bytes, no worse in the other, and changes no more."""
+    better = (*changes(by.recipe)[:3], by.seconds, by.needs)
+    worse = (*changes(option.recipe)[:3], option.seconds, option.needs)
+    return better != worse and all(a <= b for a, b in zip(better, worse, strict=True))

@@ -1,7 +1,7 @@
 """``plan``: the ways to train a model that fit a card."""
 
-from ..names import choose
-from ..units import format_bytes, whole
+from ..names import check_choice
+from ..units import check_positive_int, format_bytes
 from .cards import CARDS, Card, find_card
 from .cost import count, with_adapters
 from .models import find_model
@@ -51,19 +51,19 @@ def plan(
     take, and for a model with frozen weights or with other weights than its config's;
     ``RuntimeError`` for one that is checkpointed or compiled already.
     """
-    choose("method", method, (None, *METHODS, "any"))
-    choose("target", target, ("cuda", "cpu"))
-    global_batch = whole("global_batch", global_batch, 16, "rows")
-    if global_batch % whole("cards", cards, 2, "cards"):
+    check_choice("method", method, (None, *METHODS, "any"))
+    check_choice("target", target, ("cuda", "cpu"))
+    global_batch = check_positive_int("global_batch", global_batch, 16, "rows")
+    if global_batch % check_positive_int("cards", cards, 2, "cards"):
         raise ValueError(
             f"global_batch={global_batch} is not dealt evenly to {cards} cards: give a multiple"
         )
     found = find_card(card)
     config, title = find_model(model_or_config)
     work = with_adapters(count(config), model_or_config, method)
-    seq_len = whole("seq_len", seq_len, 2048, "tokens in a row")
+    seq_len = check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     search = Search(work, found, seq_len, global_batch, target, cards)
-    method = "lora" if search.own else method or "full"
+    method = "lora" if search.has_adapters else method or "full"
     methods = list(METHODS) if method == "any" else [method]
     search.find(methods)
     if fits := search.fits():
@@ -96,8 +96,8 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
         for value in values:
             sizes = {n: getattr(search, n) for n in ("seq_len", "global_batch", "target", "cards")}
             other = Search(search.work, search.card, **sizes | {name: value})
-            asked = recipe or other.lightest(methods[-1:])[0]
-            if other.may_fit(asked) and (option := other.option(asked)).fits:
+            candidate = recipe or other.least_resident_recipes(methods[-1:])[0]
+            if other.may_fit(candidate) and (option := other.option(candidate)).fits:
                 same = ", by the same recipe" if recipe else ""
                 line = (
                     f"{name}={value} would fit{same}: {option} needs {format_bytes(option.needs)}."
@@ -105,9 +105,9 @@ def _advice(search: Search, methods: list[str]) -> list[str]:
                 advice.append(line + more)
                 return
 
-    for method in () if search.own else METHODS[METHODS.index(methods[-1]) + 1 :]:
-        asked = search.lightest([method])[0]
-        if search.may_fit(asked) and (option := search.option(asked)).fits:
+    for method in () if search.has_adapters else METHODS[METHODS.index(methods[-1]) + 1 :]:
+        candidate = search.least_resident_recipes([method])[0]
+        if search.may_fit(candidate) and (option := search.option(candidate)).fits:
             advice.append(
                 f"method={method!r} would fit: {option} needs {format_bytes(option.needs)}."
             )

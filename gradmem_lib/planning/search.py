@@ -39,8 +39,9 @@ _HALF = (
 CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
 # Alternatives to these, once the fastest recipe is known: recompute parts of layers, or offload
 # activations.
-LESS: list[dict] = [*({"checkpointing": part} for part in SELECTIVE), {"offload": "activations"}]
-TRIED = 2  # only the fastest of these, since each takes a prediction
+ALTERNATIVES: list[dict] = [{"checkpointing": part} for part in SELECTIVE]
+ALTERNATIVES.append({"offload": "activations"})
+MAX_ALTERNATIVES = 2  # only the fastest of these, since each takes a prediction
 
 
 class Search:
@@ -53,14 +54,14 @@ class Search:
         self, work: cost.Work, card: Card, seq_len, global_batch: int, target: str, cards: int = 1
     ):
         self.work, self.card, self.target, self.cards = work, card, target, cards
-        self.own = work.own is not None
+        self.has_adapters = work.adapter_parameters is not None
         self.seq_len, self.global_batch, self.rows = seq_len, global_batch, global_batch // cards
         self.chunked = work.chunked and cards == 1  # chunks bypass the code that averages gradients
         self.ruled_out: list[RuledOut] = []
         self._known: dict[Recipe, Option] = {}
         # The bytes for live tensors and the allocator.
-        beside = cost.beside(0, card.capability, 0, cards) if target == "cuda" else {}
-        self.room = card.nbytes - sum(beside.values())
+        overhead = cost.overhead_bytes(0, card.capability, 0, cards) if target == "cuda" else {}
+        self.available = card.nbytes - sum(overhead.values())
 
     def option(self, recipe: Recipe) -> Option:
         """``recipe``, predicted.
@@ -71,10 +72,12 @@ class Search:
             ranks = self.cards if self.cards > 1 else None
             sizes = {"batch_size": self.rows, "seq_len": self.seq_len, "ranks": ranks}
             prediction = predict(self.work.source, recipe=recipe, target=self.target, **sizes)
-            replay = prediction.peak.total <= self.room
-            parts = cost.beyond(prediction, self.card.capability, replay, self.cards)
-            seconds = self.seconds(recipe, prediction.moved / (self.rows * self.seq_len))
-            rows, more = self.rows // recipe.accumulation, (self.cards, self.own)
+            replay = prediction.peak.total <= self.available
+            capability = self.card.capability
+            parts = cost.overhead_of_prediction(prediction, capability, replay, self.cards)
+            tokens = self.rows * self.seq_len
+            seconds = self.seconds(recipe, prediction.offload_traffic_bytes / tokens)
+            rows, more = self.rows // recipe.accumulation, (self.cards, self.has_adapters)
             self._known[recipe] = Option(
                 recipe, rows, seconds, self.card.nbytes, prediction, parts, *more
             )
@@ -91,8 +94,8 @@ class Search:
         """The predicted options that do not fit, by needed bytes."""
         return sorted((o for o in self._known.values() if not o.fits), key=lambda o: o.needs)
 
-    def seconds(self, recipe: Recipe, moved: float | None = None) -> float:
-        sizes = self.rows // recipe.accumulation, self.seq_len, moved, self.cards
+    def seconds(self, recipe: Recipe, offload_bytes: float | None = None) -> float:
+        sizes = self.rows // recipe.accumulation, self.seq_len, offload_bytes, self.cards
         return cost.seconds_per_token(self.work, recipe, self.card, *sizes)
 
     def families(self, method: str) -> Iterator[Recipe]:
@@ -104,8 +107,9 @@ class Search:
         mixed = "autocast-bf16" if self.card.bf16 else "autocast-fp16"
         precisions = [mixed, "bf16"] if self.target == "cuda" else ["float32", mixed, "bf16"]
         if method != "full":
-            rank = None if self.own else cost.LORA_RANK
-            as_it_is = [None] if self.work.widths[0] != self.work.widths[1] else []
+            rank = None if self.has_adapters else cost.LORA_RANK
+            frozen, trained = self.work.bytes_per_number
+            as_it_is = [None] if frozen != trained else []
             for precision in ["bf16"] if method == "qlora" else as_it_is + precisions:
                 yield replace(
                     base, precision=precision, lora_rank=rank, quantized_base=method == "qlora"
@@ -123,36 +127,39 @@ class Search:
                         base, precision=precision, optimizer=optimizer, in_backward=in_backward
                     )
 
-    def ways(self, family: Recipe) -> list[Recipe]:
+    def variants(self, family: Recipe) -> list[Recipe]:
         """The family's recipes with its own kind of loss, fastest first.
 
         The last needs the fewest bytes of those in pieces.
         """
         pieces = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
         adapts = self.work.adapts(family)
-        ways = [
+        variants = [
             {
-                "sharding": how,
-                "precision": _precision(family, not adapts and how),
+                "sharding": sharding,
+                "precision": _precision(family, not adapts and sharding),
                 "accumulation": n,
-                **less,
+                **checkpointing,
             }
-            for how in (SHARDING if self.cards > 1 else (None,))
-            if how not in ("zero1", "zero2") or not adapts  # with adapters, these shard little
-            for less in CHECKPOINTS
+            for sharding in (SHARDING if self.cards > 1 else (None,))
+            if sharding not in ("zero1", "zero2") or not adapts  # with adapters, these shard little
+            for checkpointing in CHECKPOINTS
             for n in (pieces[:1] if family.in_backward else pieces)
         ]
-        return sorted(_possible(family, ways), key=self.seconds)
+        return sorted(_possible(family, variants), key=self.seconds)
 
     def residents(self, recipe: Recipe) -> dict[str, int]:
         return cost.resident_bytes(self.work, recipe, self.cards)
 
-    def leanest(self, family: Recipe) -> Recipe:
-        """The slowest of the family's ways with the fewest residents."""
-        return min(reversed(self.ways(family)), key=lambda way: sum(self.residents(way).values()))
+    def least_resident_variant(self, family: Recipe) -> Recipe:
+        """The slowest of the family's variants with the fewest resident bytes."""
+        return min(
+            reversed(self.variants(family)),
+            key=lambda variant: sum(self.residents(variant).values()),
+        )
 
     def run(self, method: str) -> None:
-        """Look for the fastest way of each family.
+        """Look for the fastest variant of each family.
 
         Families that cannot be, or need not be, predicted are ``ruled_out``.
         """
@@ -160,27 +167,28 @@ class Search:
         for family in self.families(method):
             if family.in_backward and best is not None and not best.recipe.in_backward:
                 continue
-            leanest = self.leanest(family)
-            held = sum(self.residents(leanest).values())
+            smallest = self.least_resident_variant(family)
+            held = sum(self.residents(smallest).values())
             if held > self.card.nbytes:
-                shown = leanest if self.cards > 1 else family
-                self.ruled_out.append(RuledOut(shown, held, self._too_many(leanest), self.own))
+                shown = smallest if self.cards > 1 else family
+                why = self._describe_excess(smallest)
+                self.ruled_out.append(RuledOut(shown, held, why, self.has_adapters))
                 continue
             try:
                 best = self._fastest(family, best) or best
                 if self.chunked:
                     best = self._fastest(replace(family, chunked_loss=True), best) or best
             except CannotTrace as error:
-                self.ruled_out.append(RuledOut(family, held, str(error), self.own))
+                self.ruled_out.append(RuledOut(family, held, str(error), self.has_adapters))
 
     def _fastest(self, family: Recipe, best: Option | None) -> Option | None:
-        """The first of the family's ways that fits.
+        """The first of the family's variants that fits.
 
         If a ``best`` exists, which changes training less, it must be faster.
         """
         limit = best.seconds / EQUAL_TIME if best else math.inf
-        ways = (way for way in self.ways(family) if self.seconds(way) < limit)
-        return next((self.option(way) for way in ways if self._fits(way)), None)
+        variants = (variant for variant in self.variants(family) if self.seconds(variant) < limit)
+        return next((self.option(variant) for variant in variants if self._fits(variant)), None)
 
     def _fits(self, recipe: Recipe) -> bool:
         return self.may_fit(recipe) and self.option(recipe).fits
@@ -192,121 +200,140 @@ class Search:
         if found := self.fits():
             self.refine(found[0])
         else:
-            self.move(methods)
+            self._try_host_offload(methods)
         if found := self.fits():
-            self.join(found[0])
+            self._try_larger_micro_batches(found[0])
 
     def refine(self, best: Option) -> None:
-        """Replace the checkpoints of ``best`` by fewer ones or by offloading, if that is faster and
-        fits.
+        """Replace the checkpoints of ``best`` by fewer ones or by offloading.
+
+        This happens if the replacement is faster and fits.
         """
         plain = replace(best.recipe, checkpointing=None, every_n_layers=None)
         if best.recipe == plain:
             return
-        first = [f"first-{k}" for k in range(1, self.work.layers)]
+        schedules = [f"first-{k}" for k in range(1, self.work.layers)]
         for n in [1] if plain.in_backward else range(best.recipe.accumulation, self.rows + 1):
-            ways = [
-                replace(plain, accumulation=n, checkpointing=k) for k in first if self.rows % n == 0
-            ]
-            ways = [way for way in ways if self.seconds(way) < best.seconds]
+            if self.rows % n != 0:
+                continue
+            variants = [replace(plain, accumulation=n, checkpointing=k) for k in schedules]
+            variants = [variant for variant in variants if self.seconds(variant) < best.seconds]
             # raised if layers cannot be recomputed one by one
             with suppress(ValueError, CannotTrace):
-                fewest = self._fewest(ways, self._known.get(replace(plain, accumulation=n)), best)
-                best = self.option(ways[fewest]) if fewest < len(ways) else best
-        ways = _possible(plain, LESS[: None if self.target == "cuda" else -1])
+                fewest = self._fewest(
+                    variants, self._known.get(replace(plain, accumulation=n)), best
+                )
+                best = self.option(variants[fewest]) if fewest < len(variants) else best
+        variants = _possible(plain, ALTERNATIVES[: None if self.target == "cuda" else -1])
         faster = [
-            w for w in sorted(ways, key=self.seconds) if self.seconds(w) * EQUAL_TIME < best.seconds
+            w
+            for w in sorted(variants, key=self.seconds)
+            if self.seconds(w) * EQUAL_TIME < best.seconds
         ]
-        for way in faster[:TRIED]:
+        for variant in faster[:MAX_ALTERNATIVES]:
             with suppress(ValueError, CannotTrace):  # raised for a model without such a part
-                if self._fits(way) and self.option(way).seconds < best.seconds:
+                if self._fits(variant) and self.option(variant).seconds < best.seconds:
                     return
 
-    def _fewest(self, ways: list[Recipe], none: Option | None, some: Option) -> int:
-        """The index of the first of ``ways`` (1, 2, ... recomputed layers) that fits.
+    def _fewest(self, variants: list[Recipe], not_recomputed: Option | None, best: Option) -> int:
+        """The index of the first of ``variants`` (1, 2, ... recomputed layers) that fits.
 
-        First guess: between ``none`` and ``some``.
+        First guess: between ``not_recomputed`` and ``best``.
         """
-        low, high = 0, len(ways)
-        part = (
-            (none.needs - self.card.nbytes) / (none.needs - some.needs)
-            if none and not none.fits
-            else 0.5
-        )
-        near = math.ceil(part * cost.run_again(self.work, some.recipe) * self.work.layers) - 1
-        for way in (near, near - 1, near + 1):
-            if low <= way < high:
-                low, high = (low, way) if self._fits(ways[way]) else (way + 1, high)
-        return bisect_left(ways, True, low, high, key=self._fits)
+        low, high = 0, len(variants)
+        share = 0.5
+        if not_recomputed and not not_recomputed.fits:
+            missing = not_recomputed.needs - self.card.nbytes
+            share = missing / (not_recomputed.needs - best.needs)
+        recomputed = cost.recompute_fraction(self.work, best.recipe)
+        guess = math.ceil(share * recomputed * self.work.layers) - 1
+        for variant in (guess, guess - 1, guess + 1):
+            if low <= variant < high:
+                low, high = (low, variant) if self._fits(variants[variant]) else (variant + 1, high)
+        return bisect_left(variants, True, low, high, key=self._fits)
 
-    def join(self, best: Option) -> None:
-        """Try larger micro-batches if ``best`` offloads something: the pieces were chosen without
-        offloading.
+    def _try_larger_micro_batches(self, best: Option) -> None:
+        """Try larger micro-batches if ``best`` offloads something.
+
+        Its number of micro-batches was chosen without offloading.
         """
-        fewer = [n for n in range(best.recipe.accumulation - 1, 0, -1) if self.rows % n == 0]
-        all(self._fits(replace(best.recipe, accumulation=n)) for n in fewer if best.recipe.offload)
+        if not best.recipe.offload:
+            return
+        for pieces in range(best.recipe.accumulation - 1, 0, -1):
+            if self.rows % pieces != 0:
+                continue
+            # fewer pieces are larger micro-batches: stop at the first that does not fit
+            if not self._fits(replace(best.recipe, accumulation=pieces)):
+                return
 
     def next_faster(self, best: Option) -> Option | None:
-        """The slowest of the ways that are faster than ``best`` and differ from it only in pieces
-        and checkpoints.
+        """The slowest of the variants that are faster than ``best``.
+
+        They differ from it only in accumulation and checkpoints.
         """
         family = replace(
             best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None
         )
-        how, limit = family.sharding, best.seconds
-        ways = [w for w in self.ways(family) if w.sharding == how and self.seconds(w) < limit]
-        return self.option(ways[-1]) if ways else None
+        sharding, limit = family.sharding, best.seconds
+        variants = [
+            w for w in self.variants(family) if w.sharding == sharding and self.seconds(w) < limit
+        ]
+        return self.option(variants[-1]) if variants else None
 
     def may_fit(self, recipe: Recipe) -> bool:
         """Whether ``recipe`` might fit, by its lower bounds.
 
         One percent is added for states that are counted roughly.
         """
-        return (
-            max(self._least(recipe, known) for known in (None, *self._known.values()))
-            <= 1.01 * self.room
-        )
+        bounds = [self._lower_bound(recipe, known) for known in (None, *self._known.values())]
+        return max(bounds) <= 1.01 * self.available
 
-    def lightest(self, methods: list[str]) -> list[Recipe]:
-        """The recipes with the fewest residents: one that steps after backward, and one that steps
-        in it, if there is one.
+    def least_resident_recipes(self, methods: list[str]) -> list[Recipe]:
+        """The recipes with the fewest resident bytes.
+
+        One steps after backward; another one, if there is one, steps in backward.
         """
         families = [
             replace(f, chunked_loss=self.chunked) for m in methods for f in self.families(m)
         ]
         found = []
         for in_backward in (False, True):
-            ways = [
-                self.leanest(family) for family in families if family.in_backward == in_backward
-            ]
-            found += sorted(ways, key=lambda way: sum(self.residents(way).values()))[:1]
+            variants = []
+            for family in families:
+                if family.in_backward == in_backward:
+                    variants.append(self.least_resident_variant(family))
+            found += sorted(variants, key=lambda variant: sum(self.residents(variant).values()))[:1]
         return found
 
-    def move(self, methods: list[str]) -> None:
-        """If nothing fits: try the lightest recipes, also with the inputs of checkpoints, or the
-        shards of cards, on the host.
-        """
-        for recipe in self.lightest(methods):
-            if not self.option(recipe).fits and self.target == "cuda" and self.room > 0:
-                plain = replace(recipe, checkpointing="per-layer", every_n_layers=None)
-                away = [{"offload": "boundaries"}, {"offload": "parameters", "sharding": "fsdp"}]
-                list(map(self.option, _possible(plain, away[: 1 + (self.cards > 1)])))
+    def _try_host_offload(self, methods: list[str]) -> None:
+        """Last resort: offload checkpoint inputs or parameter shards to the host."""
+        offloads = [{"offload": "boundaries"}]
+        if self.cards > 1:
+            offloads.append({"offload": "parameters", "sharding": "fsdp"})
+        for recipe in self.least_resident_recipes(methods):
+            # predicted in any case, so that a plan can say what is missing
+            if self.option(recipe).fits or self.target != "cuda" or self.available <= 0:
+                continue
+            checkpointed = replace(recipe, checkpointing="per-layer", every_n_layers=None)
+            for offloaded in _possible(checkpointed, offloads):
+                self.option(offloaded)
 
-    def _least(self, recipe: Recipe, known: Option | None = None) -> float:
-        """A lower bound for the live bytes of ``recipe``: from its sizes, or from a ``known``
-        option that saves as much or more.
+    def _lower_bound(self, recipe: Recipe, known: Option | None = None) -> float:
+        """A lower bound for the live bytes of ``recipe``.
 
-        At each moment, bytes other than parameters, gradients and states are assumed to shrink with
+        It comes from the sizes, or from a ``known`` option that saves as much or more memory. At
+        each moment, bytes other than parameters, gradients and states are assumed to shrink with
         the micro-batch. If the optimizers differ, the optimizer's step is left out.
         """
         if known is None:
             held = self.residents(recipe)
             tokens = self.seq_len * (self.rows // recipe.accumulation)
             # In one piece, gradients are made while activations are freed.
-            waiting = held["gradients"] if recipe.accumulation > 1 else 0
-            kept = tokens * cost.kept_by_a_token(self.work, recipe)
-            return max(sum(held.values()), held["parameters"] + held["optimizer"] + waiting + kept)
-        if not self._alike(known.recipe, recipe):
+            gradients = held["gradients"] if recipe.accumulation > 1 else 0
+            saved = tokens * cost.saved_bytes_per_token(self.work, recipe)
+            in_forward = held["parameters"] + held["optimizer"] + gradients + saved
+            return max(sum(held.values()), in_forward)
+        if not self._comparable(known.recipe, recipe):
             return 0
         rows = known.prediction.timeline.rows
         if (known.recipe.optimizer, known.recipe.sharding) != (recipe.optimizer, recipe.sharding):
@@ -323,14 +350,16 @@ class Search:
             gradients = min(gradients.max(), self.residents(recipe)["gradients"])
         elif known.recipe.accumulation > 1:
             gradients = 0
-        grows = by[:, ACTIVATIONS:].sum(axis=1) * min(
+        scaled = by[:, ACTIVATIONS:].sum(axis=1) * min(
             1, known.recipe.accumulation / recipe.accumulation
         )
-        return (fixed + gradients + grows).max()
+        return (fixed + gradients + scaled).max()
 
-    def _alike(self, known: Recipe, recipe: Recipe) -> bool:
-        """Whether ``known`` differs only in its micro-batch, its optimizer (if that steps after
-        backward), and in saving more.
+    def _comparable(self, known: Recipe, recipe: Recipe) -> bool:
+        """Whether the bytes of ``known`` give a lower bound for those of ``recipe``.
+
+        The two may differ in the micro-batch, in the optimizer (if it steps after backward), and in
+        that ``known`` saves more memory.
         """
         # these differ only in states
         states = known.sharding == "ddp" and recipe.sharding == "zero1"
@@ -345,14 +374,15 @@ class Search:
             )
             for r in (known, recipe)
         ]
-        saves = cost.run_again(self.work, known) >= cost.run_again(self.work, recipe)
+        fractions = [cost.recompute_fraction(self.work, r) for r in (known, recipe)]
+        saves = fractions[0] >= fractions[1]
         # products are no measure there
         if {known.checkpointing, recipe.checkpointing} & {*SELECTIVE}:
             saves = known.checkpointing in (recipe.checkpointing, "per-layer")
         return kinds[0] == kinds[1] and saves and known.chunked_loss >= recipe.chunked_loss
 
-    def _too_many(self, recipe: Recipe) -> str:
-        """A text that says which of weights, gradients and states exceed the card."""
+    def _describe_excess(self, recipe: Recipe) -> str:
+        """Describe which of weights, gradients and states exceed the card."""
         names, held, sums = {"parameters": "weights", "optimizer": "optimizer states"}, [], 0
         for category, nbytes in self.residents(recipe).items():
             if nbytes and sums <= self.card.nbytes:

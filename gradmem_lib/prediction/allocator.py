@@ -44,13 +44,14 @@ SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE, ROUND_LARGE = (
 )
 
 
-class NoRoom(Exception):
-    """The card has no room for a segment of ``asked`` bytes, and no unused segment to free
-    for it.
+class OutOfCapacity(Exception):
+    """Raised if a segment of ``requested`` bytes exceeds the card's capacity.
+
+    No unused segment is left to free for it.
     """
 
-    def __init__(self, asked: int):
-        self.asked = asked
+    def __init__(self, requested: int):
+        self.requested = requested
 
 
 class Allocator:
@@ -62,7 +63,7 @@ class Allocator:
     is taken, and split if enough is left. Free neighbours merge again. ``reserved`` is the bytes
     taken from the driver. ``empty_cache`` returns unused segments to the driver. Callers may call
     it, and ``allocate`` does when ``capacity`` is too small for a new segment. If that fails, it
-    raises ``NoRoom``.
+    raises ``OutOfCapacity``.
     """
 
     def __init__(self, capacity: float = math.inf):
@@ -91,7 +92,7 @@ class Allocator:
             if self.reserved + total > self.capacity:
                 self.empty_cache()
             if self.reserved + total > self.capacity:
-                raise NoRoom(total)
+                raise OutOfCapacity(total)
             self._next += 2 * total
             self._segments[address] = total
             self.reserved += total
@@ -137,8 +138,9 @@ class Allocator:
 
 
 def replayed(requests: Iterable[int]) -> int:
-    """Bytes reserved after ``requests``: a number of bytes asks for a block, and ``-1 - n`` frees
-    the block of request n.
+    """Bytes reserved after ``requests``.
+
+    A request is a number of bytes to allocate, or ``-1 - n`` to free the block of request n.
     """
     allocator, addresses = Allocator(), []
     for request in requests:

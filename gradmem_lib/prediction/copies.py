@@ -24,11 +24,10 @@ def fake_batch(batch):
 def fake_copy(
     model: nn.Module, layers: nn.Module | None = None, keep: int | None = None
 ) -> nn.Module:
-    """``model`` with fake tensors in place of its own, on "cpu"; of its ``layers`` only the first
-    ``keep``, if given.
+    """A copy of ``model`` with fake tensors on "cpu", for use in a fake mode.
 
-    For use in a fake mode. The copy gets the same checkpoints that ``checkpoint_layers`` has put on
-    the model.
+    ``keep``: copy only the first ``keep`` of its ``layers``. The copy gets the same checkpoints
+    that ``checkpoint_layers`` has put on the model.
     """
     memo: dict[int, Any] = {}
     bases: dict[int, torch.UntypedStorage] = {}
@@ -48,13 +47,13 @@ def fake_copy(
                     p.grad = _fake_like(parameter.grad, bases)
     with _Copying(bases):
         if keep is not None:
-            kept = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]
-            entries = [kept] if isinstance(layers, nn.ModuleList) else kept
+            first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:keep]]
+            entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
             memo[id(layers)] = type(layers)(*entries)
-        made = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     for checkpoints in checkpoints_of(model):
-        checkpoints.put_on_copy(dict(zip(model.modules(), made.modules(), strict=True)))
-    return made
+        checkpoints.apply_to_copy(dict(zip(model.modules(), copied.modules(), strict=True)))
+    return copied
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

@@ -1,5 +1,6 @@
-"""Corrections where PyTorch's fake tensors differ from the kernels: what the kernels really return,
-and with how many bytes.
+"""Corrections where PyTorch's fake tensors differ from the kernels.
+
+They return what the kernels return, with as many bytes.
 
 The differences were found by running PyTorch's own samples of every operator (``torch.testing``) on
 real and on fake tensors.
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
 
 
-def _viewed(args, out):
+def _view(args, out):
     """For a dimension of one element, real views have other strides than fake ones.
 
     Convolutions choose their layout by these.
@@ -33,34 +34,28 @@ def _viewed(args, out):
     return out if real == out.stride() else out.as_strided(out.shape, real, out.storage_offset())
 
 
-def _contiguous_gradient(args, out):
-    """The gradient of ``layer_norm``'s input is laid out row by row, whatever strides the input
-    has.
-    """
+def _layer_norm_backward(args, out):
+    """The gradient of ``layer_norm``'s input is contiguous, whatever strides the input has."""
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
-def _filled(args, out):
-    """A value that the dtype cannot hold raises an error on a real tensor, but not on a
-    fake one.
-    """
+def _masked_fill(args, out):
+    """A value that the dtype cannot hold raises an error on a real tensor, not on a fake one."""
     with compat.without_modes():
         one = torch.zeros(1, dtype=out.dtype, device="cpu")
         one.masked_fill_(torch.zeros(1, dtype=torch.bool, device="cpu"), args[2])
     return out
 
 
-def _in_the_columns_storage(args, out):
+def _col2im(args, out):
     """``fold``, and the backward of ``unfold``, allocate a tensor like the columns and then shrink
     it. The storage keeps its size (ATen's Col2Im.cpp and Col2Im.cu).
     """
     return args[0].new_empty(max(args[0].numel(), out.numel())).as_strided(out.shape, out.stride())
 
 
-def _of_one_dtype(args, out):
-    """For operations where PyTorch's fake promotes two dtypes to one, but the kernel
-    refuses them.
-    """
+def _require_one_dtype(args, out):
+    """Refuse two dtypes, as the kernel does where PyTorch's fake promotes them to one."""
     tensors = [
         t for t in compat.tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()
     ]
@@ -73,7 +68,7 @@ def _of_one_dtype(args, out):
     return out
 
 
-def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Callable:
+def _norm(position: int, mixed: Callable = lambda args, out: out) -> Callable:
     """A norm whose first tensor from ``position`` on has the input's dtype or float32.
 
     ``mixed`` corrects the float32 case.
@@ -84,7 +79,8 @@ def _normalized(position: int, mixed: Callable = lambda args, out: out) -> Calla
         if weight is None or weight.dtype == args[0].dtype:
             return out
         return mixed(
-            args, out if weight.dtype == torch.float32 else _of_one_dtype((args[0], weight), out)
+            args,
+            out if weight.dtype == torch.float32 else _require_one_dtype((args[0], weight), out),
         )
 
     return correct
@@ -94,11 +90,10 @@ def _with_float32_statistics(args, out):
     return out[0], out[1].to(torch.float32), out[2].to(torch.float32)
 
 
-def _reduced_in_place(position: int) -> Callable:
-    """A loss that first writes one number for each element, then reduces them in the same storage,
-    which keeps its size.
+def _loss_reduced_in_place(position: int) -> Callable:
+    """A loss that writes one number for each element, then reduces them in the same storage.
 
-    ``position``: that of the argument that says how the loss is reduced.
+    The storage keeps its size. ``position``: the index of the ``reduction`` argument.
     """
 
     def correct(args, out):
@@ -142,7 +137,7 @@ def _lstm(args, out):
     x, hidden = args[0], args[10]
     if not torch.is_grad_enabled():
         return out
-    if x.dtype != torch.float32 or not _formula_holds():
+    if x.dtype != torch.float32 or not _lstm_formula_is_exact():
         raise CannotTrace(
             f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: "
             "predict it in float32, or measure one real step with MemoryTracker"
@@ -152,7 +147,7 @@ def _lstm(args, out):
 
 
 @cache
-def _formula_holds() -> bool:
+def _lstm_formula_is_exact() -> bool:
     """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real
     LSTMs, once.
     """
@@ -161,7 +156,7 @@ def _formula_holds() -> bool:
         return all(compat.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
 
 
-def _bags(args, out):
+def _embedding_bag(args, out):
     """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep
     their sizes.
     """
@@ -169,7 +164,7 @@ def _bags(args, out):
     return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
 
-def _recurrent_on_a_card(args, out):
+def _refuse_cudnn_rnn(args, out):
     raise CannotTrace(
         "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's "
         "library knows: measure one real step with MemoryTracker on the card, or predict "
@@ -178,16 +173,16 @@ def _recurrent_on_a_card(args, out):
 
 
 _EVERYWHERE: dict[object, Callable] = {
-    aten.view.default: _viewed,
-    aten.masked_fill.Scalar: _filled,
-    aten.masked_fill_.Scalar: _filled,
-    aten.native_layer_norm_backward.default: _contiguous_gradient,
-    aten.col2im.default: _in_the_columns_storage,
+    aten.view.default: _view,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.col2im.default: _col2im,
     # DDP waits for it: fake groups give none
-    compat.all_reduce: lambda args, out: compat.reduced(args[0]),
-    aten.native_group_norm.default: _normalized(1),
-    aten.native_batch_norm.default: _normalized(1),
-} | dict.fromkeys(compat.of_one_dtype, _of_one_dtype)
+    compat.all_reduce: lambda args, out: compat.finished_all_reduce(args[0]),
+    aten.native_group_norm.default: _norm(1),
+    aten.native_batch_norm.default: _norm(1),
+} | dict.fromkeys(compat.ops_of_one_dtype, _require_one_dtype)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
 _WINDOWS = [
     getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")
@@ -196,18 +191,18 @@ _EVERYWHERE |= {
     of.default: lambda _, w: w.new_empty(len(w) + (len(w) > 1))[: len(w)] for of in _WINDOWS
 }
 _ON_CPU = _EVERYWHERE | {
-    aten.native_layer_norm.default: _normalized(2, _with_float32_statistics),  # mean and 1/std
-    aten.native_group_norm.default: _normalized(1, _with_float32_statistics),
-    aten.native_batch_norm.default: _normalized(1, _with_float32_statistics),
+    aten.native_layer_norm.default: _norm(2, _with_float32_statistics),  # mean and 1/std
+    aten.native_group_norm.default: _norm(1, _with_float32_statistics),
+    aten.native_batch_norm.default: _norm(1, _with_float32_statistics),
     compat.lstm_layer: _lstm,
-    compat.embedding_bag: _bags,
-    aten.mse_loss.default: _reduced_in_place(2),
-    aten.smooth_l1_loss.default: _reduced_in_place(2),
-    aten.soft_margin_loss.default: lambda args, out: _reduced_in_place(2)(
+    compat.embedding_bag: _embedding_bag,
+    aten.mse_loss.default: _loss_reduced_in_place(2),
+    aten.smooth_l1_loss.default: _loss_reduced_in_place(2),
+    aten.soft_margin_loss.default: lambda args, out: _loss_reduced_in_place(2)(
         args, out.to(args[0].dtype)
     ),
-    aten.binary_cross_entropy.default: lambda args, out: _reduced_in_place(3)(
-        args, _of_one_dtype(args, out)
+    aten.binary_cross_entropy.default: lambda args, out: _loss_reduced_in_place(3)(
+        args, _require_one_dtype(args, out)
     ),
     **{
         op.default: lambda args, out: out.to(args[1].dtype)  # PyTorch's fake has the widest dtype
@@ -216,13 +211,13 @@ _ON_CPU = _EVERYWHERE | {
             aten.smooth_l1_loss_backward,
             aten.soft_margin_loss_backward,
         )
-        if op.default not in compat.of_one_dtype
+        if op.default not in compat.ops_of_one_dtype
     },
 }
-_ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _recurrent_on_a_card)
+_ON_CARD = _EVERYWHERE | dict.fromkeys(compat.recurrent, _refuse_cudnn_rnn)
 _ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
-    args, _normalized(2)(args, out)
+    args, _norm(2)(args, out)
 )
 # By target and operator: functions that take the arguments and PyTorch's fake result, and return
 # the result of the target's kernel. They raise ``CannotTrace`` if it cannot be known.
-OF: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}
+BY_TARGET: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

@@ -1,5 +1,6 @@
-"""Lets a trace without a card keep for backward what CUDA's kernels keep, where the CPU's kernels
-keep something else.
+"""Lets a trace without a card save for backward what CUDA's kernels save.
+
+For some functions, the CPU's kernels save something else.
 
 It follows PyTorch's sources (aten/src/ATen/native/transformers/cuda, autocast_mode.h). ``make gpu``
 compares it with a card; that has not been done yet.
@@ -33,8 +34,7 @@ IN_FLOAT32 = tuple(
 
 @contextmanager
 def kernels(autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Inside this context, functions on (fake) CPU tensors keep for backward what CUDA's kernels
-    keep.
+    """While the block runs, functions on (fake) CPU tensors save what CUDA's kernels save.
 
     ``autocast``: the dtype of ``torch.autocast`` if the step uses it. Then operations that CUDA's
     autocast runs in float32 run in float32 here too. The functions are replaced where modules look
@@ -53,13 +53,13 @@ def in_float32(function: Callable) -> Callable:
     """``function`` with float32 arguments, as autocast calls the functions on its float32 list."""
 
     @wraps(function)
-    def wider(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         if torch.is_autocast_enabled("cpu"):
             args = [_to_float32(a) for a in args]
             kwargs = {name: _to_float32(a) for name, a in kwargs.items()}
         return function(*args, **kwargs)
 
-    return wider
+    return wrapper
 
 
 def _to_float32(value):
@@ -67,13 +67,13 @@ def _to_float32(value):
     return value.float() if narrow else value
 
 
-def _dropout(plain: Callable, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
-    """One kernel that keeps a mask of one byte a number.
+def _dropout(original: Callable, input: Tensor, p=0.5, training=True, inplace=False) -> Tensor:
+    """CUDA's dropout: one kernel that saves a mask of one byte a number.
 
-    The CPU keeps a mask in the input's dtype.
+    The CPU saves a mask in the input's dtype.
     """
     if not training or p == 0 or inplace:
-        return plain(input, p, training, inplace)
+        return original(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
 
 
@@ -90,8 +90,8 @@ def _attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))
     size, options = query.shape[-1], {"scale": scale}
-    even = query.shape[-1] == value.shape[-1] and query.shape[1] % key.shape[1] == 0
-    if attn_mask is None and query.dtype != torch.float32 and size <= 256 and even:
+    same_heads = query.shape[-1] == value.shape[-1] and query.shape[1] % key.shape[1] == 0
+    if attn_mask is None and query.dtype != torch.float32 and size <= 256 and same_heads:
         if padding := -size % 8:
             options["scale"] = size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
@@ -109,16 +109,16 @@ def _attention(
             seq = bias.shape[-1]
             bias = F.pad(bias, (0, -seq % 16))[..., :seq] if seq % 16 else bias
             bias = bias.expand(*query.shape[:3], key.shape[2])
-        keeps = any(t.requires_grad for t in (query, key, value))
-        return efficient_attention(query, key, value, bias, keeps, dropout_p, is_causal, **options)[
-            0
-        ]
+        needs_grad = any(t.requires_grad for t in (query, key, value))
+        return efficient_attention(
+            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
+        )[0]
     options["enable_gqa"] = enable_gqa
     return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
 def scratch(func, args) -> int:
-    """Bytes that ``func`` takes inside its kernel and frees at its end, if they are many."""
+    """Bytes that ``func`` allocates and frees inside its kernel, if they are many."""
     if func is not flash_attention_backward.default:
         return 0
     # The gradient of the queries is added up in float32, with rows and head size rounded up. If

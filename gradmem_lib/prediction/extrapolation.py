@@ -27,11 +27,12 @@ class Trace:
     operations: tuple[str, ...]
     starts: tuple[int, ...]
     requests: tuple[int, ...] = ()
-    moved: int = 0
+    offload_traffic_bytes: int = 0
 
     def parts(self) -> list[Part]:
-        """For each part: the differences from sample to sample (but the phase itself), and its
-        operations with their phases.
+        """For each part of the step: its differences from sample to sample, and its operations.
+
+        Each operation has its phase. The phase's column holds the phase itself, not a difference.
         """
         steps = np.diff(self.rows, axis=0, prepend=0)
         steps[:, PHASE] = self.rows[:, PHASE]
@@ -41,10 +42,9 @@ class Trace:
 
 
 def repeated_layers(model: nn.Module) -> nn.Module | None:
-    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all alike;
-    ``None`` if there is none.
+    """The longest ``ModuleList`` or ``Sequential`` of ``model`` whose entries are all equal.
 
-    Alike: the same modules, parameters, settings and hooks, except for numbers that count the
+    Equal: the same modules, parameters, settings and hooks, except for numbers that count the
     layers. The result is ``None`` if the config lists different values for the layers (Gemma's
     alternating attention), or if the layers were edited.
     """
@@ -59,13 +59,13 @@ def repeated_layers(model: nn.Module) -> nn.Module | None:
         return None
     config, n = getattr(model, "config", None), len(found)
     values = getattr(config, "__dict__", {}).values()
-    unlike = any(
+    settings_differ = any(
         isinstance(v, list | tuple) and len(v) == n and len({*map(repr, v)}) > 1 for v in values
     )
     # Edited layers: some are not called, or they share weights.
     called = getattr(getattr(config, "get_text_config", lambda: config)(), "num_hidden_layers", n)
     shared = len([*found.parameters()]) < sum(len([*layer.parameters()]) for layer in found)
-    return None if unlike or shared or called < n else found
+    return None if settings_differ or shared or called < n else found
 
 
 def _fingerprint(layer: nn.Module, index: int) -> tuple:
@@ -85,10 +85,11 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
 
 
 def extrapolate(
-    short: list[Part], long: list[Part], units: int, wanted: int
+    short: list[Part], long: list[Part], units: int, num_units: int
 ) -> list[np.ndarray] | None:
-    """The differences in a trace with ``wanted`` repeated units, by part, from traces with
-    ``units`` and ``units + 1``.
+    """Extrapolate from traces with ``units`` and ``units + 1`` repeated units to ``num_units``.
+
+    Returns the differences from sample to sample, for each part of the step.
 
     In each part of the step, the longer trace has one more round of the same events. This round is
     found and repeated as often as needed. An event that happens once (such as freeing all
@@ -96,43 +97,44 @@ def extrapolate(
     """
     if len(short) != len(long):
         return None
-    parts = [_extrapolated_part(a, b, wanted - units) for a, b in zip(short, long, strict=True)]
+    parts = [_extrapolated_part(a, b, num_units - units) for a, b in zip(short, long, strict=True)]
     return None if any(part is None for part in parts) else parts
 
 
-def _extrapolated_part(a: Part, b: Part, more: int) -> np.ndarray | None:
-    (short, short_kinds), (long, long_kinds) = a, b
+def _extrapolated_part(short_part: Part, long_part: Part, extra_repeats: int) -> np.ndarray | None:
+    (short, short_kinds), (long, long_kinds) = short_part, long_part
     n, extra = len(short_kinds), len(long_kinds) - len(short_kinds)
     if extra < 0:
         return None
-    before = _agreeing(short_kinds, long_kinds)
-    after = _agreeing(short_kinds[::-1], long_kinds[::-1])
+    before = _common_prefix(short_kinds, long_kinds)
+    after = _common_prefix(short_kinds[::-1], long_kinds[::-1])
     if before + after < n:
         return None
-    at = _round_begins(short, long, extra, n - after, before) if extra else before
+    at = _locate_repeat(short, long, extra, n - after, before) if extra else before
     if at is None:
         return None
     block = long[at : at + extra]
     aligned = np.concatenate([long[:at], long[at + extra :]])
-    grown = short + (aligned - short) * more
-    return np.concatenate([grown[:at], np.tile(block, (more, 1)), grown[at:]])
+    grown = short + (aligned - short) * extra_repeats
+    return np.concatenate([grown[:at], np.tile(block, (extra_repeats, 1)), grown[at:]])
 
 
-def _round_begins(short: np.ndarray, long: np.ndarray, extra: int, lo: int, hi: int) -> int | None:
-    """A start from ``lo`` to ``hi`` for the longer trace's additional round, which must equal the
-    round before or after it.
+def _locate_repeat(
+    short: np.ndarray, long: np.ndarray, extra: int, first: int, last: int
+) -> int | None:
+    """The start of the longer trace's additional round, from ``first`` to ``last``.
 
-    It takes the start nearest to the middle, far from what is special about the first and the last
-    round.
+    This round must equal the one before or after it. Of several starts, it takes the nearest to the
+    middle, far from what is special about the first and the last round. ``None`` if no start fits.
     """
-    for at in sorted(range(lo, hi + 1), key=lambda at: abs(2 * at - lo - hi)):
+    for at in sorted(range(first, last + 1), key=lambda at: abs(2 * at - first - last)):
         block = long[at : at + extra]
         if any(np.array_equal(short[max(i, 0) : i + extra], block) for i in (at - extra, at)):
             return at
     return None
 
 
-def _agreeing(a: list, b: list) -> int:
-    """How many entries are equal, counted from the first one."""
+def _common_prefix(a: list, b: list) -> int:
+    """The length of the longest common prefix."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""A faster fake mode: it remembers what an operator returned for the same kind of arguments.
+"""A faster fake mode: it caches what an operator returned for the same kind of arguments.
 
 PyTorch's fake tensors compute the shape of every result, which takes most of a tenth of a
-millisecond. A model's layers ask for the same results over and over. Here a result's description
-(shape, strides, dtype, storage) is kept under a key that is cheap to compute. Every answer comes
+millisecond. A model's layers need the same results over and over. Here a result's description
+(shape, strides, dtype, storage) is cached under a key that is cheap to compute. Every answer comes
 from PyTorch, or from ``corrections.py``.
 """
 
@@ -16,9 +16,10 @@ from ..compat import FakeTensor, storage_key
 from . import corrections
 from .question import CannotTrace
 
-KEPT = 20_000
-ELSEWHERE = (
-    "a tensor from elsewhere, whose bytes stay: put it into batch=, or into the module as a buffer"
+MAX_ANSWERS = 20_000
+REAL_TENSOR = (
+    "a real tensor that is not a parameter, buffer or batch entry: put it into batch=, or into the "
+    "module as a buffer"
 )
 _PLAIN = {
     int,
@@ -31,11 +32,11 @@ _PLAIN = {
     torch.layout,
     torch.memory_format,
 }
-# from (mode, args), makes the remembered result again
-Again = Callable[["QuickFakeMode", tuple], object]
-# By what stays the same during a trace: its target and the global settings. Every answer may be
-# dropped at any time.
-known: dict[tuple, dict[tuple | None, Again]] = {}
+# from (mode, args), builds the cached result
+Replay = Callable[["QuickFakeMode", tuple], object]
+# Caches of answers, by what stays the same during a trace: its target and the global settings.
+# Every answer may be dropped at any time.
+answers_by_settings: dict[tuple, dict[tuple | None, Replay]] = {}
 
 
 def _settings() -> tuple:
@@ -52,8 +53,8 @@ def _settings() -> tuple:
     )
 
 
-class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
-    """A ``FakeTensorMode`` with a memory. Every result is an ordinary ``FakeTensor``.
+class QuickFakeMode(compat.WithoutDynamoGuard, compat.FakeTensorMode):
+    """A ``FakeTensorMode`` with a cache. Every result is an ordinary ``FakeTensor``.
 
     Where PyTorch's fake result differs from that of the real kernels of ``target``, it is corrected
     (see ``corrections.py``). ``value`` is what ``.item()`` returns; with ``None``, as at the
@@ -62,11 +63,11 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
 
     def __init__(self, target: str | None = None):
         super().__init__(allow_non_fake_inputs=True)
-        self._corrections = corrections.OF.get(target, {})
+        self._corrections = corrections.BY_TARGET.get(target, {})
         self.value: float | None = None
-        self._blank: dict[torch.device, dict] = {}
-        self._answers = known.setdefault((target, _settings()), {})
-        if len(self._answers) > KEPT:
+        self._fake_attributes: dict[torch.device, dict] = {}
+        self._answers = answers_by_settings.setdefault((target, _settings()), {})
+        if len(self._answers) > MAX_ANSWERS:
             self._answers.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -75,38 +76,41 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         if func is compat.read_value and self.value is not None:
             return self.value
         key = self._key(func, args, kwargs or {})
-        if (again := self._answers.get(key)) is not None:
-            return again(self, args)
-        if func in compat.marks:
+        if (replay := self._answers.get(key)) is not None:
+            return replay(self, args)
+        if func in compat.profiler_marks:
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
-        out = self._asked(func, types, args, kwargs or {})
-        foreign = any(type(value) is torch.nn.Parameter for value in args)
-        if foreign or (isinstance(out, Tensor) and out.layout != torch.strided):
-            what = "another module's parameter" if foreign else f"a result of layout {out.layout}"
+        out = self._compute(func, types, args, kwargs or {})
+        other_parameter = any(type(value) is torch.nn.Parameter for value in args)
+        if other_parameter or (isinstance(out, Tensor) and out.layout != torch.strided):
+            what = "another module's parameter"
+            if not other_parameter:
+                what = f"a result of layout {out.layout}"
             raise CannotTrace(
                 f"{func} has {what}: give one module with all parameters, and sparse=False"
             )
-        elsewhere = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
-        if elsewhere and any(r.alias_info is not None for r in compat.returns(func)):
-            raise CannotTrace(f"{func} has {ELSEWHERE}")
+        real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
+        if real_tensor and any(r.alias_info is not None for r in compat.returns(func)):
+            raise CannotTrace(f"{func} has {REAL_TENSOR}")
         if func in self._corrections:
             out = self._corrections[func](args, out)
-        if (again := None if key is None else _again(func, args, out)) is not None:
-            self._answers[key] = again
+        if (replay := None if key is None else _make_replay(func, args, out)) is not None:
+            self._answers[key] = replay
         return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:
-        """A fake tensor of ``device`` around ``inside``, with the attributes of the first fake
-        tensor on that device.
-        """
-        if device not in self._blank:
-            first = FakeTensor(self, inside, device)
-            self._blank[device] = dict(vars(first))
-            return first
-        return compat.another_fake(inside, device, self._blank[device])
+        """A fake tensor on ``device`` around ``inside``.
 
-    def _asked(self, func, types, args, kwargs):
-        """PyTorch's own answer.
+        It gets the attributes of the first fake tensor on that device.
+        """
+        if device not in self._fake_attributes:
+            first = FakeTensor(self, inside, device)
+            self._fake_attributes[device] = dict(vars(first))
+            return first
+        return compat.fast_fake_tensor(inside, device, self._fake_attributes[device])
+
+    def _compute(self, func, types, args, kwargs):
+        """Compute the result by PyTorch.
 
         Its fake of ``grouped_mm`` takes only bf16; the kernels return the same shape for any dtype.
         """
@@ -120,8 +124,9 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
 
     def _key(self, func, args, kwargs) -> tuple | None:
-        """A key of all that the result depends on; ``None`` if it depends on more than this
-        function reads.
+        """A key of all that the result depends on.
+
+        ``None`` if it depends on more than this function reads.
         """
         parts: list = [func, torch.is_grad_enabled()]
         for value in (*args, *kwargs.items()):
@@ -149,8 +154,8 @@ class QuickFakeMode(compat.Unguarded, compat.FakeTensorMode):
         return tuple(parts)
 
 
-def _again(func, args, out) -> Again | None:
-    """A function that makes ``out`` again; ``None`` if there is no safe way."""
+def _make_replay(func, args, out) -> Replay | None:
+    """A function that builds ``out`` for later calls; ``None`` if there is no safe way."""
     if any(
         a.alias_info is not None and a.alias_info.is_write for a in compat.schema(func).arguments
     ):
@@ -159,15 +164,16 @@ def _again(func, args, out) -> Again | None:
         same = args and out is args[0] and torch.Tag.inplace_view not in func.tags
         return (lambda mode, args: args[0]) if same else None
     if type(out) not in (tuple, list):
-        return _one_again(out, args)
-    kind, parts = type(out), [_one_again(one, args) for one in out]
+        return _replay_tensor(out, args)
+    kind, parts = type(out), [_replay_tensor(one, args) for one in out]
     storages = [storage_key(one.untyped_storage()) for one in out if isinstance(one, Tensor)]
     if None in parts or len(set(storages)) < len(storages):
         return None
     return lambda mode, args: kind([part(mode, args) for part in parts])
 
 
-def _one_again(out, args) -> Again | None:
+def _replay_tensor(out, args) -> Replay | None:
+    """The same for a single result: a new tensor, a view of an argument, an int or ``None``."""
     if out is None or type(out) is int:
         return lambda mode, args: out
     if (

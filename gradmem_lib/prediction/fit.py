@@ -17,17 +17,18 @@ from .predict import predict, source_of
 
 
 def fit(
-    model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **asked: Any
+    model_or_config: Any, budget: int | str, *, recipe: Recipe | None = None, **predict_args: Any
 ) -> Recipe:
-    """``recipe`` with as few recomputed layers as ``budget`` allows: its ``checkpointing`` is
-    ``None`` or ``"first-k"``.
+    """``recipe`` with as few recomputed layers as ``budget`` allows.
+
+    Its ``checkpointing`` is ``None`` or ``"first-k"``.
 
     Its predicted peak is at most ``budget`` (bytes, or text such as ``"800 MiB"``); with one layer
     less, it would be above. Only live tensors are counted (``plan`` adds what else a card holds).
     The first layers are the ones to recompute, since backward reaches them when the others are
-    gone. ``asked``: other arguments of ``predict``. Raises ``ValueError`` if no number of layers is
-    enough; it says the lowest peak, or the bytes that no checkpoint removes if these alone are too
-    many.
+    freed. ``predict_args``: other arguments of ``predict``. Raises ``ValueError`` if no number of
+    layers is enough; it says the lowest peak, or the bytes that no checkpoint removes if these
+    alone are too many.
     """
     recipe, limit = Recipe() if recipe is None else recipe, parse_bytes(budget)
     if recipe.checkpointing is not None or recipe.every_n_layers is not None:
@@ -43,7 +44,7 @@ def fit(
     def fits(k: int) -> bool:
         nonlocal fixed
         if k not in peaks:
-            found = predict(source, recipe=recipes[k], **asked)
+            found = predict(source, recipe=recipes[k], **predict_args)
             peaks[k], rows = found.peak.total, found.timeline.rows
             in_step = rows[rows[:, PHASE] == OPTIMIZER_STEP, TOTAL]
             fixed = int(
@@ -51,15 +52,15 @@ def fit(
             )
         return peaks[k] <= limit
 
-    most = 0 if fits(0) else None
+    enough = 0 if fits(0) else None
     # Try all layers first, then a few less, since a checkpoint also adds some bytes. Once one layer
     # less needs more, every smaller number does too.
-    for k in range(n, 0, -1) if most is None else ():
+    for k in range(n, 0, -1) if enough is None else ():
         if fits(k):
-            most = k
-        if most is not None or fixed > limit or peaks[k] > peaks.get(k + 1, peaks[k]):
+            enough = k
+        if enough is not None or fixed > limit or peaks[k] > peaks.get(k + 1, peaks[k]):
             break
-    if most is None:
+    if enough is None:
         lowest, what = min(peaks.values()), "this step needs at least"
         if fixed > limit:
             lowest, what = fixed, "weights, gradients, states and the optimizer's step alone need"
@@ -68,7 +69,7 @@ def fit(
             f"bytes ({format_bytes(lowest)}). Take a smaller batch, accumulation, chunked_loss, or "
             "another precision or optimizer"
         )
-    return recipes[bisect_left(range(most), True, key=fits)]
+    return recipes[bisect_left(range(enough), True, key=fits)]
 
 
 def checkpoint_layers(
@@ -77,19 +78,19 @@ def checkpoint_layers(
     *,
     keep_last: bool | None = None,
     budget: int | str | None = None,
-    **asked: Any,
+    **predict_args: Any,
 ) -> checkpointing.CheckpointedLayers:
     """Run layers in checkpointed segments while they train, until ``.remove()`` or the end of a
     ``with`` block.
 
-    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``asked``. Without a
-    ``recipe`` in ``asked``, the model stays as it is, with AdamW. All else, and ``keep_last``, is
-    as in ``techniques.checkpointing.checkpoint_layers``.
+    ``every="fit"``: as few layers as ``budget`` allows, by ``fit``, which gets ``predict_args``.
+    Without a ``recipe`` in them, the model stays as it is, with AdamW. All else, and ``keep_last``,
+    is as in ``techniques.checkpointing.checkpoint_layers``.
     """
     if every == "fit" and budget is not None:
-        asked = {"recipe": Recipe(precision=None, attention=None)} | asked
-        every = fit(layers_or_model, budget, **asked).checkpointing or "first-0"
-    elif every == "fit" or budget is not None or asked:
+        predict_args = {"recipe": Recipe(precision=None, attention=None)} | predict_args
+        every = fit(layers_or_model, budget, **predict_args).checkpointing or "first-0"
+    elif every == "fit" or budget is not None or predict_args:
         raise ValueError(
             'every="fit" needs a budget; that, batch_size, seq_len and batch are for it alone'
         )

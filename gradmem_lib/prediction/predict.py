@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
-from ..names import CATEGORIES, PHASES, SELECTIVE, choose
+from ..names import CATEGORIES, PHASES, SELECTIVE, check_choice
 from ..techniques.schedules import segments_for
 from ..training.recipe import Recipe
-from ..units import whole
+from ..units import check_positive_int
 from . import allocator
 from .configs import find_config, most_positions, skeleton, title_of
 from .extrapolation import Trace, extrapolate
@@ -33,9 +33,10 @@ TARGETS = ("cpu", "cuda")
 SHORT_TRACES = ((2, 3), (3, 4), (4, 5))
 SHORTEST = 3  # layers: with fewer, no layer lies between the first and the last
 MOST_SAMPLES = 2**17  # of a timeline: more than an ordinary step has, and 9 MiB
-REPLAYED = 2  # micro-batches for the allocator: a third one reuses what the second has freed
+# micro-batches for the allocator: a third one reuses what the second has freed
+REPLAYED_MICRO_BATCHES = 2
 # micro-batches that are traced: the first, the last, and one that stands for all between them
-FEW = 3
+TRACED_MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Prediction:
 
     The step is not the first one: the optimizer's states exist. Attributes: ``target``;
     ``timeline`` (if it has very many samples, only the largest of each window); ``peak``;
-    ``peak_by_phase``; ``current`` (the bytes that stay between steps); ``moved`` (the bytes that
-    cross the bus for ``recipe.offload``, in both directions together); ``title``; ``traced_layers``
-    (the numbers of layers in the short traces; empty for a full trace).
+    ``peak_by_phase``; ``current`` (the bytes that stay between steps); ``offload_traffic_bytes``
+    (the bytes that cross the bus for ``recipe.offload``, in both directions together); ``title``;
+    ``traced_layers`` (the numbers of layers in the short traces; empty for a full trace).
     """
 
     target: str
@@ -55,12 +56,12 @@ class Prediction:
     peak: MemorySnapshot
     peak_by_phase: dict[str, int]
     current: MemorySnapshot
-    moved: int = 0
+    offload_traffic_bytes: int = 0
     title: str = ""
     traced_layers: tuple[int, ...] = ()
     _question: Any = field(default=None, repr=False, compare=False)
-    # requests, if a full trace was made
-    _asked: tuple = field(default=(), repr=False, compare=False)
+    # the requests of a full trace; empty if it was not made
+    _recorded_requests: tuple = field(default=(), repr=False, compare=False)
 
     def replay_allocator(self) -> int | None:
         """For a card: the bytes that the caching allocator will have reserved from the driver;
@@ -78,8 +79,15 @@ class Prediction:
 
     @cached_property
     def _requests(self) -> tuple[int, ...]:
-        few = self._question.recipe.accumulation > REPLAYED and not self._question.source.given
-        return self._asked or traced(self._question, None, REPLAYED if few else None).requests
+        if self._recorded_requests:
+            return self._recorded_requests
+        question, micro_batches = self._question, None
+        if (
+            question.recipe.accumulation > REPLAYED_MICRO_BATCHES
+            and not question.source.is_user_module
+        ):
+            micro_batches = REPLAYED_MICRO_BATCHES
+        return traced(question, None, micro_batches).requests
 
     def plot(self, ax: Any = None) -> Any:
         """The timeline as a matplotlib ``Figure``."""
@@ -145,7 +153,7 @@ def predict(
             "Recipe(precision='autocast-bf16')"
         )
     target = ("cuda" if torch.cuda.is_available() else "cpu") if target is None else target
-    choose("target", target, TARGETS)
+    check_choice("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(
             "Recipe(precision=None) takes a module in the dtypes that it has, and a config has "
@@ -164,7 +172,7 @@ def _checked_sizes(
 ) -> tuple[int, int | None]:
     """The sizes of the batch.
 
-    Raises ``ValueError`` if one is missing or does not fit. Also checks ``ranks``.
+    Raises ``ValueError`` if one is missing or does not fit, or if ``ranks`` does not.
     """
     if not (
         ranks is None if recipe.sharding is None else type(ranks) is int and rank in range(ranks)
@@ -193,7 +201,7 @@ def _checked_sizes(
     recipe.micro_batch(batch_size)
     if getattr(source.skeleton, "main_input_name", "") == "pixel_values":
         return batch_size, None
-    whole("seq_len", seq_len, 2048, "tokens in a row")
+    check_positive_int("seq_len", seq_len, 2048, "tokens in a row")
     positions = most_positions(source.skeleton)
     if positions and seq_len > positions:
         raise ValueError(
@@ -203,23 +211,24 @@ def _checked_sizes(
     return batch_size, seq_len
 
 
-def source_of(given: Any) -> Source:
-    if isinstance(given, Source):
-        return given
-    if isinstance(given, nn.Module):
-        if any(compat.is_compiled(module) for module in given.modules()):
+def source_of(model_or_config: Any) -> Source:
+    if isinstance(model_or_config, Source):
+        return model_or_config
+    if isinstance(model_or_config, nn.Module):
+        if any(compat.is_compiled(module) for module in model_or_config.modules()):
             raise CannotTrace(
-                f"{type(given).__name__} is compiled with torch.compile, whose code has its own "
-                "memory plan: give the module as it was before (compiled._orig_mod)"
+                f"{type(model_or_config).__name__} is compiled with torch.compile, whose code has "
+                "its own memory plan: give the module as it was before (compiled._orig_mod)"
             )
-        return Source(given, type(given).__name__, given=True)
-    config = find_config(given)
-    return Source(skeleton(config), title_of(given, config), given=False)
+        return Source(model_or_config, type(model_or_config).__name__, is_user_module=True)
+    config = find_config(model_or_config)
+    return Source(skeleton(config), title_of(model_or_config, config), is_user_module=False)
 
 
-def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
-    """(layers in the repeated unit, the recipe for fewer layers); ``None`` if segments differ in
-    length.
+def _repeated_unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
+    """(layers in the repeated unit, the recipe for fewer layers).
+
+    ``None`` if segments differ in length.
     """
     schedule = recipe.checkpointing
     if recipe.sharding == "zero1":
@@ -237,14 +246,16 @@ def _unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
 def _rows(
     question: Question, full: bool
 ) -> tuple[np.ndarray, int, tuple[int, ...], tuple[int, ...]]:
-    """The samples of the step, the bytes moved, and the lengths of the short traces, or else the
-    full trace's requests.
+    """Trace the step. Returns four things:
+
+    the samples, the bytes of offload traffic, the lengths of the short traces (empty after a full
+    trace), and the full trace's requests (empty after short traces).
     """
     if full:
         trace = traced(question, None)
-        return trace.rows, trace.moved, (), trace.requests
+        return trace.rows, trace.offload_traffic_bytes, (), trace.requests
     n = len(question.source.layers or ())
-    unit = _unit(question.recipe, n) if n else None
+    unit = _repeated_unit(question.recipe, n) if n else None
     for pair in SHORT_TRACES if unit is not None else ():
         size, recipe = unit
         short, long = (k * size + n % size for k in pair)
@@ -252,72 +263,77 @@ def _rows(
             continue
         if short + long >= n:
             break
-        lesser = replace(question, recipe=recipe)
+        reduced = replace(question, recipe=recipe)
         try:
-            (one, folded), (two, _) = _step_trace(lesser, short), _step_trace(lesser, long)
+            shorter, repeats = _step_trace(reduced, short)
+            longer, _ = _step_trace(reduced, long)
         except CannotTrace:
             raise
         except Exception:
             # this model does not run with fewer layers: the full trace works, or shows the error
             break
-        if (steps := extrapolate(one.parts(), two.parts(), pair[0], n // size)) is not None:
-            moved = one.moved + (two.moved - one.moved) * (n // size - pair[0])
-            return _joined(steps, folded), moved, (short, long), ()
-    trace, folded = _step_trace(question, None)
-    return _joined([steps for steps, _ in trace.parts()], folded), trace.moved, (), trace.requests
+        if (steps := extrapolate(shorter.parts(), longer.parts(), pair[0], n // size)) is not None:
+            each = longer.offload_traffic_bytes - shorter.offload_traffic_bytes
+            traffic = shorter.offload_traffic_bytes + each * (n // size - pair[0])
+            return _join_parts(steps, repeats), traffic, (short, long), ()
+    trace, repeats = _step_trace(question, None)
+    rows = _join_parts([steps for steps, _ in trace.parts()], repeats)
+    return rows, trace.offload_traffic_bytes, (), trace.requests
 
 
 def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
-    """A trace with all bytes moved, and the number of micro-batches that were left out of it. These
-    are all like the second one.
+    """A trace, and the number of micro-batches that were left out of it.
 
-    Its parts: what exists first, a forward and a backward for each micro-batch, and the optimizer's
-    step. The first micro-batch creates the gradients, and all others add to them. Each backward but
-    the last ends with the next micro-batch's first state.
+    These are all like the second one. Their offload traffic is counted. The trace's parts: what
+    exists first, a forward and a backward for each micro-batch, and the optimizer's step. The first
+    micro-batch creates the gradients, and all others add to them. Each backward but the last ends
+    with the next micro-batch's first state.
     """
     k = question.recipe.accumulation
     # there the last one sends the gradients
-    few = FEW + (question.recipe.sharding in ("ddp", "zero1"))
-    if k > few and not question.source.given:
-        trace = traced(question, layers, few)
+    num_traced = TRACED_MICRO_BATCHES + (question.recipe.sharding in ("ddp", "zero1"))
+    if k > num_traced and not question.source.is_user_module:
+        trace = traced(question, layers, num_traced)
         parts = trace.parts()
         (_, second, third), (_, fourth, last) = [
             [steps for steps, _ in parts[i:7:2]] for i in (1, 2)
         ]
         same = min(len(fourth), len(last))  # after the last backward, the sum of losses is read
         if np.array_equal(second, third) and np.array_equal(fourth[:same], last[:same]):
-            return replace(trace, moved=trace.moved * k // few), k - few
+            traffic = trace.offload_traffic_bytes * k // num_traced
+            return replace(trace, offload_traffic_bytes=traffic), k - num_traced
     return traced(question, layers), 0
 
 
-def _joined(steps: list[np.ndarray], folded: int) -> np.ndarray:
-    """The rows of a step from the differences in its parts, with ``folded`` more copies of the
-    second micro-batch.
+def _join_parts(steps: list[np.ndarray], repeats: int) -> np.ndarray:
+    """The rows of a step, from the differences in its parts.
+
+    The second micro-batch is repeated ``repeats`` more times.
     """
-    steps = np.concatenate(steps[:5] + steps[3:5] * folded + steps[5:])
+    steps = np.concatenate(steps[:5] + steps[3:5] * repeats + steps[5:])
     rows = steps.cumsum(axis=0)
     rows[:, PHASE] = steps[:, PHASE]
     return rows
 
 
 def _prediction(
-    question: Question, rows: np.ndarray, moved: int, layers: tuple, asked: tuple
+    question: Question, rows: np.ndarray, offload_traffic_bytes: int, layers: tuple, requests: tuple
 ) -> Prediction:
     phases = {
         name: int(rows[rows[:, PHASE] == i, TOTAL].max(initial=0)) for i, name in enumerate(PHASES)
     }
-    which = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
+    rank_text = f", rank {question.rank} of {question.ranks}" if question.recipe.sharding else ""
     return Prediction(
         target=question.target,
         timeline=Timeline(rows).decimate(MOST_SAMPLES),
         peak=_snapshot(rows[rows[:, TOTAL].argmax()]),
         peak_by_phase=phases,
         current=replace(_snapshot(rows[-1]), phase="idle"),
-        moved=moved,
-        title=f"{question.source.title}, predicted for {question.target}{which}",
+        offload_traffic_bytes=offload_traffic_bytes,
+        title=f"{question.source.title}, predicted for {question.target}{rank_text}",
         traced_layers=layers,
         _question=question,
-        _asked=asked,
+        _recorded_requests=requests,
     )
 
 

@@ -19,11 +19,11 @@ class CannotTrace(RuntimeError):
 
 @dataclass(eq=False)
 class Source:
-    """A model without memory, or (if ``given``) the module that the user gave."""
+    """A model without memory: a skeleton of a config, or (``is_user_module``) the user's module."""
 
     skeleton: nn.Module
     title: str
-    given: bool
+    is_user_module: bool
 
     @cached_property
     def layers(self) -> nn.Module | None:
@@ -32,7 +32,7 @@ class Source:
         tensors may then do different things, or not be called.
         """
         theirs = type(inside_peft(self.skeleton)).__module__.startswith("transformers.")
-        own = self.given and (
+        own = self.is_user_module and (
             not theirs or any("forward" in vars(m) for m in self.skeleton.modules())
         )
         return None if own or checkpoints_of(self.skeleton) else repeated_layers(self.skeleton)

@@ -24,7 +24,7 @@ from ..names import OPTIMIZER_STEP
 from ..techniques.data_parallel import Processes
 from ..training.prepare import prepare, set_attention
 from ..training.recipe import Recipe
-from ..training.step import autocast, cut_batch, loss_of, moving, step
+from ..training.step import autocast, cut_batch, loss_of, offload_context, step
 from . import allocator, cuda_kernels, fakes
 from .configs import example_batch
 from .copies import fake_batch, fake_copy
@@ -33,8 +33,9 @@ from .question import CannotTrace, Question
 
 
 class CpuRecorder(Recording):
-    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones, and keeps every
-    sample.
+    """Counts the fake storages of a step as ``MemoryTracker`` counts real ones.
+
+    It keeps every sample.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
@@ -42,9 +43,10 @@ class CpuRecorder(Recording):
         self.optimizers = checked_optimizers(optimizer)
         self.meter = Meter(model, self.optimizers, self)
         self.operations: list[str] = []
-        self.requests: list[int] = []  # bytes asked for; -1 - n: the storage of request n was freed
+        # the bytes of an allocation; or -1 - n: the storage of request n was freed
+        self.requests: list[int] = []
         self.starts = [0]
-        self.moved = 0
+        self.offload_traffic_bytes = 0
 
     def __enter__(self) -> Self:
         self.meter.__enter__()
@@ -62,29 +64,31 @@ class CpuRecorder(Recording):
     def size(self, storage) -> int:
         # A fake tensor's device says "cpu", but its storage's device says "meta".
         if storage.device.type != "meta" and storage.nbytes():
-            raise CannotTrace(f"a module was given {fakes.ELSEWHERE}")
+            raise CannotTrace(f"a module was given {fakes.REAL_TENSOR}")
         return storage.nbytes()
 
     def sample(self, func="") -> None:
         super().sample(func)
         self.operations.append(str(func))
 
-    def trace(self, moved: int = 0) -> Trace:
+    def trace(self, offload_traffic_bytes: int = 0) -> Trace:
         return Trace(
-            self.rows(), tuple(self.operations), tuple(self.starts), tuple(self.requests), moved
+            self.rows(),
+            tuple(self.operations),
+            tuple(self.starts),
+            tuple(self.requests),
+            offload_traffic_bytes,
         )
 
 
 class CudaRecorder(CpuRecorder):
-    """Counts like a card's allocator: every storage in whole blocks of 512 bytes, and also the
-    kernels' scratch memory.
-    """
+    """Counts like a card's allocator: storages in blocks of 512 bytes, and scratch memory too."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | list[Optimizer]):
         super().__init__(model, optimizer)
-        self._on_host: set[int] = set()
+        self._host_keys: set[int] = set()
         self._numbers: dict[int, int] = {}  # the number of each entry's request
-        self._asked = 0
+        self._num_requests = 0
 
     def __enter__(self) -> Self:
         # AdamW keeps its step counters in the host's memory, unless it is fused.
@@ -93,57 +97,58 @@ class CudaRecorder(CpuRecorder):
                 getattr(optimizer, "fused", False) or g.get("fused") for g in optimizer.param_groups
             ):
                 counters = [state.get("step") for state in optimizer.state.values()]
-                self._on_host |= {
+                self._host_keys |= {
                     storage_key(c.untyped_storage()) for c in counters if isinstance(c, Tensor)
                 }
         return super().__enter__()
 
     def size(self, storage) -> int:
-        return (
-            0 if storage_key(storage) in self._on_host else allocator.rounded(super().size(storage))
-        )
+        if storage_key(storage) in self._host_keys:
+            return 0
+        return allocator.rounded(super().size(storage))
 
     def scratch(self, func, args) -> int:
         if nbytes := cuda_kernels.scratch(func, args):
-            self.requests += [nbytes, -1 - self._asked]
-            self._asked += 1
+            self.requests += [nbytes, -1 - self._num_requests]
+            self._num_requests += 1
         return nbytes
 
-    def entered(self, entry) -> None:
-        self._numbers[id(entry)] = self._asked
+    def after_alloc(self, entry) -> None:
+        self._numbers[id(entry)] = self._num_requests
         self.requests.append(entry.nbytes)
-        self._asked += 1
+        self._num_requests += 1
 
-    def left(self, entry) -> None:
+    def after_free(self, entry) -> None:
         self.requests.append(-1 - self._numbers.pop(id(entry)))
 
 
 class OffloadedRecorder(CudaRecorder):
-    """The same if FSDP keeps shards, their gradients and states in the host's memory.
+    """Counts like a card's allocator, with FSDP's offload of shards, gradients and states.
 
-    ``moved`` counts both directions.
+    What is in the host's memory has no bytes on the card. ``offload_traffic_bytes`` counts the
+    copies in both directions.
     """
 
     def __enter__(self) -> Self:
-        self._host, self._arriving, to = WeakValueDictionary(), False, Tensor.to
+        self._host, self._copying_to_host, to = WeakValueDictionary(), False, Tensor.to
         hosts = storages_of([*self.meter.model.parameters(), *(o.state for o in self.optimizers)])
         self._host.update((storage_key(storage), storage) for storage in hosts)
 
-        def copied(tensor, *args, **kwargs):
+        def to_and_count(tensor, *args, **kwargs):
             if "non_blocking" not in kwargs or not isinstance(args[0], torch.device):
                 return to(tensor, *args, **kwargs)
-            self._arriving = self.size(tensor.untyped_storage()) > 0
-            self.moved += tensor.nbytes
-            out, self._arriving = tensor.clone(), False
+            self._copying_to_host = self.size(tensor.untyped_storage()) > 0
+            self.offload_traffic_bytes += tensor.nbytes
+            out, self._copying_to_host = tensor.clone(), False
             return out
 
         super().__enter__()
         # FSDP's copies between host and card, which are one memory here.
-        self.meter.inside.enter_context(patch.object(Tensor, "to", copied))
+        self.meter.exit_stack.enter_context(patch.object(Tensor, "to", to_and_count))
         return self
 
     def size(self, storage) -> int:
-        if self._arriving or self.phase == OPTIMIZER_STEP:  # the host steps its shards
+        if self._copying_to_host or self.phase == OPTIMIZER_STEP:  # the host steps its shards
             self._host[storage_key(storage)] = storage
         return 0 if self._host.get(storage_key(storage)) is storage else super().size(storage)
 
@@ -157,26 +162,28 @@ def traced(question: Question, layers: int | None, micro_batches: int | None = N
     Raises ``CannotTrace``, which names the operation, if its operations depend on values.
     """
     try:
-        trace = _traced(question, layers, micro_batches, real_warm_up=question.source.given)
+        trace = _traced(
+            question, layers, micro_batches, real_warm_up=question.source.is_user_module
+        )
         return trace or _traced(question, layers, micro_batches, real_warm_up=True)
     except compat.NO_VALUES as error:
         func = getattr(error, "func", error)
         reads = "reads a tensor's value, as .item(), int(), bool() and if do"
-        what = reads if func is compat.read_value else "has a result whose size depends on values"
+        reason = reads if func is compat.read_value else "has a result whose size depends on values"
         raise CannotTrace(
-            f"the operation {func} {what}{_where(error)}, and a prediction has shapes but no "
+            f"the operation {func} {reason}{_where(error)}, and a prediction has shapes but no "
             "values. Predict a variant of the model without it, or measure one real step with "
             "MemoryTracker"
         ) from error
     except (ValueError, CannotTrace):
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
+        message = (str(error).strip().splitlines() or [""])[0]
         raise CannotTrace(
             f"a step of {type(question.source.skeleton).__name__} with this recipe fails in its "
             f"prediction, and would most likely fail for real{_where(error)}: "
-            f"{type(error).__name__}: {said}. Try one real step, and measure it with MemoryTracker "
-            "if it works"
+            f"{type(error).__name__}: {message}. Try one real step, and measure it with "
+            "MemoryTracker if it works"
         ) from error
 
 
@@ -194,8 +201,10 @@ def _where(error) -> str:
 def _traced(
     question: Question, layers: int | None, micro_batches, real_warm_up: bool
 ) -> Trace | None:
-    """The trace. ``None`` if it needs a real step first: if parameters get no gradients, or modules
-    keep tensors of a step.
+    """The trace of one step, after a warm-up.
+
+    ``None`` if it needs a real step as warm-up: if parameters get no gradients, or modules keep
+    tensors of a step.
     """
     recipe = question.recipe
     with ExitStack() as stack:
@@ -205,8 +214,8 @@ def _traced(
         logging.disable(logging.CRITICAL)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        name = stack.enter_context(compat.attention_by_values(*_hidden(question)))
-        mesh = _ranks(question, stack)
+        name = stack.enter_context(compat.attention_by_values(*_mask_flags(question)))
+        mesh = _fake_ranks(question, stack)
         # in a first step, PyTorch's engines allocate what they keep
         real_warm_up |= mesh is not None
         mode = stack.enter_context(fakes.QuickFakeMode(question.target))
@@ -214,7 +223,7 @@ def _traced(
         cache = getattr(getattr(model, "config", None), "use_cache", None)
         prepared = prepare(model, recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
-        if cache and question.source.given:
+        if cache and question.source.is_user_module:
             # a given module keeps its settings, as in its own training loop
             model.config.use_cache = True
         if compat.attention_of(model) == "sdpa":
@@ -229,111 +238,118 @@ def _traced(
         recorder = RECORDERS["offloaded" if offloaded else question.target](
             model, prepared.optimizer
         )
-        moves = moving(model, recipe)
+        offload_hooks = offload_context(model, recipe)
 
-        def one_step(note: Callable[[str], None], micro_batches: int | None = None) -> None:
+        def one_step(notify: Callable[[str], None], micro_batches: int | None = None) -> None:
             def mark(part: str) -> None:
                 # In the model, values may decide what is computed. Elsewhere, any number needs the
                 # same bytes: the number of labels, the loss, Adafactor's scales.
                 mode.value = None if part == "forward" else 1.0
-                note(part)
+                notify(part)
 
-            how = {
+            options = {
                 "loss": question.loss,
                 "mark": mark,
                 "micro_batches": micro_batches,
-                "offload": moves,
+                "offload": offload_hooks,
             }
-            step(model, prepared.optimizer, batch, recipe, **how)
+            step(model, prepared.optimizer, batch, recipe, **options)
 
         mode.value = 1.0
         if real_warm_up:
-            one_step(lambda part: None, None if question.source.given else 1)
+            one_step(lambda part: None, None if question.source.is_user_module else 1)
         else:
             _warm_up(recorder, model, batch, recipe, mode)
         trained = [
             p for o in recorder.optimizers for group in o.param_groups for p in group["params"]
         ]
-        used: set[int] = set()
+        with_gradient: set[int] = set()
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
-        kept, before = _kept(model), getattr(moves, "bytes", 0)
+            parameter.register_post_accumulate_grad_hook(lambda p: with_gradient.add(id(p)))
+        held, before = _module_tensors(model), getattr(offload_hooks, "bytes", 0)
         with recorder:
             one_step(recorder.mark, micro_batches)
-        settled = len(used) == len(trained) and kept == _kept(model)
-        # what is offloaded is reloaded
-        moved = 2 * (getattr(moves, "bytes", 0) - before) + recorder.moved
-        return recorder.trace(moved) if real_warm_up or settled else None
+        steady = len(with_gradient) == len(trained) and held == _module_tensors(model)
+        if not (real_warm_up or steady):
+            return None
+        offloaded = getattr(offload_hooks, "bytes", 0) - before
+        # 2: what is offloaded is also reloaded
+        return recorder.trace(2 * offloaded + recorder.offload_traffic_bytes)
 
 
-def _hidden(question: Question) -> tuple[bool, bool]:
-    """Whether the batch hides tokens, and whether its rows hold several sequences.
+def _mask_flags(question: Question) -> tuple[bool, bool]:
+    """The two flags for which attention builds masks.
 
-    ``CannotTrace`` if only a part of it does.
+    They say whether the batch masks tokens, and whether its rows hold several sequences. Raises
+    ``CannotTrace`` if only a part of the batch does.
     """
     batch, model = (
         question.batch if isinstance(question.batch, Mapping) else {},
         question.source.skeleton,
     )
-    if (own := compat.attention_of(model)) is None:
+    if (attention := compat.attention_of(model)) is None:
         return False, False
 
-    def said(look: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
+    def flags(test: Callable[[Tensor], Tensor], *names: str) -> set[bool]:
         real = [
             t
             for t in map(batch.get, names)
             if isinstance(t, Tensor) and t.dim() == 2 and not t.is_meta
         ]
         return {
-            bool(look(part))
+            bool(test(part))
             for tensor in real
             for part in tensor.chunk(question.recipe.accumulation)
         }
 
-    whole = said(Tensor.all, "attention_mask", "decoder_attention_mask")
-    in_a_row = said(lambda positions: (positions.diff() == 1).all(), "position_ids")
+    all_tokens = flags(Tensor.all, "attention_mask", "decoder_attention_mask")
+    one_sequence = flags(lambda positions: (positions.diff() == 1).all(), "position_ids")
     # A decoder without a given mask makes one of ones. Only fused attention then leaves the causal
     # mask out.
-    pair = (
+    makes_own_mask = (
         getattr(model.config, "is_encoder_decoder", False)
         and batch.get("decoder_attention_mask") is None
     )
-    whole |= {True} if pair and (question.recipe.attention or own) != "eager" else set()
-    if len(whole) > 1 or len(in_a_row) > 1:
+    if makes_own_mask and (question.recipe.attention or attention) != "eager":
+        all_tokens.add(True)
+    if len(all_tokens) > 1 or len(one_sequence) > 1:
         raise CannotTrace(
             "some micro-batches, or only encoder or decoder, have hidden tokens (attention_mask) "
             "or several sequences in a row (position_ids), for which attention builds masks, and "
             "others do not: predict a batch of one kind, or measure a real step"
         )
-    return False in whole, False in in_a_row
+    return False in all_tokens, False in one_sequence
 
 
 def _check_buckets(question: Question, layers: int | None, model: nn.Module) -> None:
     """Raise ``ValueError`` if the bytes of many layers cannot be computed from those of few."""
-    asked = layers is not None and question.target == "cuda" and question.recipe.sharding == "ddp"
-    if asked and any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
+    extrapolated = layers is not None
+    if not extrapolated or question.target != "cuda" or question.recipe.sharding != "ddp":
+        return
+    if any(p.requires_grad and p.nbytes % allocator.BLOCK for p in model.parameters()):
         raise ValueError(
             "DDP's buckets hold many layers and are rounded as a whole: trace all layers"
         )
 
 
-def _ranks(question: Question, stack: ExitStack):
-    """The mesh of ranks that this process pretends to be one of, while ``stack`` is open; ``None``
-    for a single process.
+def _fake_ranks(question: Question, stack: ExitStack):
+    """A fake process group with a mesh of ranks, while ``stack`` is open.
+
+    ``None`` for a single process.
     """
     if question.recipe.sharding is None:
         return None
-    summed = Processes.sums
+    local_sums = Processes.sums
 
     def sums(self: Processes, *numbers: float) -> list[float]:
-        summed(self, *numbers)  # called for the memory that it takes
+        local_sums(self, *numbers)  # called for the memory that it takes
         return [n * question.ranks for n in numbers]  # all ranks have the same numbers
 
     stack.enter_context(patch.object(Processes, "sums", sums))
     stack.enter_context(warnings.catch_warnings())
     # This warning, about layers that return views, is for a real run.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    return stack.enter_context(compat.one_of(question.ranks, question.rank))
+    return stack.enter_context(compat.fake_process_group(question.ranks, question.rank))
 
 
 def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mode) -> None:
@@ -355,7 +371,7 @@ def _warm_up(recorder: CpuRecorder, model: nn.Module, batch, recipe: Recipe, mod
         optimizer.zero_grad(set_to_none=True)
 
 
-def _kept(model: nn.Module) -> list[int]:
+def _module_tensors(model: nn.Module) -> list[int]:
     """The identities of the tensors that modules hold besides their parameters."""
     held = [[*vars(module).values(), *module.buffers(recurse=False)] for module in model.modules()]
     return [id(value) for values in held for value in values if isinstance(value, Tensor)]

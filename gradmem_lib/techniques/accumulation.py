@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import tree_leaves, tree_map_only
-from .data_parallel import NOTHING, Processes, processes_of
+from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
 
 
 class Accumulated(NamedTuple):
@@ -88,44 +88,46 @@ def accumulate_gradients(
                 "are then corrected at the end)"
             )
         total_items = sum(
-            _whole(count_items(micro), "count_items(micro)") for micro in micro_batches
+            _check_count(count_items(micro), "count_items(micro)") for micro in micro_batches
         )
     if total_items is not None:
-        total_items = int(processes.sums(_whole(total_items, "total_items"))[0])
+        total_items = int(processes.sums(_check_count(total_items, "total_items"))[0])
     window = _Window(processes, total_items, reduction == "mean", model, scaler)
-    for number, (micro, needed) in enumerate(processes.micro_batches(micro_batches)):
+    for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
         if number == 1 or (number == 0 and processes.divisor > 1):
             _warn_of_shared_statistics(model, between_ranks=number == 0)
-        with processes.forward_and_backward(needed):
-            window.add(loss_and_count(micro), needed)
+        with processes.forward_and_backward(sync_gradients):
+            window.add(loss_and_count(micro), sync_gradients)
         del micro
     processes.check_gradients()
     return window.end()
 
 
 class _Window:
-    """The counts so far, and the number that each loss is divided by: the total, or the first count
-    if it is unknown.
+    """The counts so far, and the divisor of each loss.
+
+    The divisor is the total number of items, or the first count if the total is unknown.
     """
 
     def __init__(self, processes: Processes, total: int | None, mean: bool, model, scaler):
         if total == 0:
-            raise ValueError(NOTHING)
+            raise ValueError(NO_ITEMS_ERROR)
         self.processes, self.total, self.mean, self.scaler = processes, total, mean, scaler
         self.divisor, self.items, self.loss_sum = total, 0, None
-        self.search, self.trained = total is None and model is None, WeakTensorKeyDictionary()
+        self.trained = WeakTensorKeyDictionary()  # the parameters whose gradients end() corrects
+        self.find_parameters = total is None and model is None  # in the graph of each loss
         if total is None and model is not None:
-            self._will_train(model.parameters())
+            self._track_parameters(model.parameters())
 
-    def add(self, returned: Any, needed: bool) -> None:
-        loss, count = _checked(returned, self.mean)
+    def add(self, returned: Any, sync_gradients: bool) -> None:
+        loss, count = _check_returned(returned, self.mean)
         self.items += count
         # a provisional one keeps sums over many items within the range of float16
         if self.divisor is None:
             self.divisor = max(1, int(self.processes.sums(count)[0]))
         if not count:
-            if needed:
-                _send_without_items(loss)
+            if sync_gradients:
+                _backward_without_items(loss)
             return
         factor = (count if self.mean else 1) * self.processes.divisor / self.divisor
         # an uncut batch needs no second loss tensor
@@ -145,11 +147,11 @@ class _Window:
         self.loss_sum += value * count if self.mean else value
 
     def end(self) -> Accumulated:
-        mine = 0.0 if self.loss_sum is None else self.loss_sum.item()
-        items, loss = self.processes.sums(self.items, mine)
+        local_sum = 0.0 if self.loss_sum is None else self.loss_sum.item()
+        items, loss = self.processes.sums(self.items, local_sum)
         items = int(items)
         if items == 0:
-            raise ValueError(NOTHING)
+            raise ValueError(NO_ITEMS_ERROR)
         if self.total not in (None, items):
             raise ValueError(
                 f"the total said before was {self.total:,} items, and loss_and_count counted "
@@ -162,17 +164,17 @@ class _Window:
         return Accumulated(loss / items, items)
 
     def _backward(self, backward: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run ``backward``, and find its parameters.
+        """Run ``backward``, after finding the parameters that get a gradient from it.
 
-        A reentrant checkpoint, for one, calls it again inside.
+        A reentrant checkpoint calls backward again inside.
         """
-        for tensor in (
-            ([tensors] if isinstance(tensors, Tensor) else tensors) if self.search else ()
-        ):
-            self._will_train(p for p in _leaves(tensor) if p not in self.trained)
+        if self.find_parameters:
+            roots = [tensors] if isinstance(tensors, Tensor) else tensors
+            for root in roots:
+                self._track_parameters(p for p in _leaves(root) if p not in self.trained)
         backward(tensors, *args, **kwargs)
 
-    def _will_train(self, parameters: Iterable[Tensor]) -> None:
+    def _track_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Remember the parameters whose gradients are corrected at the end.
 
         They must not have gradients from before.
@@ -248,7 +250,7 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _whole(number: Any, what: str) -> int:
+def _check_count(number: Any, what: str) -> int:
     """``number`` as an int of at least 0, from an int, a whole float or a tensor of one element."""
     value = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
     if (
@@ -262,7 +264,7 @@ def _whole(number: Any, what: str) -> int:
     return int(value)
 
 
-def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
+def _check_returned(returned: Any, mean: bool) -> tuple[Tensor, int]:
     """Check what ``loss_and_count`` returned. Returns the loss and the count."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
@@ -270,7 +272,7 @@ def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
             f"{type(returned).__name__}: for "
             'example F.cross_entropy(logits, labels, reduction="sum") and (labels != -100).sum()'
         )
-    loss, count = returned[0], _whole(returned[1], "the count of loss_and_count")
+    loss, count = returned[0], _check_count(returned[1], "the count of loss_and_count")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = (
             f"a tensor of shape {tuple(loss.shape)}"
@@ -294,9 +296,10 @@ def _checked(returned: Any, mean: bool) -> tuple[Tensor, int]:
     return loss.reshape(()), count
 
 
-def _send_without_items(loss: Tensor) -> None:
-    """Run backward through a loss without items, since it sends the gradients of the earlier
-    micro-batches.
+def _backward_without_items(loss: Tensor) -> None:
+    """Run backward through a loss without items.
+
+    This backward sends the gradients of the earlier micro-batches to the other processes.
     """
     if not loss.requires_grad or not math.isfinite(loss.item()):
         raise ValueError(
@@ -312,9 +315,9 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     """The tensors that ``loss.backward()`` gives a gradient to."""
     if loss.grad_fn is None:
         return [loss]
-    seen, todo = {loss.grad_fn}, [loss.grad_fn]
-    for node in todo:  # todo grows in this loop
+    seen, pending = {loss.grad_fn}, [loss.grad_fn]
+    for node in pending:  # the list grows in this loop
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
-        todo += new
-    return [node.variable for node in todo if hasattr(node, "variable")]
+        pending += new
+    return [node.variable for node in pending if hasattr(node, "variable")]

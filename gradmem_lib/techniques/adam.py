@@ -40,7 +40,7 @@ class Adam(Optimizer):
     ``torch.optim``.
     """
 
-    decoupled, usual_decay = False, 0.0
+    decoupled, default_decay = False, 0.0
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float | None = None,
     ):
-        decay = self.usual_decay if weight_decay is None else weight_decay
+        decay = self.default_decay if weight_decay is None else weight_decay
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
         super().__init__(params, defaults | {"decoupled_weight_decay": self.decoupled})
 
@@ -60,7 +60,7 @@ class Adam(Optimizer):
         Raises ``ValueError`` for settings that this optimizer cannot use.
         """
         if isinstance(param_group, dict):
-            self._refuse(self.defaults | param_group)
+            self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict) -> None:
@@ -74,10 +74,10 @@ class Adam(Optimizer):
             group["decoupled_weight_decay"] = self.decoupled or group.get(
                 "decoupled_weight_decay", False
             )
-            self._refuse(group)
+            self._check_group(group)
         super().__setstate__(state)
 
-    def _refuse(self, group: dict) -> None:
+    def _check_group(self, group: dict) -> None:
         """``ValueError`` for settings out of range, and for options of ``torch.optim`` (in a
         checkpoint) that are not here.
         """
@@ -122,12 +122,12 @@ class Adam(Optimizer):
                 )
         for p, group in updates:
             if not (state := self.state[p]):
-                self._start(p, state)
+                self._init_state(p, state)
             state["step"] += 1
             self._update(p, state, group)
         return loss
 
-    def _start(self, p: Tensor, state: dict) -> None:
+    def _init_state(self, p: Tensor, state: dict) -> None:
         # Counters stay on the CPU: reading one from a card would make every step wait for the card.
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -163,4 +163,4 @@ class AdamW(Adam):
     parameter, and the moments do not contain the decay. Everything else is as for ``Adam``.
     """
 
-    decoupled, usual_decay = True, 0.01
+    decoupled, default_decay = True, 0.01

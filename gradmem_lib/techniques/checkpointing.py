@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import is_compiled, plain_call, replace_call, stand_in, storage_key, tree_flatten
+from ..compat import (
+    call_override,
+    is_compiled,
+    original_call,
+    override_call,
+    storage_key,
+    tree_flatten,
+)
 from .layer_bytes import LayerBytes, layer_bytes
 from .layers import find_layers
 from .schedules import Schedule, first_layers, safe_segments, segments_for, total_layers
@@ -69,17 +76,20 @@ def checkpoint_layers(
         )
     if keep_last is None and every != "best":
         keep_last = lengths
-    whole = isinstance(layers_or_model, nn.Sequential)
-    made, first = {}, first_layers(every)
+    passes_tuple_through = isinstance(layers_or_model, nn.Sequential)
+    lists, first = {}, first_layers(every)
     for name, (layers, owner) in found.items():
         if first is not None:
-            here = min(first, len(layers))
-            every, keep_last, first = f"first-{here}", here < len(layers), first - here
-        made[name] = _Segments(layers, owner, whole, segments_for(every, len(layers)), keep_last)
+            in_this_list = min(first, len(layers))
+            every = f"first-{in_this_list}"
+            keep_last = in_this_list < len(layers)
+            first -= in_this_list
+        schedule = segments_for(every, len(layers))
+        lists[name] = _Segments(layers, owner, passes_tuple_through, schedule, keep_last)
     if first:
         total = sum(len(layers) for layers, _ in found.values())
         raise ValueError(f"every='first-{first + total}': there are {total} layers in all")
-    return CheckpointedLayers(made)
+    return CheckpointedLayers(lists)
 
 
 class CheckpointedLayers(AbstractContextManager):
@@ -105,7 +115,7 @@ class CheckpointedLayers(AbstractContextManager):
         return values if len(values) > 1 else next(iter(values.values()))
 
     def remove(self) -> None:
-        """Give the layers their own forward back. Calling it again does nothing."""
+        """Restore the layers' own forward. A second call does nothing."""
         self._undo.close()
 
     def __exit__(self, *error) -> None:
@@ -116,20 +126,21 @@ class CheckpointedLayers(AbstractContextManager):
 class _Segments:
     """One list of layers, and how it runs.
 
-    A call of a segment's first layer runs the whole segment. The model then calls the other layers,
-    which return the output in ``waiting``: (the next layer, the segment's end, its output, its
-    arguments without the input).
+    The model calls layer 0, 1, 2, ...; the call of a segment's first layer computes the whole
+    segment, and the calls of the others only hand its output on. While such calls are expected,
+    ``pending`` is (the next layer, the segment's end, its output, its arguments without the input).
     """
 
     layers: list[nn.Module]
     owner: nn.Module | None  # the transformers model that calls them
-    whole: bool  # the next layer gets the whole output, not the first element of a tuple
+    # the next layer gets a tuple as it is, and not only its first element
+    passes_tuple_through: bool
     segments: Schedule | None
     keep_last: bool | None
     internal: list[int] | None = None
     boundary: list[int] | None = None
-    waiting: tuple[int, int, Any, tuple] | None = None
-    apart: bool = False  # in this forward, each layer is its own segment
+    pending: tuple[int, int, Any, tuple] | None = None
+    per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     warned: bool = False
     # While "best" measures: for each call the layer, its bytes, and whether it may share a segment
     # with the layer before.
@@ -140,43 +151,43 @@ class _Segments:
         call, before = torch.compiler.disable(self.call), torch.compiler.disable(self.before_model)
         if self.owner is not None:
             undo.callback(
-                self.owner.register_forward_pre_hook(_BeforeModel(before), with_kwargs=True).remove
+                self.owner.register_forward_pre_hook(_ModelPreHook(before), with_kwargs=True).remove
             )
         for i, layer in enumerate(self.layers):
-            undo.callback(replace_call(layer, _Turn(self, call, i)))
+            undo.callback(override_call(layer, _SegmentCall(self, call, i)))
 
-    def put_on_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
-        """Put the same schedule on a copy of the model; ``copies`` maps each module to its copy."""
+    def apply_to_copy(self, copies: dict[nn.Module, nn.Module]) -> None:
+        """Apply the same schedule to a copy of the model; ``copies`` maps modules to copies."""
         layers = [copies[layer] for layer in self.layers]
-        copied = replace(self, layers=layers, owner=copies.get(self.owner), waiting=None)
+        copied = replace(self, layers=layers, owner=copies.get(self.owner), pending=None)
         CheckpointedLayers({"layers": copied})
 
     def call(self, i: int, args: tuple, kwargs: dict) -> Any:
-        """Called for layer ``i``: run its segment, or return the output if the segment has run."""
-        waiting, self.waiting = self.waiting, None
+        """Called in place of layer ``i``: run its segment, or return the output if it has run."""
+        pending, self.pending = self.pending, None
         if not self._training():
-            begun = waiting is not None and waiting[0] == i
-            if begun and _split(args, kwargs)[0] is self._hidden(waiting[2]):
+            continues = pending is not None and pending[0] == i
+            if continues and _split_input(args, kwargs)[0] is self._hidden(pending[2]):
                 raise RuntimeError(
                     "gradients or training mode were switched off in a segment that has run: "
                     f"begin a new one at layer {i}"
                 )
-            return plain_call(self.layers[i])(*args, **kwargs)
+            return original_call(self.layers[i])(*args, **kwargs)
         if getattr(self.layers[i], "gradient_checkpointing", False):
-            raise RuntimeError(_TWICE)
-        args, kwargs, left_out = without_cache(args, kwargs)
-        if left_out and not self.warned:
+            raise RuntimeError(_ALREADY_CHECKPOINTED)
+        args, kwargs, had_cache = without_cache(args, kwargs)
+        if had_cache and not self.warned:
             self.warned = True
-            warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
-        x, rest = _split(args, kwargs)
+            warnings.warn(CACHE_WARNING, stacklevel=2)
+        x, rest = _split_input(args, kwargs)
         if self.measured is not None:
-            return self._measure(i, x, rest, waiting)
-        if self.segments is None and not self.apart:
-            self._choose(partial(self._one_after_another, i, x, rest))
-        schedule = [1] * len(self.layers) if self.apart else self.segments
+            return self._measure(i, x, rest, pending)
+        if self.segments is None and not self.per_layer_this_forward:
+            self._choose_schedule(partial(self._measure_in_order, i, x, rest))
+        schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
         ends = list(accumulate(map(total_layers, schedule)))
-        place = bisect(ends, i)
-        item, stop = schedule[place], ends[place]
+        index = bisect(ends, i)
+        item, stop = schedule[index], ends[index]
         kept = self.keep_last and stop == len(self.layers)
         if kept and isinstance(item, int):
             return self._run(1, i, x, rest)  # nothing runs again
@@ -184,34 +195,32 @@ class _Segments:
         if i == start:
             run = partial(self._run, item, start, rest=rest)
             out = run(x) if kept else checkpoint(run, x, use_reentrant=False)
-        elif problem := self._problem(i, x, rest, waiting):
+        elif problem := self._problem(i, x, rest, pending):
             raise RuntimeError(
                 f"layer {i} {problem}, and a segment that begins at layer {start} runs its layers "
                 "in order, each with the last one's output and the same other arguments: begin a "
                 f"new segment at layer {i}, or use every=1"
             )
         else:
-            out, rest = waiting[2:]
+            out, rest = pending[2:]
         if i + 1 < stop:
-            self.waiting = i + 1, stop, out, rest
+            self.pending = i + 1, stop, out, rest
         return out
 
     def _training(self) -> bool:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
 
     def _run(self, item: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
-        """The output of the layers of one segment, beginning at layer ``start`` with
-        input ``x``.
-        """
+        """The output of one segment that begins at layer ``start`` with input ``x``."""
         if item == 1:
-            args, kwargs = _joined(x, rest)
-            return plain_call(self.layers[start])(*args, **kwargs)
+            args, kwargs = _join_input(x, rest)
+            return original_call(self.layers[start])(*args, **kwargs)
         parts = [1] * item if isinstance(item, int) else item
         for j, part in enumerate(parts, 1):
             run = partial(self._run, part, start, rest=rest)
-            again = isinstance(item, list) and j < len(parts)
-            out = checkpoint(run, x, use_reentrant=False) if again else run(x)
-            if j < len(parts) and self._says_more(out):
+            recompute = isinstance(item, list) and j < len(parts)
+            out = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
+            if j < len(parts) and self._has_extra_outputs(out):
                 raise RuntimeError(
                     "the layers return more than their hidden state, which is all that a segment "
                     "hands on: checkpoint them one by one (every=1), or leave output_attentions "
@@ -222,50 +231,52 @@ class _Segments:
 
     def _hidden(self, out: Any) -> Any:
         """The part of a layer's output that the next layer gets."""
-        return out[0] if isinstance(out, tuple) and not self.whole else out
+        return out[0] if isinstance(out, tuple) and not self.passes_tuple_through else out
 
-    def _says_more(self, out: Any) -> bool:
-        return (
-            isinstance(out, tuple) and not self.whole and any(part is not None for part in out[1:])
-        )
+    def _has_extra_outputs(self, out: Any) -> bool:
+        if not isinstance(out, tuple) or self.passes_tuple_through:
+            return False
+        return any(part is not None for part in out[1:])
 
-    def _problem(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> str | None:
+    def _problem(self, i: int, x: Any, rest: tuple, pending: tuple | None) -> str | None:
         """The reason why this call of layer ``i`` does not continue a segment; None if it does."""
-        if waiting is None or waiting[0] != i:
+        if pending is None or pending[0] != i:
             return "was called out of order"
-        _, _, out, before = waiting
-        if self._says_more(out) or x is not self._hidden(out):
+        _, _, out, before = pending
+        if self._has_extra_outputs(out) or x is not self._hidden(out):
             return f"was given something else than the output of layer {i - 1}"
-        if not _same(rest, before):
+        if not _same_arguments(rest, before):
             return f"was called with other arguments (masks, positions, ...) than layer {i - 1}"
         return None
 
     def before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Called when the model that owns these layers begins its forward."""
-        self.apart = any(
+        """Called before the forward of the model that owns these layers."""
+        self.per_layer_this_forward = any(
             getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in ("output_hidden_states", "output_attentions")
         )
-        if self.segments is None and not self.apart and self._training():
+        if self.segments is None and not self.per_layer_this_forward and self._training():
             # Where a batch has padding, layers of different kinds get different masks.
             kinds = set(getattr(model.config, "layer_types", None) or ())
-            self._choose(lambda: model.forward(*args, **kwargs), alike=len(kinds) < 2)
+            self._choose_schedule(lambda: model.forward(*args, **kwargs), same_kind=len(kinds) < 2)
 
-    def _one_after_another(self, i: int, x: Any, rest: tuple) -> None:
-        """Measure the layers of a list without a known owner: call each with the output of the one
-        before it.
+    def _measure_in_order(self, i: int, x: Any, rest: tuple) -> None:
+        """Measure the layers of a list: call each with the output of the one before it.
+
+        For lists whose model is not known.
         """
         if i != 0:
             raise RuntimeError(
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
         for j in range(len(self.layers)):
-            x = self._hidden(self._measure(j, x, rest, self.waiting))
+            x = self._hidden(self._measure(j, x, rest, self.pending))
 
-    def _choose(self, run: Callable[[], Any], alike: bool = True) -> None:
+    def _choose_schedule(self, run: Callable[[], Any], same_kind: bool = True) -> None:
         """Measure each layer while ``run`` calls them, and choose the schedule.
 
-        Random states do not change.
+        ``same_kind``: the layers get the same arguments, so they may share a segment. Random states
+        do not change.
         """
         devices = {
             p.device for layer in self.layers for p in layer.parameters() if p.device.type == "cuda"
@@ -277,20 +288,17 @@ class _Segments:
             with torch.random.fork_rng(devices=list(devices)):
                 run()
         finally:
-            self.measured = self.waiting = None
+            self.measured = self.pending = None
         sizes = [size for _, size, _ in measured]
         self.internal, self.boundary = [s.internal for s in sizes], [s.boundary for s in sizes]
         in_order = [i for i, _, _ in measured] == list(range(len(self.layers)))
-        if alike and in_order and all(follows for _, _, follows in measured[1:]):
+        if same_kind and in_order and all(follows for _, _, follows in measured[1:]):
             self.segments, self.keep_last = safe_segments(sizes, self.keep_last)
         else:  # layers that cannot share a segment
             self.segments, self.keep_last = [1] * len(self.layers), bool(self.keep_last)
 
-    def _measure(self, i: int, x: Any, rest: tuple, waiting: tuple | None) -> Any:
-        """The output of layer ``i``, without a graph.
-
-        Records the bytes that the layer keeps and needs.
-        """
+    def _measure(self, i: int, x: Any, rest: tuple, pending: tuple | None) -> Any:
+        """Record the bytes that layer ``i`` saves and needs. Returns its output without a graph."""
         if any(hasattr(p, "placements") for p in self.layers[i].parameters()):
             raise RuntimeError(
                 'every="best" measures one layer alone, and here FSDP has spread its weights over '
@@ -298,24 +306,30 @@ class _Segments:
                 '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of '
                 "an unspread layer)"
             )
-        size, out = layer_bytes(self.layers[i], *_joined(x, rest), x, self._hidden)
-        self.measured.append((i, size, self._problem(i, x, rest, waiting) is None))
-        self.waiting = i + 1, len(self.layers), out, rest
+        size, out = layer_bytes(self.layers[i], *_join_input(x, rest), x, self._hidden)
+        self.measured.append((i, size, self._problem(i, x, rest, pending) is None))
+        self.pending = i + 1, len(self.layers), out, rest
         return out
 
 
 def checkpoints_of(model: nn.Module) -> list[_Segments]:
     """The checkpoints that ``checkpoint_layers`` has put on layers of ``model``."""
-    turns = [stand_in(module) for module in model.modules()]
-    return list(dict.fromkeys(turn.segments for turn in turns if isinstance(turn, _Turn)))
+    found: dict[
+        _Segments, None
+    ] = {}  # a dict, which keeps the order: the layers of one list share their _Segments
+    for module in model.modules():
+        override = call_override(module)
+        if isinstance(override, _SegmentCall):
+            found[override.segments] = None
+    return list(found)
 
 
-class Again:
-    """Replaces the ``__call__`` of a module that is recomputed in backward."""
+class CallOverride:
+    """A function that runs in place of a module's own call, and recomputes it in backward."""
 
 
-class _Turn(Again):
-    """Replaces a layer's call. In a copy of the layer, it becomes the layer's own call again."""
+class _SegmentCall(CallOverride):
+    """The override of one layer's call. A copy of the layer gets the layer's own call instead."""
 
     def __init__(self, segments: _Segments, call: Callable, index: int):
         self.segments, self.call, self.index = segments, call, index
@@ -324,20 +338,20 @@ class _Turn(Again):
         return self.call(self.index, args, kwargs)
 
     def __reduce__(self):
-        return plain_call, (self.segments.layers[self.index],)
+        return original_call, (self.segments.layers[self.index],)
 
 
-class _BeforeModel:
-    """Tells the segments that a forward of their model begins.
+class _ModelPreHook:
+    """A forward pre-hook of the model that calls ``callback``.
 
-    In a copy of the model it does nothing.
+    It is a class, since a copy of the model also copies its hooks: there it does nothing.
     """
 
-    def __init__(self, tell: Callable = lambda *given: None):
-        self.tell = tell
+    def __init__(self, callback: Callable = lambda *args: None):
+        self.callback = callback
 
-    def __call__(self, *given) -> None:
-        self.tell(*given)
+    def __call__(self, *args) -> None:
+        self.callback(*args)
 
     def __reduce__(self):
         return type(self), ()
@@ -360,9 +374,10 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
     return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {}), bool(caches)
 
 
-def _split(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
-    """A layer's input, and its other arguments: (the positional ones, or None if the input was
-    named; the named ones).
+def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
+    """Split a layer's arguments into its input and the rest.
+
+    The rest is (the other positional arguments, or None if the input was named; the named ones).
     """
     if args:
         return args[0], (args[1:], kwargs)
@@ -376,36 +391,38 @@ def _split(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
     return named.pop("hidden_states"), (None, named)
 
 
-def _joined(x: Any, rest: tuple) -> tuple[tuple, dict]:
+def _join_input(x: Any, rest: tuple) -> tuple[tuple, dict]:
+    """The opposite of ``_split_input``: (args, kwargs)."""
     positional, named = rest
     return ((), named | {"hidden_states": x}) if positional is None else ((x, *positional), named)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether all arguments are the same: the same tensors (or views of the same elements), or
-    equal values.
+def _same_arguments(a: Any, b: Any) -> bool:
+    """Whether two sets of arguments are the same.
+
+    Tensors are the same if they are views of the same elements. Other values must be equal.
     """
-    (ones, kind), (others, other_kind) = tree_flatten(a), tree_flatten(b)
-    return kind == other_kind and all(map(_same_leaf, ones, others))
+    (leaves, kind), (other_leaves, other_kind) = tree_flatten(a), tree_flatten(b)
+    return kind == other_kind and all(map(_same_leaf, leaves, other_leaves))
 
 
 def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _where(a) == _where(b)
+        return _tensor_identity(a) == _tensor_identity(b)
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-def _where(t: Tensor) -> tuple:
+def _tensor_identity(t: Tensor) -> tuple:
     return storage_key(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
-_TWICE = (
+_ALREADY_CHECKPOINTED = (
     "some of these layers, or parts of them, are checkpointed already, and with a second schedule "
     "on top they would run three times: call .remove() on the first one, or where it is "
     "transformers' own, model.activation_checkpointing_disable() "
     "(gradient_checkpointing_disable() before 5.23), and leave it out of the Trainer's arguments"
 )
-CACHE_LEFT_OUT = (
+CACHE_WARNING = (
     "training with checkpoints leaves the key-value cache out: set model.config.use_cache=False"
 )
 
@@ -413,9 +430,10 @@ CACHE_LEFT_OUT = (
 def refuse_checkpointed(layers: list[nn.Module]) -> None:
     """Raise ``RuntimeError`` if a layer, or a part of one, is checkpointed or compiled already."""
     for part in [part for layer in layers for part in layer.modules()]:
-        # In a copy, the stand-in is the part's own call, and no checkpoint.
-        if isinstance(stand_in(part), Again) or getattr(part, "gradient_checkpointing", False):
-            raise RuntimeError(_TWICE)
+        # In a copy, the override is the part's own call, and no checkpoint.
+        ours = isinstance(call_override(part), CallOverride)
+        if ours or getattr(part, "gradient_checkpointing", False):
+            raise RuntimeError(_ALREADY_CHECKPOINTED)
     if any(map(is_compiled, layers)):
         raise RuntimeError(
             "a layer is compiled on its own, and compiled code bypasses the checkpoints: "

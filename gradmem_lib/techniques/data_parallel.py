@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 
-NOTHING = (
+NO_ITEMS_ERROR = (
     "there is nothing to learn from: no micro-batch, or not one item in all of them. Are all "
     "labels -100, or rows one token long? Skip this window"
 )
+_SENTINEL = object()  # stands for "no micro-batch", since None may be one
 
 
 class Processes:
@@ -31,20 +32,21 @@ class Processes:
         # averaging divides gradients by it
         self.divisor: float = math.prod(group.size() for group in groups)
 
-    def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Each micro-batch, and whether other processes wait for its backward even if it has no
-        items.
-        """
-        return ((micro, False) for micro in given)
+    def micro_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """Each micro-batch, and whether its backward sends gradients to other processes.
 
-    def forward_and_backward(self, needed: bool) -> AbstractContextManager:
+        Such a backward must run even if the micro-batch has no items.
+        """
+        return ((micro, False) for micro in batches)
+
+    def forward_and_backward(self, sync_gradients: bool) -> AbstractContextManager:
         return nullcontext()
 
     def check_gradients(self) -> None:
         """Called after the last backward. Raises ``ValueError`` if gradients have not been sent."""
 
     def sums(self, *numbers: float) -> list[float]:
-        """Each number, added up over all processes."""
+        """The sum of each number over all processes."""
         if not self.groups:
             return list(numbers)
         # exact up to 2**53
@@ -62,27 +64,27 @@ class Replicated(Processes):
     time.
     """
 
-    def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        held = nothing = object()
-        for following in given:
-            if held is not nothing:
-                yield held, False
-            held = following
-        if held is nothing:
-            raise ValueError(NOTHING)
-        yield held, True
+    def micro_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        pending = _SENTINEL
+        for following in batches:
+            if pending is not _SENTINEL:
+                yield pending, False
+            pending = following
+        if pending is _SENTINEL:
+            raise ValueError(NO_ITEMS_ERROR)
+        yield pending, True
 
-    def forward_and_backward(self, needed: bool) -> AbstractContextManager:
+    def forward_and_backward(self, sync_gradients: bool) -> AbstractContextManager:
         # DDP sends gradients in any backward whose forward ran outside no_sync().
-        return nullcontext() if needed else self.model.no_sync()
+        return nullcontext() if sync_gradients else self.model.no_sync()
 
     def check_gradients(self) -> None:
         if not compat.ddp_is_done(self.model):
             trained = [(n, p) for n, p in self.model.module.named_parameters() if p.requires_grad]
-            without = [n for n, p in trained if p.grad is None]
+            missing = [n for n, p in trained if p.grad is None]
             raise ValueError(
                 "backward has not reached every trained parameter "
-                f"({', '.join(without[:3]) or 'of this micro-batch'}), and DistributedDataParallel "
+                f"({', '.join(missing[:3]) or 'of this micro-batch'}), and DistributedDataParallel "
                 "still waits for it, so other gradients are not averaged: freeze unused "
                 "parameters (requires_grad_(False)). If the data decide which ones are used, wrap "
                 "the model yourself, in DistributedDataParallel(find_unused_parameters=True)"
@@ -97,16 +99,16 @@ class Sharded(Processes):
     which sharding avoids.
     """
 
-    def micro_batches(self, given: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        nothing, rest = object(), iter(given)
+    def micro_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        rest = iter(batches)
         while True:
-            micro = next(rest, nothing)
-            ready, all_of_them = map(int, self.sums(micro is not nothing, 1))
-            if not ready:
+            micro = next(rest, _SENTINEL)
+            have_one, world_size = map(int, self.sums(micro is not _SENTINEL, 1))
+            if not have_one:
                 return
-            if ready < all_of_them:
+            if have_one < world_size:
                 raise ValueError(
-                    f"{ready} of {all_of_them} processes have another micro-batch and the others "
+                    f"{have_one} of {world_size} processes have another micro-batch and the others "
                     "have none, and FSDP computes each one on all processes together: cut the "
                     "batch into equally many micro-batches everywhere. One whose labels are all "
                     "-100 will do"
@@ -191,6 +193,6 @@ def _fully_sharded(model: nn.Module, parts: list) -> Sharded:
             f"the parts of this model divide their gradients by different numbers ({divisors}): "
             "call set_gradient_divide_factor with one number on every part, or on none"
         )
-    together, (told,) = Sharded(model, groups), divisors
-    together.divisor = together.divisor if told is None else told
-    return together
+    processes, (divisor,) = Sharded(model, groups), divisors
+    processes.divisor = processes.divisor if divisor is None else divisor
+    return processes

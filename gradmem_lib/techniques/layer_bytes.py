@@ -44,7 +44,7 @@ def layer_bytes(
     Only the output stays: no gradients are left, and buffers get their old values back. Hooks on
     the layer do not fire. The caller restores random states.
     """
-    args, kwargs = _cut_off((args, kwargs))
+    args, kwargs = _detached((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
     buffers = [
         (m, name, b, b.clone())
@@ -53,16 +53,16 @@ def layer_bytes(
     ]
     device = next((t.device.type for t in [*weights, *tensors_in((args, kwargs))]), "cpu")
     # Autocast as it is set, but without its cache, which would keep copies that no backward needs.
-    casts = torch.autocast(
+    autocast = torch.autocast(
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), False
     )
     try:
         internal, temporaries, trained = _forward_and_backward(
-            layer, args, kwargs, weights, hidden, casts
+            layer, args, kwargs, weights, hidden, autocast
         )
         # after the backward, so that no second output is alive beside it
-        with torch.no_grad(), casts:
-            out = _cut_off(layer.forward(*args, **kwargs))
+        with torch.no_grad(), autocast:
+            out = _detached(layer.forward(*args, **kwargs))
     finally:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
@@ -70,8 +70,8 @@ def layer_bytes(
                 setattr(module, name, buffer)  # forward may have replaced it by another tensor
     for tensor, needed in zip(tensors_in((out,)), trained, strict=True):
         tensor.requires_grad_(needed)
-    waiting = sum(p.nbytes for p in weights if p.grad is None)
-    needs = (internal, temporaries, waiting, True) if any(trained) else (0, 0, 0, False)
+    new_gradients = sum(p.nbytes for p in weights if p.grad is None)
+    needs = (internal, temporaries, new_gradients, True) if any(trained) else (0, 0, 0, False)
     return LayerBytes(_nbytes(set(storages_of(x))), *needs), out
 
 
@@ -81,53 +81,53 @@ def _forward_and_backward(
     kwargs: dict,
     weights: list[Tensor],
     hidden: Any,
-    casts: torch.autocast,
+    autocast: torch.autocast,
 ) -> tuple[int, int, list[bool]]:
-    """The bytes kept, the most bytes besides these at one time, and which tensors of the output
-    have a gradient.
+    """Run both, and measure the bytes.
+
+    Returns the bytes that are saved for backward, the peak of all other bytes, and which tensors of
+    the output have a gradient.
     """
-    made = _Made()
-    with Watch(made.observe):
-        with casts:
+    live = _LiveStorages()
+    with Watch(live.observe):
+        with autocast:
             out = layer.forward(*args, **kwargs)
         # the next layer's boundary
-        internal = _nbytes(made.alive.difference(storages_of(hidden(out))))
+        internal = _nbytes(live.alive.difference(storages_of(hidden(out))))
         trained = [t.requires_grad for t in tensors_in((out,))]
         outputs = [t for t in tensors_in((hidden(out),)) if t.requires_grad]
         # While a layer is recomputed, the gradient of its output is alive too.
-        most = made.most + sum(t.nbytes for t in outputs)
+        peak = live.peak + sum(t.nbytes for t in outputs)
         if outputs:
             edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
             gradients = [torch.zeros_like(t) for t in outputs]
             del out, outputs
-            made.most = _nbytes(made.alive)
+            live.peak = _nbytes(live.alive)
             leaves = [t for t in tensors_in((args, kwargs)) if t.requires_grad] + weights
             # a real backward runs after the autocast block
-            with torch.autocast(casts.device, enabled=False):
+            with torch.autocast(autocast.device, enabled=False):
                 torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
-            most = max(most, made.most)
-    return internal, most - internal, trained
+            peak = max(peak, live.peak)
+    return internal, peak - internal, trained
 
 
-class _Made:
-    """The storages that operations have made and that are still ``alive``, and the ``most`` bytes
-    of them at one time.
-    """
+class _LiveStorages:
+    """The storages that operations made and that are still alive, and the peak of their bytes."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet = weakref.WeakSet()
-        self.most = 0
+        self.peak = 0
 
     def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
         # the rest are views
         self.alive |= set(storages_of(out)).difference(storages_of((args, kwargs)))
-        self.most = max(self.most, _nbytes(self.alive))
+        self.peak = max(self.peak, _nbytes(self.alive))
 
 
 def _nbytes(storages: Any) -> int:
     return sum(storage.nbytes() for storage in storages)
 
 
-def _cut_off(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     """The same tensors, detached from the graph behind them."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)

@@ -9,22 +9,22 @@ from torch import nn
 Lists = dict[str, tuple[list[nn.Module], nn.Module | None]]
 
 
-def find_layers(given: nn.Module) -> Lists:
+def find_layers(layers_or_model: nn.Module) -> Lists:
     """The lists of layers in an ``nn.Sequential``, an ``nn.ModuleList`` or a transformers model."""
-    if not isinstance(given, nn.Module):
+    if not isinstance(layers_or_model, nn.Module):
         raise TypeError(
             "checkpoint_layers takes an nn.Sequential, an nn.ModuleList or a transformers model, "
-            f"and was given {type(given).__name__}"
+            f"and was given {type(layers_or_model).__name__}"
         )
     found: Lists = {}
-    if isinstance(given, (nn.Sequential, nn.ModuleList)):
-        found["layers"] = list(given), None
+    if isinstance(layers_or_model, (nn.Sequential, nn.ModuleList)):
+        found["layers"] = list(layers_or_model), None
     else:
         kind = getattr(
             sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ()
         )
         owners = {}
-        for name, module in given.named_modules():
+        for name, module in layers_or_model.named_modules():
             if any(name.startswith(f"{outer}.") for outer in found):
                 continue  # a list inside a layer of another list is recomputed with that layer
             if hasattr(module, "config"):
@@ -34,13 +34,13 @@ def find_layers(given: nn.Module) -> Lists:
                 and len(module)
                 and all(isinstance(m, kind) for m in module)
             ):
-                around = [owner for outer, owner in owners.items() if name.startswith(outer)]
-                found[name] = list(module), around[-1] if around else None
+                enclosing = [owner for outer, owner in owners.items() if name.startswith(outer)]
+                found[name] = list(module), enclosing[-1] if enclosing else None
     if not (layers := [layer for several, _ in found.values() for layer in several]):
         raise ValueError(
-            f"there are no layers in this {type(given).__name__}: in a model, a ModuleList of "
-            "transformers' GradientCheckpointingLayers is looked for, and none was found. Give "
-            "the nn.Sequential or nn.ModuleList itself, such as model.layers"
+            f"there are no layers in this {type(layers_or_model).__name__}: in a model, a "
+            "ModuleList of transformers' GradientCheckpointingLayers is looked for, and none was "
+            "found. Give the nn.Sequential or nn.ModuleList itself, such as model.layers"
         )
     if len(set(layers)) < len(layers):
         raise ValueError(

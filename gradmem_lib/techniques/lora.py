@@ -28,11 +28,11 @@ class LoRALinear(nn.Module):
             raise ValueError(
                 f"give an nn.Linear or Conv1D, and a rank of at least 1, not {base}, {rank}"
             )
-        inside, outside = sizes
+        in_features, out_features = sizes
         self.base = base.requires_grad_(False)
         dtype = dtype or torch.promote_types(base.weight.dtype, torch.float32)
-        self.A = nn.Parameter(base.weight.new_empty(rank, inside, dtype=dtype))
-        self.B = nn.Parameter(base.weight.new_zeros(outside, rank, dtype=dtype))
+        self.A = nn.Parameter(base.weight.new_empty(rank, in_features, dtype=dtype))
+        self.B = nn.Parameter(base.weight.new_zeros(out_features, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = (2 * rank if alpha is None else alpha) / rank
 
@@ -76,12 +76,14 @@ class LoRALinear(nn.Module):
 
 @torch.no_grad()
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer; ``None`` for other modules, and for a router, whose own forward,
-    tried on one row, returns a pair.
+    """(in, out) of a linear layer; ``None`` for other modules.
+
+    A subclass of ``nn.Linear`` with a forward of its own is tried on one row: a router returns a
+    pair, and is not a linear layer.
     """
     if isinstance(module, nn.Linear):
-        own = type(module).forward is not nn.Linear.forward
-        if own and not isinstance(
+        custom_forward = type(module).forward is not nn.Linear.forward
+        if custom_forward and not isinstance(
             module.forward(module.weight.new_zeros(1, module.in_features)), Tensor
         ):
             return None
@@ -97,10 +99,10 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if m is not head and linear_sizes(m)}
 
 
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put ``module`` where ``model`` has the module ``name``."""
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the submodule ``name`` of ``model`` by ``module``."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def add_lora(
@@ -113,14 +115,14 @@ def add_lora(
     all but the output layer.
     """
     model.requires_grad_(False)
-    linear, ends = linear_layers(model), tuple(f".{target}" for target in targets)
-    if not (chosen := [name for name in linear if not targets or f".{name}".endswith(ends)]):
-        there = sorted({name.rpartition(".")[2] for name in linear})
+    linear, suffixes = linear_layers(model), tuple(f".{target}" for target in targets)
+    if not (chosen := [name for name in linear if not targets or f".{name}".endswith(suffixes)]):
+        available = sorted({name.rpartition(".")[2] for name in linear})
         raise ValueError(
             f"no linear layer is called {' or '.join(map(repr, targets)) or 'anything'}: "
             "lora_targets are the last parts of layers' names, and this model has "
-            f"{', '.join(map(repr, there)) or 'no linear layer'}"
+            f"{', '.join(map(repr, available)) or 'no linear layer'}"
         )
     for name in chosen:
-        replace(model, name, LoRALinear(linear[name], rank, dtype=dtype))
+        replace_module(model, name, LoRALinear(linear[name], rank, dtype=dtype))
     return len(chosen)

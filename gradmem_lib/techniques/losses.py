@@ -73,9 +73,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
             matrix = weight.to(dtype)
-            wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-            d_hidden = torch.empty_like(hidden) if wants_hidden else None
-            d_weight = torch.zeros_like(weight) if wants_weight else None
+            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+            d_hidden = torch.empty_like(hidden) if needs_hidden else None
+            d_weight = torch.zeros_like(weight) if needs_weight else None
             total = hidden.new_zeros((), dtype=torch.float32)
             count = (labels != IGNORED).sum()
             for start in range(0, len(hidden), tokens):
@@ -87,17 +87,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 target = target.clamp(min=0)[:, None]
                 log_p = (rows @ matrix.T).float().log_softmax(1)
                 total -= (log_p.gather(1, target) * counted).sum()
-                if not (wants_hidden or wants_weight):
+                if not (needs_hidden or needs_weight):
                     continue
                 d_logits = log_p.exp_()
                 d_logits.scatter_add_(1, target, -torch.ones_like(target, dtype=torch.float32))
                 d_logits = d_logits.mul_(counted / count).to(dtype)
-                if wants_hidden:
+                if needs_hidden:
                     d_hidden[start : start + tokens] = d_logits @ matrix
-                if wants_weight and d_weight.dtype == dtype:
+                if needs_weight and d_weight.dtype == dtype:
                     # += would need a second gradient of the same size
                     d_weight.addmm_(d_logits.T, rows)
-                elif wants_weight:
+                elif needs_weight:
                     d_weight += d_logits.T @ rows
                 del log_p, d_logits, rows
         ctx.save_for_backward(d_hidden, d_weight)

@@ -1,5 +1,6 @@
-"""Offloading: tensors that autograd saves for backward are moved to files, or from a card to the
-host, and reloaded.
+"""Offloading: tensors that autograd saves for backward are moved to files or to the host's memory.
+
+On the CPU they are moved to files, from a card to the host, and backward reloads them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
-from ..compat import base_of, for_a_checkpoint, storage_key, version
+from ..compat import base_of, saved_by_checkpoint, storage_key, version
 from ..measure.storages import own_storage, storages_of
-from ..names import OFFLOAD, choose
+from ..names import OFFLOAD, check_choice
 
-MOVES = tuple(name for name in OFFLOAD if name != "parameters")  # fully_shard moves parameters
+# without "parameters", which fully_shard moves
+ACTIVATION_OFFLOADS = tuple(name for name in OFFLOAD if name != "parameters")
 
 
 class offload_activations(saved_tensors_hooks):
@@ -54,19 +56,19 @@ class offload_activations(saved_tensors_hooks):
         model: nn.Module | None = None,
         what: str = "activations",
     ):
-        choose("what", what, MOVES)
+        check_choice("what", what, ACTIVATION_OFFLOADS)
         super().__init__(self._pack, _unpack)
         self.bytes = self.tensors = 0
-        self._parent, self._model, self._what = folder, model, what
+        self._parent_folder, self._model, self._what = folder, model, what
         self._folder: Path | None = None
-        self._known: dict[int, weakref.ref[_Moved]] = {}  # by storage
-        self._stay: set[int] = set()
+        self._offloaded: dict[int, weakref.ref[_OffloadedStorage]] = {}  # by storage
+        self._excluded: set[int] = set()
 
     def __enter__(self) -> offload_activations:
-        stay = (
-            [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
-        )
-        self._stay = {storage_key(storage) for tensor in stay for storage in storages_of(tensor)}
+        self._excluded = set()
+        if self._model is not None:
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                self._excluded |= {storage_key(storage) for storage in storages_of(tensor)}
         super().__enter__()
         return self
 
@@ -77,45 +79,45 @@ class offload_activations(saved_tensors_hooks):
 
     def close(self) -> None:
         """Delete the files that are left. A backward that needs them then raises an error."""
-        self._known.clear()
+        self._offloaded.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _pack(self, tensor: Tensor) -> tuple:
-        if not self._moves(tensor):
+        if not self._should_offload(tensor):
             # Detached, since with its graph it would keep itself alive.
             return None, (tensor if tensor.is_leaf else tensor.detach(), version(tensor))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        moved = self._known.get(key, lambda: None)()
-        if moved is None or not moved.is_copy_of(tensor):
-            moved = _Moved(tensor, self._path)
-            self._known[key] = weakref.ref(moved)
+        offloaded = self._offloaded.get(key, lambda: None)()
+        if offloaded is None or not offloaded.is_copy_of(tensor):
+            offloaded = _OffloadedStorage(tensor, self._path)
+            self._offloaded[key] = weakref.ref(offloaded)
             self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
-        return moved, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return offloaded, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _moves(self, tensor: Tensor) -> bool:
-        if self._what == "boundaries" and not for_a_checkpoint():
+    def _should_offload(self, tensor: Tensor) -> bool:
+        if self._what == "boundaries" and not saved_by_checkpoint():
             return False
         if isinstance(base_of(tensor), nn.Parameter):
             return False
         storage = own_storage(tensor) if tensor.layout == torch.strided else None
-        if storage is None or not storage.nbytes() or storage_key(storage) in self._stay:
+        if storage is None or not storage.nbytes() or storage_key(storage) in self._excluded:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
     def _path(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="gradmem-", dir=self._parent))
+            self._folder = Path(tempfile.mkdtemp(prefix="gradmem-", dir=self._parent_folder))
         self._folder.mkdir(mode=0o700, exist_ok=True)  # it may have been deleted with its last file
         return self._folder / str(self.tensors)
 
 
 def _unpack(packed: tuple) -> Tensor:
-    moved, form = packed
-    if moved is not None:
-        return moved.tensor(*form)
-    tensor, before = form
+    offloaded, geometry = packed
+    if offloaded is not None:
+        return offloaded.tensor(*geometry)
+    tensor, before = geometry
     if version(tensor) != before:  # autograd does not check this where hooks are used
         raise RuntimeError(
             f"a {tensor.dtype} tensor of shape {(*tensor.shape,)}, which stayed in memory for this "
@@ -125,21 +127,21 @@ def _unpack(packed: tuple) -> Tensor:
     return tensor
 
 
-class _Moved:
+class _OffloadedStorage:
     """A storage's bytes in a file, or in the host's memory."""
 
     def __init__(self, tensor: Tensor, new_path: Callable[[], Path]):
         storage = tensor.untyped_storage()
-        self._of, self._version = weakref.ref(base_of(tensor)), version(tensor)
+        self._base, self._version = weakref.ref(base_of(tensor)), version(tensor)
         self._nbytes, self._device = storage.nbytes(), tensor.device
         self._host: Tensor | None = None
-        self._back: Any = lambda: None
-        self._empty: Tensor
+        self._reloaded: Any = lambda: None  # a weak reference to the storage that was reloaded
+        self._version_probe: Tensor  # an empty tensor that shares the version counter
         self._fake = storage.device.type == "meta"
         if self._device.type != "cpu":
-            here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            device_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._host.copy_(here, non_blocking=True)
+            self._host.copy_(device_bytes, non_blocking=True)
         elif not self._fake:  # written without a torch operation, which trackers would count
             self._path = new_path()
             # first, so that an interrupt leaves no file
@@ -149,25 +151,25 @@ class _Moved:
     def is_copy_of(self, tensor: Tensor) -> bool:
         # Chunks of one storage may each count their own changes, as in a GRU: so the base tensor
         # has to be the same too.
-        return self._of() is base_of(tensor) and self._version == version(tensor)
+        return self._base() is base_of(tensor) and self._version == version(tensor)
 
-    def tensor(self, dtype: torch.dtype, *form) -> Tensor:
+    def tensor(self, dtype: torch.dtype, *geometry) -> Tensor:
         """The saved tensor of this dtype, offset, shape and stride.
 
-        Tensors of one storage share a copy while it is unchanged.
+        Tensors of one storage share a reloaded copy until it is changed in place.
         """
         # so that a tracker counts it as an activation, like one that is recomputed
         with torch.enable_grad():
-            storage = self._back()
-            if storage is None or version(self._empty):
+            storage = self._reloaded()
+            if storage is None or version(self._version_probe):
                 flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
                 self._fill(flat.data)
-                storage, self._empty = flat.untyped_storage(), flat.detach()
-                self._empty.data = flat.new_empty(0)  # counts changes of all, and holds no bytes
-                # of the storage, since autograd makes new tensors of it
-                self._back = WeakIdRef(storage)
-            shared = self._empty.detach()
-            shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *form)
+                storage, self._version_probe = flat.untyped_storage(), flat.detach()
+                self._version_probe.data = flat.new_empty(0)
+                # weakly: of the storage, since autograd makes new tensors of it
+                self._reloaded = WeakIdRef(storage)
+            shared = self._version_probe.detach()
+            shared.data = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *geometry)
             return shared
 
     def _fill(self, flat: Tensor) -> None:

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .adam import adam_step
-from .precision import OwnDtypes
+from .precision import KeepsStateDtypes
 
 BLOCK = 256
 SMALLEST_8BIT = 4096
 
 
-class AdamW8bit(OwnDtypes):
+class AdamW8bit(KeepsStateDtypes):
     """AdamW whose moments take one byte a number (Dettmers et al. 2022, "8-bit optimizers via
     block-wise quantization").
 
@@ -56,7 +56,7 @@ class AdamW8bit(OwnDtypes):
             group["weight_decay"],
         )
 
-    def _start(self, p: Tensor, state: dict) -> None:
+    def _init_state(self, p: Tensor, state: dict) -> None:
         state["step"], p = 0, torch.view_as_real(p) if p.is_complex() else p
         small = p.numel() < SMALLEST_8BIT
         for name in ("exp_avg", "exp_avg_sq"):
@@ -73,7 +73,7 @@ def code_table(signed: bool, device: torch.device | None) -> Tensor:
     """256 increasing values from -1 (or 0) to 1, 0 among them (Dettmers et al. 2022, section 1.3,
     "dynamic tree quantization").
 
-    Each decade from 1e-7 on has twice as many values as the decade below it: the middles of equal
+    Each decade from 1e-7 on has twice as many values as the decade below it: the midpoints of equal
     intervals of the decade.
     """
     decades = []
@@ -154,23 +154,25 @@ def nearest(values: Tensor, code: Tensor) -> Tensor:
     table replaces it.
     """
     if values.device.type != "cpu":
-        return torch.bucketize(values, _middles(code)).to(torch.uint8)
-    first, middles = _by_upper_half(tuple(code.tolist()))
+        return torch.bucketize(values, _midpoints(code)).to(torch.uint8)
+    first, midpoints = _by_upper_half(tuple(code.tolist()))
     at = first.index_select(0, (values.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
-    return at.add_(values > middles.index_select(0, at)).to(torch.uint8)
+    return at.add_(values > midpoints.index_select(0, at)).to(torch.uint8)
 
 
-def _middles(code: Tensor) -> Tensor:
+def _midpoints(code: Tensor) -> Tensor:
     return (code[1:] + code[:-1]) / 2
 
 
 @lru_cache(maxsize=8)
 def _by_upper_half(code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """For each value of a float32's upper 16 bits, how many middles of ``code`` are below all
-    numbers with these bits. At most one more middle, the next one, is below some of them. Also the
-    middles themselves, with infinity at the end.
+    """A table for ``nearest``, indexed by the upper 16 bits of a float32.
+
+    For each value of these bits, it has the number of midpoints of ``code`` that are below all
+    numbers with these bits. At most one more midpoint, the next one, is below some of them. Also
+    returns the midpoints themselves, with infinity at the end.
     """
-    middles = _middles(torch.tensor(code))
+    midpoints = _midpoints(torch.tensor(code))
     upper = torch.arange(2**16, dtype=torch.int32) << 16
-    least = torch.bucketize((upper | (upper >> 31 & 0xFFFF)).view(torch.float32), middles)
-    return least.int(), torch.cat([middles, middles.new_tensor([math.inf])])
+    least = torch.bucketize((upper | (upper >> 31 & 0xFFFF)).view(torch.float32), midpoints)
+    return least.int(), torch.cat([midpoints, midpoints.new_tensor([math.inf])])

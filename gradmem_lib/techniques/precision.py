@@ -13,10 +13,12 @@ from .adam import AdamW, adam_step
 SLICE = 2**18  # numbers of a tensor that a step copies to float32 at a time
 
 
-class OwnDtypes(AdamW):
-    """``load_state_dict`` keeps the saved dtypes, where torch casts to the parameter's dtype: a
-    float32 copy of the weights would be rounded to bf16, and 8-bit codes would become bf16 numbers.
-    Copies and pickles keep the original's switches.
+class KeepsStateDtypes(AdamW):
+    """An AdamW whose ``load_state_dict`` keeps the saved dtypes of the states.
+
+    torch casts states to the parameter's dtype: a float32 copy of the weights would be rounded to
+    bf16, and 8-bit codes would become bf16 numbers. Copies and pickles keep the original's
+    switches.
     """
 
     def __getstate__(self) -> dict:
@@ -34,7 +36,7 @@ class OwnDtypes(AdamW):
                         self.state[p][name] = value.to(p.device, copy=True)
 
 
-class MasterAdamW(OwnDtypes):
+class MasterAdamW(KeepsStateDtypes):
     """AdamW for bf16 parameters that keeps the exact weights, and its moments, in float32.
 
     A bf16 weight has 8 bits of precision: an update below 1/256 of it would be lost. Here updates
@@ -52,8 +54,8 @@ class MasterAdamW(OwnDtypes):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            for p in ready:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for p in with_gradient:
                 if not self.state[p]:
                     self.state[p] = {
                         "step": torch.zeros((), device=p.device)
@@ -65,8 +67,11 @@ class MasterAdamW(OwnDtypes):
                         "exp_avg": torch.zeros_like(master),
                         "exp_avg_sq": torch.zeros_like(master),
                     }
-            for some in [ready] if self.foreach or self.fused else [[p] for p in ready]:
-                self._update_masters(some, group)
+            if self.foreach or self.fused:
+                self._update_masters(with_gradient, group)
+            else:
+                for p in with_gradient:
+                    self._update_masters([p], group)
 
     def _update_masters(self, parameters: list[Tensor], group: dict) -> None:
         from torch.optim.adamw import adamw
@@ -108,13 +113,13 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
     half of a float32 number. A random lower half is added: the larger the lower half of ``x``, the
     more often the sum carries into the upper half.
     """
-    chance = torch.randint(
+    noise = torch.randint(
         0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
     )
-    return chance.add_(x.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
+    return noise.add_(x.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
-class StochasticAdamW(OwnDtypes):
+class StochasticAdamW(KeepsStateDtypes):
     """AdamW for bf16 parameters that computes in float32 and rounds weights and both moments
     stochastically. It needs 8 bytes a parameter (with its gradient), as in pure bf16, and no update
     is lost on average.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .lora import linear_layers, linear_sizes, replace
+from .lora import linear_layers, linear_sizes, replace_module
 from .optimizers import BLOCK as SCALES_BLOCK
 from .optimizers import code_table, dequantized_blocks, nearest, quantized_blocks
 
@@ -102,7 +102,7 @@ def quantize_base(model: nn.Module) -> int:
             "the model), since 4-bit weights cannot be trained"
         )
     for name, module in frozen.items():
-        replace(model, name, Linear4bit(module))
+        replace_module(model, name, Linear4bit(module))
     return len(frozen)
 
 
@@ -119,8 +119,8 @@ def _operators() -> SimpleNamespace:
         absmax = blocks.abs().amax(dim=1)
         offset, code = absmax.mean().reshape(1), code_table(True, weight.device)
         magnitudes, scales = quantized_blocks(absmax - offset, code)
-        kept = dequantized_blocks(magnitudes, scales, code) + offset
-        scaled = blocks / kept.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        stored_absmax = dequantized_blocks(magnitudes, scales, code) + offset
+        scaled = blocks / stored_absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         nibbles = nearest(scaled.view(-1)[: len(flat)], nf4_values(weight.device))
         pairs = F.pad(nibbles, (0, len(flat) % 2)).view(-1, 2)
         return pairs[:, 0] * 16 + pairs[:, 1], magnitudes, scales, offset

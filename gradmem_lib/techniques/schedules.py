@@ -21,7 +21,7 @@ from operator import add
 from typing import Any
 
 from ..names import CHECKPOINTING
-from ..units import is_whole, whole
+from ..units import check_positive_int, is_positive_int
 from .layer_bytes import LayerBytes
 
 Schedule = list  # of segment lengths and of Schedules
@@ -33,8 +33,8 @@ def uniform_segments(n: int, k: int) -> list[int]:
     """``n`` layers in segments of ``k``; the last one is shorter when ``k`` does not
     divide ``n``.
     """
-    whole("n", n, 12, "layers")
-    whole("k", k, 3, "layers in a segment")
+    check_positive_int("n", n, 12, "layers")
+    check_positive_int("k", k, 3, "layers in a segment")
     return [k] * (n // k) + ([n % k] if n % k else [])
 
 
@@ -45,8 +45,8 @@ def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
     the last one is always kept.
     """
     total_layers(segments)
-    again = sum(map(total_layers, segments[:-1] if keep_last else segments))
-    return again + sum(extra_forwards(item) for item in segments if not isinstance(item, int))
+    recomputed = sum(map(total_layers, segments[:-1] if keep_last else segments))
+    return recomputed + sum(extra_forwards(item) for item in segments if not isinstance(item, int))
 
 
 def schedule_peak(
@@ -58,8 +58,7 @@ def schedule_peak(
     temporaries: Sizes = 0,
     tail: int = 0,
 ) -> int:
-    """The most bytes that a schedule needs at one time for activations, including the first layer's
-    input.
+    """The peak of a schedule's activations in bytes, including the first layer's input.
 
     Args:
         segments: segment lengths, first segment first. An element may be a list: a segment made of
@@ -70,7 +69,7 @@ def schedule_peak(
         keep_last: whether the last segment is kept rather than recomputed. All of it is alive when
             its backward begins in either case. So this changes the work, but the peak only if there
             is a tail.
-        temporaries: bytes that one layer's backward needs besides the kept ones: gradients inside
+        temporaries: bytes that one layer's backward needs besides the saved ones: gradients inside
             it, and those of the weights of later layers. A forward is assumed to need no more
             temporaries than internals and these together.
         tail: bytes of logits and loss after the layers. All boundaries, and a kept last segment,
@@ -85,8 +84,9 @@ def _peak(segments: Schedule, sizes: list[list]) -> int:
     internal, boundary, temporaries, (tail,) = sizes
 
     def walk(segments: Schedule, start: int, held: int) -> tuple[int, int]:
-        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive; and
-        ``held`` after them.
+        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive.
+
+        Also returns ``held`` after these layers.
         """
         highest = 0
         for item in segments:
@@ -128,41 +128,42 @@ def best_segments(
     with the fewest bytes of boundaries. The result is exact: dynamic programming finds a schedule
     below a limit, and bisection finds the lowest limit.
     """
-    whole("n", n, 12, "layers")
+    check_positive_int("n", n, 12, "layers")
     if not isinstance(max_extra_forward, Real) or not 0 <= max_extra_forward < math.inf:
         raise ValueError(
             f"max_extra_forward={max_extra_forward!r}: give a number of at least 0, such as 1.0"
         )
-    again = math.floor(max_extra_forward * n + 1e-9)  # 0.7 * 10 is a little less than 7
-    if not keep_last and again < n:
+    extra = math.floor(max_extra_forward * n + 1e-9)  # 0.7 * 10 is a little less than 7
+    if not keep_last and extra < n:
         raise ValueError(
             f"keep_last=False runs all {n} layers again, and max_extra_forward={max_extra_forward} "
-            f"allows {again} of them: keep the last segment, or allow 1.0"
+            f"allows {extra} of them: keep the last segment, or allow 1.0"
         )
     sizes = _sizes(n, internal, boundary, temporaries, tail, keep_last)
-    nested = again > n and keep_last and all(len(set(values)) == 1 for values in sizes)
+    nested = extra > n and keep_last and all(len(set(values)) == 1 for values in sizes)
     below = _nested_below if nested else _plain_below
     low, high = 0, _peak([n], sizes)
     while low < high:
         middle = (low + high) // 2
-        if (found := below(middle, n, again, keep_last, sizes)) is None:
+        if (found := below(middle, n, extra, keep_last, sizes)) is None:
             low = middle + 1
         else:
             high = _peak(found, sizes)  # often much lower than the limit
-    return below(high, n, again, keep_last, sizes)
+    return below(high, n, extra, keep_last, sizes)
 
 
 def safe_segments(
     layers: Sequence[LayerBytes], keep_last: bool | None = None
 ) -> tuple[Schedule, bool]:
-    """Segments whose peak is never above that of one checkpoint a layer, whatever comes after the
-    layers; and ``keep_last``.
+    """Segments whose peak is never above that of one checkpoint a layer; and ``keep_last``.
+
+    This holds whatever comes after the layers.
 
     A schedule matters at three moments of a step: in a backward that creates the gradients of the
     weights; in a backward with all of these from before (a second micro-batch); and after the
-    layers, in logits and loss of any size. One checkpoint a layer has a peak in each of these. The
-    schedule chosen is the one whose largest excess over these three peaks is lowest. That excess is
-    at most 0, except perhaps where ``keep_last`` is given as True or False.
+    layers, in logits and loss of any size. One checkpoint a layer has a peak in each of these.
+    Minimise max(peak_i - per_layer_peak_i) over the three moments. The minimum is at most 0, except
+    perhaps where ``keep_last`` is given as True or False.
 
     Layers without a gradient at the beginning keep nothing and are never recomputed: each gets its
     own segment.
@@ -185,36 +186,40 @@ def safe_segments(
         segments = best_segments(n, **sizes, keep_last=kept)
         highest = schedule_peak(segments, **sizes, keep_last=kept)
         found.append((highest, extra_forwards(segments, kept), not kept, segments))
-    *_, again, segments = min(found)
-    return [1] * first + segments, not again
+    *_, recompute_last, segments = min(found)
+    return [1] * first + segments, not recompute_last
 
 
 def _plain_below(
-    limit: int, n: int, again: int, keep_last: bool, sizes: list[list]
+    limit: int, n: int, extra: int, keep_last: bool, sizes: list[list]
 ) -> Schedule | None:
-    """Segments whose peak is at most ``limit``, with at most ``again`` layers before a kept last
-    segment; or None.
+    """Segments whose peak is at most ``limit``; None if there are none.
+
+    If the last segment is kept, at most ``extra`` layers are before it.
     """
     internal, boundary, temporaries, (tail,) = sizes
     # the bytes that all layers before p keep
     before = [0, *accumulate(map(add, internal, boundary))]
     # before layer q: the fewest bytes of boundaries, and its segment's start
-    kept, start_of = [0], [0]
+    boundary_bytes, start_of = [0], [0]
     for q in range(1, n + 1):
         starts, highest = [], 0
         for p in reversed(range(q)):
             highest = max(highest, before[p + 1] + temporaries[p])
-            if kept[p] + highest - before[p] > limit:
+            if boundary_bytes[p] + highest - before[p] > limit:
                 break  # a longer segment needs at least as much
             starts.append(p)
         if not starts:
             return None
         # A kept last segment should be as long as possible, since its layers are not recomputed.
         longest = q == n and keep_last
-        start = starts[-1] if longest else min(starts, key=lambda p: kept[p] + boundary[p])
-        kept.append(kept[start] + boundary[start])
+        if longest:
+            start = starts[-1]
+        else:
+            start = min(starts, key=lambda p: boundary_bytes[p] + boundary[p])
+        boundary_bytes.append(boundary_bytes[start] + boundary[start])
         start_of.append(start)
-    if kept[n] + tail > limit or (keep_last and start > again):
+    if boundary_bytes[n] + tail > limit or (keep_last and start > extra):
         return None
     ends = [n]
     while ends[-1]:
@@ -223,25 +228,26 @@ def _plain_below(
 
 
 def _nested_below(
-    limit: int, n: int, again: int, keep_last: bool, sizes: list[list]
+    limit: int, n: int, extra: int, keep_last: bool, sizes: list[list]
 ) -> Schedule | None:
-    """Segments, perhaps made of segments, with at most ``again`` extra forwards and a peak of at
-    most ``limit``; or None.
+    """Segments, perhaps made of segments, whose peak is at most ``limit``; None if there are none.
+
+    They need at most ``extra`` extra forwards.
     """
     internal, boundary, temporaries, _ = (values[0] for values in sizes)
 
     @cache
     def fewest(length: int, i: int) -> tuple[float, Schedule]:
-        """The fewest extra forwards for ``length`` layers while i boundaries are alive, and their
-        segments: one, if all fit.
+        """The fewest extra forwards for ``length`` layers while i boundaries are alive.
 
-        Otherwise a first segment is recomputed, in the way that is best for its length; the rest
-        has one more boundary.
+        Also returns their segments. If all layers fit, they are one segment. Otherwise a first
+        segment is recomputed, in the way that is best for its length, and the rest has one more
+        boundary.
         """
-        room = limit - temporaries - i * boundary
-        if length * (internal + boundary) <= room:
+        available = limit - temporaries - i * boundary
+        if length * (internal + boundary) <= available:
             return 0, [length]
-        if internal + boundary > room:
+        if internal + boundary > available:
             return math.inf, []
         costs = {
             r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)
@@ -251,24 +257,25 @@ def _nested_below(
         return costs[first], [head[0] if len(head) == 1 else head, *rest]
 
     calls, segments = fewest(n, 0)
-    return _nest(list, segments) if calls <= again else None
+    return _converted(list, segments) if calls <= extra else None
 
 
 def checked_schedule(
-    every: Any, what: str = "every", more: Sequence[str] = ()
+    every: Any, what: str = "every", extra_names: Sequence[str] = ()
 ) -> str | int | tuple:
-    """Check a schedule of a recipe or of ``checkpoint_layers``, and return it with tuples for
-    lists. Raises ``ValueError``, which names ``what``, for anything else. ``more``: other names
-    that are allowed.
+    """Check a schedule of a recipe or of ``checkpoint_layers``.
+
+    Returns it with tuples for lists. Raises ``ValueError``, which names ``what``, for anything
+    else. ``extra_names``: other names that are allowed.
     """
-    names = *CHECKPOINTING, *more
-    if is_whole(every) or (
+    names = *CHECKPOINTING, *extra_names
+    if is_positive_int(every) or (
         isinstance(every, str) and (every in names or first_layers(every) is not None)
     ):
         return every
     if isinstance(every, (list, tuple)) and every:
         total_layers(every)
-        return _nest(tuple, every)
+        return _converted(tuple, every)
     raise ValueError(
         f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment "
         "(a whole number of at least 1), 'first-5' for the first 5 layers one by one (fit finds "
@@ -277,17 +284,15 @@ def checked_schedule(
 
 
 def first_layers(every: Any) -> int | None:
-    """The k of ``"first-k"``: the first k layers are recomputed, one by one, and the others kept.
-
-    ``None`` for others.
-    """
+    """The k of ``"first-k"``, which recomputes the first k layers one by one; else ``None``."""
     number = every.removeprefix("first-") if isinstance(every, str) else ""
     return int(number) if number != every and number.isdecimal() else None
 
 
 def segments_for(every: Any, n: int) -> Schedule | None:
-    """The schedule that ``every`` (see ``checked_schedule``) means for ``n`` layers; None for
-    "best", which is measured.
+    """The schedule for ``n`` layers that ``every`` (see ``checked_schedule``) stands for.
+
+    ``None`` for "best", which is measured.
     """
     every = checked_schedule(every)
     if every == "best":
@@ -300,9 +305,10 @@ def segments_for(every: Any, n: int) -> Schedule | None:
         )
     if total_layers(every) != n:
         raise ValueError(
-            f"segments {_nest(list, every)} hold {total_layers(every)} layers, and there are {n}"
+            f"segments {_converted(list, every)} hold {total_layers(every)} layers, "
+            f"and there are {n}"
         )
-    return _nest(list, every)
+    return _converted(list, every)
 
 
 def total_layers(segments: int | Sequence) -> int:
@@ -310,7 +316,7 @@ def total_layers(segments: int | Sequence) -> int:
 
     Raises ``ValueError`` for anything that is not a schedule.
     """
-    if is_whole(segments):
+    if is_positive_int(segments):
         return segments
     if isinstance(segments, (list, tuple)) and segments:
         return sum(map(total_layers, segments))
@@ -320,25 +326,25 @@ def total_layers(segments: int | Sequence) -> int:
     )
 
 
-def _nest(kind: type, segments: Any) -> Any:
+def _converted(kind: type, segments: Any) -> Any:
     """``segments`` with all lists and tuples, at any depth, converted to ``kind``."""
-    return (
-        kind(_nest(kind, s) for s in segments) if isinstance(segments, (list, tuple)) else segments
-    )
+    if not isinstance(segments, (list, tuple)):
+        return segments
+    return kind(_converted(kind, part) for part in segments)
 
 
 def _sizes(
     n: int, internal: Sizes, boundary: Sizes, temporaries: Sizes, tail: int, keep_last: bool
 ) -> list[list]:
     given = {"internal": internal, "boundary": boundary, "temporaries": temporaries}
-    sizes = [_numbers(name, values, n) for name, values in given.items()]
-    (after,) = _numbers("tail", tail, 1)
+    sizes = [_size_list(name, values, n) for name, values in given.items()]
+    (tail_bytes,) = _size_list("tail", tail, 1)
     if keep_last:  # then the tail finds the same bytes alive as the last layer's own backward
-        sizes[2][-1], after = max(sizes[2][-1], after), 0
-    return [*sizes, [after]]
+        sizes[2][-1], tail_bytes = max(sizes[2][-1], tail_bytes), 0
+    return [*sizes, [tail_bytes]]
 
 
-def _numbers(name: str, value: Sizes, n: int) -> list:
+def _size_list(name: str, value: Sizes, n: int) -> list:
     """``value`` as a list of ``n`` whole numbers of at least 0."""
     numbers = [value] * n if isinstance(value, (Real, str)) else list(value)
     if len(numbers) != n:

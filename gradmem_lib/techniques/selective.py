@@ -1,6 +1,4 @@
-"""Selective checkpointing: a part of each layer is recomputed in backward, and the results of the
-rest are kept.
-"""
+"""Selective checkpointing: backward recomputes a part of each layer, and the rest is saved."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..compat import FakeTensor, plain_call, replace_call, schema, without_modes
-from ..names import SELECTIVE, choose
-from ..units import whole
-from .checkpointing import CACHE_LEFT_OUT, Again, refuse_checkpointed, without_cache
+from ..compat import FakeTensor, original_call, override_call, schema, without_modes
+from ..names import SELECTIVE, check_choice
+from ..units import check_positive_int
+from .checkpointing import CACHE_WARNING, CallOverride, refuse_checkpointed, without_cache
 from .layers import find_layers
 
 PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # the ends of their classes' names
@@ -44,16 +42,16 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     layer has no module of that kind, and ``RuntimeError`` if layers are checkpointed or compiled
     already, and in backward if a layer has changed a kept result in place (``x += y``).
     """
-    choose("part", part, SELECTIVE)
+    check_choice("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
-    whole = part == "elementwise"
-    modules = (
-        layers if whole else [module for layer in layers for module in find_parts(layer, part)]
-    )
+    whole_layers = part == "elementwise"
+    modules = layers
+    if not whole_layers:
+        modules = [module for layer in layers for module in find_parts(layer, part)]
     warned: list[str] = []
     return CheckpointedParts(
-        [replace_call(module, Part(module, whole, warned)) for module in modules]
+        [override_call(module, Part(module, whole_layers, warned)) for module in modules]
     )
 
 
@@ -67,9 +65,9 @@ def tiled(module: nn.Module, tiles: int) -> CheckpointedParts:
     first call, if a token's output depends on another token, or if the module takes or returns
     something other than such a tensor.
     """
-    whole("tiles", tiles, 8, "slices")
+    check_positive_int("tiles", tiles, 8, "slices")
     refuse_checkpointed([module])
-    return CheckpointedParts([replace_call(module, Tiled(module, tiles))])
+    return CheckpointedParts([override_call(module, Tiled(module, tiles))])
 
 
 class CheckpointedParts(ExitStack):
@@ -81,37 +79,38 @@ class CheckpointedParts(ExitStack):
             self.callback(each)
 
     def remove(self) -> None:
-        """Give the parts their own forward back. Calling it again does nothing."""
+        """Restore the parts' own forward. A second call does nothing."""
         self.close()
 
 
-class Part(Again):
-    """Replaces the ``__call__`` of a module that is recomputed."""
+class Part(CallOverride):
+    """The override of a module that is recomputed in backward."""
 
     def __init__(self, module: nn.Module, keeps_products: bool, warned: list[str]):
         self.module, self.keeps_products, self.warned = module, keeps_products, warned
 
     def __call__(self, *args, **kwargs):
-        run = plain_call(self.module)
+        run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(*args, **kwargs)
-        args, kwargs, left_out = without_cache(args, kwargs)
-        if left_out and not self.warned:
-            self.warned.append(CACHE_LEFT_OUT)  # once for all parts of a model
-            warnings.warn(CACHE_LEFT_OUT, stacklevel=2)
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, Policy())}
-        how = kept if self.keeps_products else {}
-        return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **how)
+        args, kwargs, had_cache = without_cache(args, kwargs)
+        if had_cache and not self.warned:
+            self.warned.append(CACHE_WARNING)  # once for all parts of a model
+            warnings.warn(CACHE_WARNING, stacklevel=2)
+        options = {}
+        if self.keeps_products:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())
+        return checkpoint(partial(run, *args, **kwargs), use_reentrant=False, **options)
 
 
-class Tiled(Again):
-    """Replaces the ``__call__`` of a module that runs on slices."""
+class Tiled(CallOverride):
+    """The override of a module that runs on slices."""
 
     def __init__(self, module: nn.Module, tiles: int):
         self.module, self.tiles, self.checked = module, tiles, False
 
     def __call__(self, x: Tensor) -> Tensor:
-        run = plain_call(self.module)
+        run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(x)
         if not self.checked and not isinstance(x, FakeTensor):
@@ -123,25 +122,26 @@ class Tiled(Again):
             ):
                 # In a new context: transformers collects a forward's outputs through a context
                 # variable.
-                few = max(2, min(16, x.shape[-2] - 1))  # a view, with the strides that slices have
-                Context().run(self._check, run, x[..., :few, :].detach().requires_grad_())
+                tokens = max(2, min(16, x.shape[-2] - 1))
+                sample = x[..., :tokens, :]  # a view, with the strides that slices have
+                Context().run(self._check, run, sample.detach().requires_grad_())
         parts = x.chunk(self.tiles, dim=-2)
         return torch.cat([checkpoint(run, part, use_reentrant=False) for part in parts], dim=-2)
 
-    def _check(self, run: Callable, few: Tensor) -> None:
+    def _check(self, run: Callable, sample: Tensor) -> None:
         """Check that each token has an output, and that the first and last token's outputs have no
         gradient at other tokens.
         """
-        name, shape = type(self.module).__name__, (*few.shape,)
+        name, shape = type(self.module).__name__, (*sample.shape,)
         try:
-            out = run(few)
+            out = run(sample)
         except RuntimeError as error:
             raise ValueError(
                 f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that "
                 "takes (..., tokens, width) in any strides, such as an MLP. A mixture's block may "
                 "take slices of one row, but not of several"
             ) from error
-        if not isinstance(out, Tensor) or out.shape[:-1] != few.shape[:-1]:
+        if not isinstance(out, Tensor) or out.shape[:-1] != sample.shape[:-1]:
             what = (
                 f"shape {(*out.shape,)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             )
@@ -152,28 +152,31 @@ class Tiled(Again):
             )
         for i in (0, -1):
             one = out[..., i, :]
-            (found,) = torch.autograd.grad(one, few, torch.rand_like(one), retain_graph=True)
+            (found,) = torch.autograd.grad(one, sample, torch.rand_like(one), retain_graph=True)
             found[..., i, :] = 0
             if found.any():
                 raise ValueError(
                     f"in {name}, a token's output depends on another token, and slices would "
                     "change it: tile a module that treats each token by itself, such as an MLP"
                 )
-        self.checked = few.shape[-2] > 1  # a single token says nothing about longer rows
+        self.checked = sample.shape[-2] > 1  # a single token says nothing about longer rows
 
 
 class Policy:
-    """Keep the results that are costly to compute, and ``matmul``'s view of its product, so that
-    PyTorch notices changes in place.
+    """Saves the results that are costly to compute, and recomputes the others.
+
+    It also saves ``matmul``'s view of its product, so that PyTorch notices changes in place.
     """
 
     last = ""
 
     def __call__(self, ctx, op, *args, **kwargs) -> CheckpointPolicy:
-        before, self.last = self.last, schema(op).name
-        kept = self.last in PRODUCTS or "attention" in self.last
-        kept = kept or (before in PRODUCTS and self.last == "aten::_unsafe_view")
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        previous, self.last = self.last, schema(op).name
+        costly = self.last in PRODUCTS or "attention" in self.last
+        view_of_product = previous in PRODUCTS and self.last == "aten::_unsafe_view"
+        if costly or view_of_product:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def find_parts(layer: nn.Module, part: str) -> list[nn.Module]:

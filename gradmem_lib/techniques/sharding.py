@@ -1,5 +1,4 @@
-"""One model on several processes, each called a rank: what every rank has a copy of, and what is
-sharded over them.
+"""One model on several processes (ranks): what each rank has a copy of, and what is sharded.
 
 PyTorch's own engines do the work. Rajbhandari et al. 2020 ("ZeRO", section 5) shard the optimizer's
 states first, then also the gradients, then also the weights: stages 1, 2 and 3.
@@ -15,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compat import shards_of_integers
-from ..names import SHARDING, choose
+from ..compat import allow_integer_shards
+from ..names import SHARDING, check_choice
 from .data_parallel import device_of
 from .layers import find_layers
 
-ALONE = (
+NO_PROCESS_GROUP = (
     "sharding={!r} is for several processes that train together, and this process is in no group: "
     "start the script with "
     "torchrun --nproc-per-node=2, and call torch.distributed.init_process_group() in it first"
@@ -41,7 +40,7 @@ def shard(
     Returns the ``DistributedDataParallel`` around the model. For ``"zero2"`` and ``"fsdp"`` it
     returns the model itself: its layers, and the rest of it, are sharded in place. Its parameters
     are new, so put checkpoints on before, and make the optimizer afterwards. ``"zero1"`` wraps like
-    ``"ddp"``, and ``cut_states`` makes its optimizer.
+    ``"ddp"``, and ``shard_optimizer_states`` makes its optimizer.
 
     Args:
         mesh: the processes, in one dimension. ``None``: all of the process group.
@@ -53,9 +52,9 @@ def shard(
     Raises ``ValueError`` in a process without a process group, and for a model whose layers are not
     found.
     """
-    choose("sharding", how, SHARDING)
+    check_choice("sharding", how, SHARDING)
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(ALONE.format(how))
+        raise ValueError(NO_PROCESS_GROUP.format(how))
     if mesh is None:
         mesh = init_device_mesh(device_of(model).type, (dist.get_world_size(),))
     if how in ("ddp", "zero1"):
@@ -96,7 +95,7 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
                 "fully_shard keeps a layer's in one dtype: choose a precision in the recipe, such "
                 "as 'bf16', or cast the model"
             )
-    with shards_of_integers():
+    with allow_integer_shards():
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, **options)
         # The rest, such as embeddings and the output layer. Backward begins where forward ends: if
@@ -104,13 +103,15 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh, reshard: bool, dtype, offlo
         fully_shard(model, reshard_after_forward=False, **options)
 
 
-def cut_states(
+def shard_optimizer_states(
     parameters: list[nn.Parameter],
     make: Callable[[list], Optimizer],
     group: dist.ProcessGroup | None = None,
 ) -> Optimizer:
-    """An optimizer for which each rank calls ``make(its part of the parameters)``. One rank steps
-    each parameter, and sends its new value to the others.
+    """An optimizer whose states are sharded over the ranks.
+
+    Each rank calls ``make(its part of the parameters)``, steps this part, and sends the new values
+    to the others.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

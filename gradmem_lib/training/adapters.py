@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ..techniques.lora import LoRALinear, replace
+from ..techniques.lora import LoRALinear, replace_module
 from .losses import predicts_next_token
 
 
@@ -32,8 +32,11 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     would compute something else from these files.
     """
     adapters, folder = adapters_of(model), Path(folder)
-    kept = {id(p) for module in adapters.values() for p in (module.A, module.B)}
-    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in kept]
+    adapter_ids = {id(p) for module in adapters.values() for p in (module.A, module.B)}
+    others = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in adapter_ids:
+            others.append(name)
     mixers = [
         n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__
     ]
@@ -107,5 +110,5 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     )
     # those in 4 bits come first: they are refused before anything changes
     for name, module in layers:
-        replace(model, name, module.merged())
+        replace_module(model, name, module.merged())
     return model

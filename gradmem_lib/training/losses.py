@@ -72,12 +72,13 @@ def count_items(model: nn.Module, batch: Any) -> int:
         with suppress(TypeError, ValueError):
             return count_rows(batch)
         return 1  # such a batch is not cut, so any number is right
-    whole = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1  # a mean over all pixels
+    # one number for each pixel: the loss is a mean over all of them
+    per_pixel = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1
     own = ("semantic_loss_ignore_index", "loss_ignore_index") if labels.dim() == 3 else ()
     ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
     unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
-    counted = (labels[:, 1:] if shifted else labels) != (math.nan if whole else ignored)
+    counted = (labels[:, 1:] if shifted else labels) != (math.nan if per_pixel else ignored)
     # ModernBERT's, which leaves out a label of its own too
     if getattr(model, "sparse_prediction", False):
         counted &= labels != model.sparse_pred_ignore_index
@@ -109,11 +110,11 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     width = next(
         (given[key].shape[1] for key in ("input_ids", "inputs_embeds") if key in given), math.inf
     )
-    beyond = [
+    out_of_row = [
         given[key].max() >= width for key in ("start_positions", "end_positions") if key in given
     ]
     others += ["answers beyond the row"] * any(
-        type(b) is not compat.FakeTensor and b for b in beyond
+        type(b) is not compat.FakeTensor and b for b in out_of_row
     )
     if others:
         raise ValueError(
@@ -157,16 +158,17 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def check_chunked_loss(model: nn.Module) -> None:
     """Raise ``ValueError`` for a model whose own loss is not ``chunked_loss``."""
     inside = compat.inside_peft(model)
-    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _changed(
+    why = chunked_loss_refusal(type(inside), getattr(inside, "config", None)) or _model_difference(
         model, inside
     )
     if why is not None:
         raise ValueError(f"{why}: leave chunked_loss out")
 
 
-def _changed(model: nn.Module, inside: nn.Module) -> str | None:
-    """What ``model`` has that class and config of the one ``inside`` it do not say, and chunks
-    would leave out.
+def _model_difference(model: nn.Module, inside: nn.Module) -> str | None:
+    """A part of the model's loss that chunks would leave out; ``None`` if there is none.
+
+    It is something that the class and the config of the model ``inside`` do not show.
     """
     head = inside.get_output_embeddings()
     hooked = any(compat.hook_counts(head)) or "forward" in vars(head)
@@ -202,21 +204,21 @@ def chunked_loss_refusal(cls: type, config: Any) -> str | None:
         # Modes that watch, replace or record the caller's operations must not act on these.
         modes, autocast = compat.without_modes(), torch.autocast("cpu", enabled=False)
         with modes, torch.enable_grad(), autocast, torch.random.fork_rng([]):
-            _refusals[key] = _compared(cls, config)
+            _refusals[key] = _compare_losses(cls, config)
     return _refusals[key]
 
 
-def _compared(cls: type, config: Any) -> str | None:
+def _compare_losses(cls: type, config: Any) -> str | None:
     for heads in (2, 8):  # some models need more heads
         try:
             own, chunks = _both_losses(cls, config, heads)
             break
         except Exception as error:  # the model's own code may raise anything
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     else:
         return (
             f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its "
-            f"loss ({said})"
+            f"loss ({message})"
         )
     if all(
         math.isclose(a, b, rel_tol=limit)

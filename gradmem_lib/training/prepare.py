@@ -22,7 +22,7 @@ from ..techniques.optimizers import AdamW8bit
 from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from ..techniques.selective import checkpoint_parts
-from ..techniques.sharding import cut_states, shard
+from ..techniques.sharding import shard, shard_optimizer_states
 from .adapters import has_adapters
 from .losses import check_chunked_loss
 from .recipe import Recipe
@@ -160,7 +160,7 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     if recipe.checkpointing in SELECTIVE:
         undo.callback(checkpoint_parts(model, recipe.checkpointing).remove)
         return
-    every, name = recipe.one_in, compat.checkpointing_name(model)
+    every, name = recipe.checkpoint_interval, compat.checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
     if every is not None and name is not None:
@@ -187,7 +187,7 @@ def make_optimizer(
     name = recipe.optimizer
     if recipe.sharding == "zero1":
         on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)
-        return cut_states(parameters, on_one, mesh and mesh.get_group())
+        return shard_optimizer_states(parameters, on_one, mesh and mesh.get_group())
     if name in ("adamw", "adamw-foreach", "adamw-fused"):
         master = recipe.precision == "float32-master" and not recipe.fully_sharded
         kind = MasterAdamW if master else torch.optim.AdamW

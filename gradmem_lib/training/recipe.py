@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, choose
+from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..techniques.schedules import checked_schedule
-from ..units import whole
+from ..units import check_positive_int
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Recipe:
     chunked_loss: bool = False
 
     def __post_init__(self) -> None:
-        choose("precision", self.precision, (*PRECISIONS, None))
-        choose("optimizer", self.optimizer, OPTIMIZERS)
-        choose("attention", self.attention, (*ATTENTION, None))
-        choose("offload", self.offload, (*OFFLOAD, None))
-        choose("sharding", self.sharding, (*SHARDING, None))
-        whole("accumulation", self.accumulation, 4)
+        check_choice("precision", self.precision, (*PRECISIONS, None))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("attention", self.attention, (*ATTENTION, None))
+        check_choice("offload", self.offload, (*OFFLOAD, None))
+        check_choice("sharding", self.sharding, (*SHARDING, None))
+        check_positive_int("accumulation", self.accumulation, 4)
         for name, example in (("lora_rank", 16), ("every_n_layers", 2)):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), example)
+                check_positive_int(name, getattr(self, name), example)
         for switch in ("in_backward", "quantized_base", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
@@ -77,10 +77,10 @@ class Recipe:
         if self.checkpointing is not None:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
-        self._check_together()
+        self._check_combinations()
         self._check_sharding()
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9"
@@ -195,7 +195,7 @@ class Recipe:
         return self.sharding in ("zero2", "fsdp")
 
     @property
-    def one_in(self) -> int | None:
+    def checkpoint_interval(self) -> int | None:
         """n, if one in every n layers is recomputed; ``None`` for segments, parts of layers and no
         checkpoints.
         """
@@ -211,14 +211,14 @@ class Recipe:
 
         With shards, float32-master holds float32 weights.
         """
-        held = torch.float32 if self.fully_sharded else torch.bfloat16
-        return {None: None, "bf16": torch.bfloat16, "float32-master": held}.get(
+        dtype = torch.float32 if self.fully_sharded else torch.bfloat16
+        return {None: None, "bf16": torch.bfloat16, "float32-master": dtype}.get(
             self.precision, torch.float32
         )
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. Raises ``ValueError`` if the batch cannot be cut evenly."""
-        whole("batch_size", batch_size, 8)
+        check_positive_int("batch_size", batch_size, 8)
         if batch_size % self.accumulation:
             raise ValueError(
                 f"a batch of {batch_size} cannot be cut into {self.accumulation} equal "

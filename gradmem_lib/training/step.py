@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..techniques.accumulation import accumulate_gradients, count_rows, split
 from ..techniques.data_parallel import check_trained_together, device_of
-from ..techniques.offload import MOVES, offload_activations
+from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from .losses import check_pieces, chunked_loss, count_items
 from .recipe import Recipe
@@ -58,7 +58,8 @@ def step(
             alike.
         scaler: adapts the factor of float16's loss from step to step, and skips a step whose
             gradients are not finite. Without a scaler the factor is fixed, and no step is skipped.
-        offload: moves what ``recipe.offload`` names, and counts it. Without it, one is made.
+        offload: an ``offload_activations``, which counts the bytes that it moves. Without it, one
+            is made.
 
     Raises ``ValueError`` if the batch is to be cut and the model's loss is not a mean over labels
     or rows, as with CLIP.
@@ -70,14 +71,14 @@ def step(
     if recipe.sharding is not None:
         check_trained_together(model, optimizer)
     device = device_of(model).type
-    moves = offload or moving(model, recipe)
+    offload_hooks = offload or offload_context(model, recipe)
     parts = list(cut_batch(batch, recipe))
     counts = [count_items(model, micro) for micro in parts][:micro_batches]  # all are counted
 
     def loss_and_count(numbered: tuple[Any, int]) -> tuple[Tensor, int]:
         micro, count = numbered
         mark("forward")
-        with autocast(device, recipe), moves:
+        with autocast(device, recipe), offload_hooks:
             value = loss(model, micro) if loss is not None else loss_of(model, micro, recipe)
         check_loss(value, model)
         mark("backward")
@@ -85,8 +86,8 @@ def step(
 
     if scaler is None and recipe.precision == "autocast-fp16":
         scaler = _FixedScale(2.0**12)
-    with closing(moves):
-        done = accumulate_gradients(
+    with closing(offload_hooks):
+        result = accumulate_gradients(
             zip(parts[:micro_batches], counts, strict=True),
             loss_and_count,
             total_items=sum(counts),
@@ -102,7 +103,7 @@ def step(
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
-    return torch.tensor(done.loss)
+    return torch.tensor(result.loss)
 
 
 def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
@@ -113,13 +114,11 @@ def autocast(device: str, recipe: Recipe) -> AbstractContextManager:
     )
 
 
-def moving(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
-    """The context for a forward that moves what ``recipe.offload`` names."""
-    return (
-        offload_activations(model=model, what=recipe.offload)
-        if recipe.offload in MOVES
-        else ExitStack()
-    )
+def offload_context(model: nn.Module, recipe: Recipe) -> offload_activations | ExitStack:
+    """The context for a forward whose activations are offloaded as ``recipe.offload`` says."""
+    if recipe.offload in ACTIVATION_OFFLOADS:
+        return offload_activations(model=model, what=recipe.offload)
+    return ExitStack()
 
 
 def cut_batch(batch: Any, recipe: Recipe) -> Iterator[Any]:

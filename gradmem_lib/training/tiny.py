@@ -42,13 +42,15 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
         small = small.get_text_config()
     vars(small).pop("quantization_config", None)
     text = small.get_text_config()
-    given = {
+    settings = {
         name: v for name, v in vars(text).items() if not name.startswith("_") and v is not None
     }
 
     def first(kind: str) -> int | None:
-        found = (given[name] for name in _NAMES[kind].split() if isinstance(given.get(name), int))
-        return next(found, None)
+        for name in _NAMES[kind].split():
+            if isinstance(settings.get(name), int):
+                return settings[name]
+        return None
 
     factor = _factor(first("size") or 1, first("heads"), heads)
     shrunk = {
@@ -61,7 +63,7 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
         "positions": lambda v: max(v, POSITIONS),
         "token": lambda v: 0,
     }
-    for name, value in given.items():
+    for name, value in settings.items():
         if isinstance(value, list | tuple) and len(value) == first("layers"):
             setattr(text, name, value[:LAYERS])
         elif name in _KIND and (isinstance(value, int) or _KIND[name] == "token"):
@@ -70,15 +72,19 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
     return small
 
 
-def _factor(width: int, most: int | None, heads: int) -> int:
-    """The largest number that divides ``width`` and ``most`` heads, so that a head keeps its size,
-    and ``heads`` heads (or a few more) are left.
+def _factor(width: int, head_count: int | None, heads: int) -> int:
+    """The largest number that divides both ``width`` and ``head_count``.
+
+    A head keeps its size, and ``heads`` heads (or a few more) are left.
     """
-    most = most or max(width // WIDTH, 1)
-    for factor in range(max(most // heads, 1), 1, -1):
-        if most % factor == 0 and width % (16 * factor) == 0:  # kernels want rows of whole 16 bytes
+    head_count = head_count or max(width // WIDTH, 1)
+    for factor in range(max(head_count // heads, 1), 1, -1):
+        # kernels need rows of a multiple of 16 bytes
+        if head_count % factor == 0 and width % (16 * factor) == 0:
             return factor
-    return 1 if most == 1 or width % most or width // most < 16 else most
+    if head_count == 1 or width % head_count or width // head_count < 16:
+        return 1
+    return head_count
 
 
 def tiny_model(cls: type, config: Any, heads: int = 2) -> nn.Module:

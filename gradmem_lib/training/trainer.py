@@ -25,12 +25,12 @@ from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..techniques.accumulation import accumulate_gradients
-from ..techniques.sharding import ALONE
+from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token
 from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
-from .step import check_loss, moving
+from .step import check_loss, offload_context
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
 OPTIM = {
@@ -55,7 +55,7 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
         chosen["optim"] = OPTIM[recipe.optimizer]
     if recipe.autocast_dtype is not None:
         chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
-    if every := recipe.one_in:
+    if every := recipe.checkpoint_interval:
         chosen[CHECKPOINTING_ARGUMENT] = True
         more = {"every_n_layers": every} if every > 1 else {}
         chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = {"use_reentrant": False} | more
@@ -80,17 +80,17 @@ class MemoryCallback(TrainerCallback):
     def __init__(
         self, *, budget: int | str | None = None, live: bool | None = None, title: str = ""
     ):
-        self._given: dict[str, Any] = {"budget": budget, "live": live, "title": title}
+        self._tracker_settings: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
-        self._open: Any = None  # an ExitStack inside the with
+        self._exit_stack: Any = None  # an ExitStack inside the with
 
     def __enter__(self) -> Self:
-        self._open = ExitStack()
+        self._exit_stack = ExitStack()
         return self
 
     def __exit__(self, *raised) -> None:
-        inside, self._open = self._open, None
+        inside, self._exit_stack = self._exit_stack, None
         inside.__exit__(*raised)
 
     @property
@@ -112,26 +112,26 @@ class MemoryCallback(TrainerCallback):
         optimizer: Any = None,
         **more: Any,
     ) -> None:
-        if self._open is None:
+        if self._exit_stack is None:
             raise RuntimeError(
                 "MemoryCallback works inside its with block, which takes the tracker away also "
                 "after an error: write `with MemoryCallback() as memory:` and call "
                 "trainer.train() in it"
             )
-        self._open.close()
+        self._exit_stack.close()
         self.by_step = {}
         own = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
-        self.tracker = MemoryTracker(model, own, **self._given)
-        self._open.enter_context(self.tracker)
+        self.tracker = MemoryTracker(model, own, **self._tracker_settings)
+        self._exit_stack.enter_context(self.tracker)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.tracker.lap()
+        self.tracker.window_peak()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.by_step[state.global_step] = self.tracker.lap()
+        self.by_step[state.global_step] = self.tracker.window_peak()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._open.close()
+        self._exit_stack.close()
 
 
 class RecipeTrainer(Trainer):
@@ -144,9 +144,9 @@ class RecipeTrainer(Trainer):
 
     def __init__(self, *given, recipe: Recipe, memory: MemoryCallback, **named):
         self.recipe, self.memory, self._interrupt = recipe, memory, _StopAfterStep()
-        self._brought: list[Any] = []
+        self._pending_micro_batches: list[Any] = []
         super().__init__(*given, **named)
-        self.moves = moving(self.model, recipe)
+        self.offload_hooks = offload_context(self.model, recipe)
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} cards are in sight, and Trainer would cut each micro-batch "
@@ -155,10 +155,10 @@ class RecipeTrainer(Trainer):
             )
         if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
             raise ValueError(
-                f"accelerate was told to use FSDP, which make_trainer does not set up{_CUT}"
+                f"accelerate was told to use FSDP, which make_trainer does not set up{_FSDP_ADVICE}"
             )
         if recipe.sharding == "ddp" and not dist.is_initialized():
-            raise ValueError(ALONE.format("ddp"))
+            raise ValueError(NO_PROCESS_GROUP.format("ddp"))
         if recipe.chunked_loss and self.args.world_size > 1:
             raise ValueError(
                 "chunked_loss goes around the wrapper that averages gradients over "
@@ -190,12 +190,14 @@ class RecipeTrainer(Trainer):
 
         The last call accumulates all gradients and returns the mean loss, others 0.
         """
-        self._brought.append(inputs)
-        if len(self._brought) < self.current_gradient_accumulation_steps:
+        self._pending_micro_batches.append(inputs)
+        if len(self._pending_micro_batches) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        brought, self._brought = self._brought, []
-        for micro in brought * (len(brought) * self.args.world_size > 1):
-            check_pieces(self.model, micro, "accumulation or several processes")
+        micro_batches, self._pending_micro_batches = self._pending_micro_batches, []
+        in_pieces = len(micro_batches) > 1 or self.args.world_size > 1
+        if in_pieces:
+            for micro in micro_batches:
+                check_pieces(self.model, micro, "accumulation or several processes")
 
         def loss_and_count(numbered):
             micro, count = numbered
@@ -206,20 +208,20 @@ class RecipeTrainer(Trainer):
             return loss if count or loss.isfinite() else loss.nan_to_num(0.0), count
 
         model.train()
-        counts = [count_items(self.model, micro) for micro in brought]
-        done = accumulate_gradients(
-            list(zip(brought, counts, strict=True)),
+        counts = [count_items(self.model, micro) for micro in micro_batches]
+        result = accumulate_gradients(
+            list(zip(micro_batches, counts, strict=True)),
             loss_and_count,
             total_items=sum(counts),
             reduction="mean",
             model=model,
             scaler=self.accelerator.scaler,
         )
-        return torch.tensor(done.loss, device=self.args.device)
+        return torch.tensor(result.loss, device=self.args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss of these rows."""
-        with self.moves, self.accelerator.autocast():
+        with self.offload_hooks, self.accelerator.autocast():
             chunks = self.recipe.chunked_loss
             outputs = {"loss": chunked_loss(self.model, inputs)} if chunks else model(**inputs)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
@@ -248,9 +250,9 @@ class RecipeTrainer(Trainer):
         ``args.output_dir`` and raises ``KeyboardInterrupt``. ``train(resume_from_checkpoint=True)``
         resumes from there. A second Ctrl-C stops at once.
         """
-        self._brought = []
+        self._pending_micro_batches = []
         with self.memory, self._interrupt, ExitStack() as undo:
-            undo.callback(self.moves.close)
+            undo.callback(self.offload_hooks.close)
             set_checkpointing(self.model, self.recipe, undo)
             try:
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -263,7 +265,7 @@ class RecipeTrainer(Trainer):
                 f"stopped after step {self.state.global_step}, saved in {self.args.output_dir}; to "
                 "go on: trainer.train(resume_from_checkpoint=True)"
             )
-        if self._interrupt.asked:
+        if self._interrupt.stop_requested:
             raise KeyboardInterrupt("asked to stop after the last step: the training is complete")
         return result
 
@@ -274,30 +276,30 @@ class _StopAfterStep(TrainerCallback):
     """
 
     def __enter__(self) -> None:
-        self.asked = self.stopped = self._said = False
+        self.stop_requested = self.stopped = self._announced = False
         self._undo = ExitStack()
         # Signals reach only the main thread, and only there may a handler be set. A shell tells a
         # background run to ignore Ctrl-C, which is meant for another program.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._undo.callback(
-                signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._ask)
+                signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._on_sigint)
             )
 
     def __exit__(self, *raised) -> None:
         self._undo.close()
 
-    def _ask(self, number, frame) -> None:
-        if self.asked:
+    def _on_sigint(self, number, frame) -> None:
+        if self.stop_requested:
             raise KeyboardInterrupt(
                 "stopped at once: what was done since the last checkpoint is not saved"
             )
-        self.asked = True
+        self.stop_requested = True
 
     def on_substep_end(self, args, state, control, **kwargs):
         # Not printed in the handler, since the signal may come in the middle of another print.
-        if self.asked and not self._said:
-            self._said = True
+        if self.stop_requested and not self._announced:
+            self._announced = True
             message = (
                 f"Finishing step {state.global_step + 1}, then saving; once more to stop at once."
             )
@@ -306,18 +308,18 @@ class _StopAfterStep(TrainerCallback):
     on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.asked:
+        if self.stop_requested:
             control.should_save = control.should_training_stop = self.stopped = True
 
 
-_CUT = (
+_FSDP_ADVICE = (
     " (on the CPU, Trainer and accelerate turn FSDP into DDP without a word, and on cards "
     "accelerate's plugin, not the recipe, says what is cut, in which dtype and where it lies): "
     "use gradmem_lib's prepare(model, recipe) and step(...) with this Recipe(sharding=...) under "
     "torchrun, or sharding='ddp' here"
 )
 # Arguments of Trainer that a recipe decides, or that it cannot respect.
-_NOT_TAKEN = {
+_REFUSED_ARGUMENTS = {
     "model_init": "the recipe has changed this model: make the model first, and a trainer for each",
     "optimizers": (
         "the recipe makes the optimizer: choose it there, and the schedule by lr_scheduler_type"
@@ -327,7 +329,7 @@ _NOT_TAKEN = {
         ("deepspeed", "parallelism_config", "torch_empty_cache_steps"),
         "its own step knows nothing of it",
     ),
-    "fsdp": f"FSDP is not set up by make_trainer{_CUT}",
+    "fsdp": f"FSDP is not set up by make_trainer{_FSDP_ADVICE}",
     "compute_loss_func": (
         "micro-batches are weighed by their labels: give a model that returns "
         "this loss as its own mean"
@@ -377,7 +379,9 @@ def make_trainer(
     _check_recipe(recipe, given["use_cpu"])
     own = inspect.signature(Trainer.__init__).parameters
     for_trainer = {
-        name: given.pop(name) for name in list(given) if name in own and name not in _NOT_TAKEN
+        name: given.pop(name)
+        for name in list(given)
+        if name in own and name not in _REFUSED_ARGUMENTS
     }
     progress = live_enabled() or not in_kernel() if progress is None else progress
     loss_only = predicts_next_token(model) and "compute_metrics" not in for_trainer
@@ -410,7 +414,9 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
             "LayerWiseDummyOptimizer"
         )
     if recipe.sharding not in (None, "ddp"):
-        raise ValueError(f"sharding={recipe.sharding!r} is not set up by make_trainer{_CUT}")
+        raise ValueError(
+            f"sharding={recipe.sharding!r} is not set up by make_trainer{_FSDP_ADVICE}"
+        )
     if recipe.precision == "autocast-fp16" and on_cpu:
         raise ValueError(
             "on the CPU, Trainer trains in float32 in spite of fp16=True: choose "
@@ -426,10 +432,10 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
     chosen = arguments(recipe, micro_batch)
     decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
     for name, value in given.items():
-        if name in _NOT_TAKEN and value:
+        if name in _REFUSED_ARGUMENTS and value:
             raise ValueError(
-                f"{name}={value!r} is not taken by make_trainer, since {_NOT_TAKEN[name]}. Or "
-                "use Trainer itself"
+                f"{name}={value!r} is not taken by make_trainer, since "
+                f"{_REFUSED_ARGUMENTS[name]}. Or use Trainer itself"
             )
         own = name.replace("gradient_checkpointing", CHECKPOINTING_ARGUMENT)
         if value != decided.get(own, value):
@@ -448,6 +454,5 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
     if recipe.optimizer == "adamw-8bit":
         # This library's optimizer: without bitsandbytes, Trainer would refuse that name.
         chosen["optim"] = "adamw_torch"
-    return (
-        defaults | chosen | {name: value for name, value in given.items() if name not in _NOT_TAKEN}
-    )
+    accepted = {name: value for name, value in given.items() if name not in _REFUSED_ARGUMENTS}
+    return defaults | chosen | accepted

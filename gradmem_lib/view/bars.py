@@ -78,10 +78,10 @@ def _draw_bar(ax: Axes, y: float, label: str, parts: Mapping[str, int], factor: 
             }
             ax.barh(y, width, 0.5, left=left, linewidth=0, **look)
             left += width
-    over = {"path_effects": halo(5), "zorder": 6}
-    ax.text(0, 0.30 + y, label, ha="left", va="bottom", fontsize=8.5, **over)
+    on_top = {"path_effects": halo(5), "zorder": 6}
+    ax.text(0, 0.30 + y, label, ha="left", va="bottom", fontsize=8.5, **on_top)
     total = sum(parts.values())
-    ax.text(total / factor, y, f"  {format_bytes(total)}", va="center", fontweight="bold", **over)
+    ax.text(total / factor, y, f"  {format_bytes(total)}", va="center", fontweight="bold", **on_top)
 
 
 def _draw_card(ax: Axes, name: str, x: float) -> None:
@@ -143,32 +143,32 @@ def bar_svg(
         + ", ".join(f"{name} {format_bytes(parts[name])}" for name in CATEGORIES if parts.get(name))
         for label, parts in bars.items()
     )
-    against = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
+    card_lines = "".join(f" Line: {name}, {format_bytes(n)}." for name, n in cards.items())
     # The names of patterns must differ between two pictures of one page, and must be the same in
     # every run.
     key = "gm" + hashlib.sha1(repr((bars, cards, title, width)).encode()).hexdigest()[:8]
-    sheet = _Sheet(key, width, _bars_top(bars, cards), head=22 if cards else 4, rows=len(bars))
+    layout = _Layout(key, width, _bars_top(bars, cards), head=22 if cards else 4, rows=len(bars))
     patterns = "".join(svg_pattern(key, name) for name in CATEGORIES)
     shapes, labels = [], []
     for i, parts in enumerate(bars.values()):
         if cards:
-            shapes.append(sheet.room(i, max(cards.values())))
-        for shape, label in sheet.parts(i, parts):
+            shapes.append(layout.card_area(i, max(cards.values())))
+        for shape, label in layout.parts(i, parts):
             shapes.append(shape)
             labels.append(label)
-    shapes += [sheet.card(name, nbytes) for name, nbytes in cards.items()]
+    shapes += [layout.card(name, nbytes) for name, nbytes in cards.items()]
     shapes += labels  # after the lines, which would run through the words
     shapes += [
-        sheet.words(i, label, sum(parts.values()), cards.values())
+        layout.words(i, label, sum(parts.values()), cards.values())
         for i, (label, parts) in enumerate(bars.items())
     ]
-    shapes += [sheet.axis(), sheet.legend()]
-    start = frame(key, width, sheet.foot + 50, 13, title, f"{words}.{against}", patterns)
+    shapes += [layout.axis(), layout.legend()]
+    start = frame(key, width, layout.foot + 50, 13, title, f"{words}.{card_lines}", patterns)
     return f"{start}{''.join(shapes)}</svg>"
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class _Layout:
     """The layout of a ``bar_svg`` in CSS pixels; ``top`` is the number of bytes at its
     right edge.
     """
@@ -192,7 +192,7 @@ class _Sheet:
     def y(self, i: int) -> int:
         return self.head + i * self.row + 22
 
-    def room(self, i: int, nbytes: int) -> str:
+    def card_area(self, i: int, nbytes: int) -> str:
         width = self.px(nbytes) - self.pad
         return (
             f'<rect x="{self.pad}" y="{self.y(i)}" width="{width:.1f}" height="{self.bar}" '

@@ -32,7 +32,7 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
     """
     found = None if run is None else diagnose(run)
     now = found and ("optimizer_step" if found.peak.phase == "optimizer_step" else "backward")
-    room = -1 if card is None else parse_bytes(card)
+    capacity = -1 if card is None else parse_bytes(card)
     places = {("backward", part): float(n) for n, part in enumerate(PARTS)}
     places |= {("optimizer_step", part): len(PARTS) + 0.6 + n for n, part in enumerate(PARTS[1:])}
     right = max(places.values()) + 0.9
@@ -61,7 +61,7 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
                 -0.7, row, technique.name + PART.get(technique.part, ""), ha="right", va="center"
             )
             for (phase, part), x in places.items():
-                if phase in technique.takes.get(part, ()):
+                if phase in technique.shrinks.get(part, ()):
                     look = {
                         "color": COLORS[part],
                         "hatch": HATCHES[part],
@@ -79,12 +79,10 @@ def show_decisions(run: Any = None, card: int | str | None = None) -> Figure:
             ax.text(right, row, technique.price, va="center", color=MUTED)
             if found:
                 lowest = found.lowest[technique.name]
-                says = (
-                    {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
-                    if lowest <= room
-                    else {"s": format_bytes(lowest)}
-                )
-                ax.text(right + LAST, row, va="center", ha="right", **says)
+                text_options = {"s": format_bytes(lowest)}
+                if lowest <= capacity:
+                    text_options = {"s": format_bytes(lowest) + " ✓", "fontweight": "bold"}
+                ax.text(right + LAST, row, va="center", ha="right", **text_options)
         ax.text(right, -0.75, "its price", fontsize=8.5, fontweight="bold")
         if found:
             ax.text(right + LAST, -0.75, "at best", fontsize=8.5, fontweight="bold", ha="right")
@@ -95,12 +93,14 @@ def _words() -> str:
     """The picture in words, for those who do not see it."""
     rows = []
     for technique in TECHNIQUES:
-        taken = {
-            phase: [p for p in parts if phase in technique.takes.get(p, ())]
+        shrinkable = {
+            phase: [p for p in parts if phase in technique.shrinks.get(p, ())]
             for phase, (_, parts) in GROUPS.items()
         }
         where = "; ".join(
-            f"{GROUPS[phase][0]}: {', '.join(parts)}" for phase, parts in taken.items() if parts
+            f"{GROUPS[phase][0]}: {', '.join(parts)}"
+            for phase, parts in shrinkable.items()
+            if parts
         )
         rows.append(f"{technique.name} ({where}), at the price of {technique.price}")
     return f"Which technique can shrink which part of a peak, and its price. {'. '.join(rows)}."

@@ -24,10 +24,10 @@ class Diagnosis:
     @property
     def helps(self) -> list[str]:
         """The techniques that can lower the peak by 2% or more, the most promising first."""
-        able = [
+        helpful = [
             name for name, nbytes in self.lowest.items() if nbytes <= (1 - WORTH) * self.peak.total
         ]
-        return sorted(able, key=lambda name: self.lowest[name])
+        return sorted(helpful, key=lambda name: self.lowest[name])
 
     @property
     def cannot_help(self) -> list[str]:

@@ -21,8 +21,8 @@ def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
     operations first.
     """
 
-    def beaten(mine: tuple[float, float]) -> bool:
-        return any(p != mine and p[0] <= mine[0] and p[1] <= mine[1] for p in points.values())
+    def beaten(point: tuple[float, float]) -> bool:
+        return any(p != point and p[0] <= point[0] and p[1] <= point[1] for p in points.values())
 
     return sorted(
         (name for name, p in points.items() if not beaten(p)), key=lambda name: points[name][1]
@@ -35,8 +35,8 @@ def show_frontier(points: Mapping[str, tuple[float, float]], *, title: str = "")
     """
     most, fewest = (f(p[i] for p in points.values()) for i, f in enumerate((max, min)))
     shares = {
-        name: (100 * (operations / fewest - 1), 100 * kept / most)
-        for name, (kept, operations) in points.items()
+        name: (100 * (operations / fewest - 1), 100 * saved / most)
+        for name, (saved, operations) in points.items()
     }
     line = unbeaten(points)
     words = "; ".join(

@@ -127,12 +127,15 @@ def view_bundle(
     """
     bundle = widget._repr_mimebundle_()
     data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-    instead = f"<em>{html.escape(sentence)}</em>"
+    fallback = f"<em>{html.escape(sentence)}</em>"
     if picture := still[0].get("image/png"):
         shape = {"alt": "", **still[1].get("image/png", {})}
-        told = " ".join(f'{name}="{html.escape(str(value))}"' for name, value in shape.items())
-        instead += f'<br><img src="data:image/png;base64,{picture}" {told}>'
-    return {**still[0], **data, "text/html": instead, "text/plain": words}, {**still[1], **metadata}
+        attributes = " ".join(
+            f'{name}="{html.escape(str(value))}"' for name, value in shape.items()
+        )
+        fallback += f'<br><img src="data:image/png;base64,{picture}" {attributes}>'
+    data = {**still[0], **data, "text/html": fallback, "text/plain": words}
+    return data, {**still[1], **metadata}
 
 
 def picture_bundle(figure, alt: str, words: str) -> tuple[dict, dict]:
@@ -242,8 +245,8 @@ def show_explorer(explorer, text: str) -> None:
     only the picture.
     """
     if in_kernel():
-        again = f"{STILL} To explore, change the arguments and run the cell again."
-        _display(explorer.still_bundle(), explorer.widget, text, again)
+        sentence = f"{STILL} To explore, change the arguments and run the cell again."
+        _display(explorer.still_bundle(), explorer.widget, text, sentence)
 
 
 def _display(still: tuple[dict, dict], widget: Callable | None, words: str, sentence: str) -> None:

@@ -17,22 +17,23 @@ from ..training.recipe import Recipe
 
 
 def plan_code(option: Option, given, config, target: str) -> str:
-    """Python that trains the model ``given``, with this ``config``, by ``option``: with
-    ``make_trainer`` if a ``Trainer`` can do it, else with ``step``. The user defines
+    """Python that trains the model ``given``, with this ``config``, by ``option``.
+
+    It uses ``make_trainer`` if a ``Trainer`` can do it, else ``step``. The user defines
     ``train_dataset`` (rows with ``labels``), and ``model`` or ``config`` if ``given`` is one of
     these. For several cards it is a script, and its first line says how to start it.
     """
     recipe = option.recipe
     loop = recipe.in_backward or recipe.sharding not in (None, "ddp")
-    uses, how = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
-    loading, transformers, ours = _loading(given, model_class(config).__name__)
-    imports, joined = [], []
+    uses, write_training = (["prepare", "step"], _loop) if loop else (["make_trainer"], _trainer)
+    loading, transformers, library_names = _loading(given, model_class(config).__name__)
+    imports, setup = [], []
     if option.cards > 1:
         imports.append(f"# Save this as train.py, and start it with: {launch(option.cards)}")
     if loop and option.cards > 1:
         imports.append("from torch.distributed import destroy_process_group, init_device_mesh")
         imports.append("from torch.utils.data import DataLoader, DistributedSampler")
-        joined = [
+        setup = [
             f'mesh = init_device_mesh("{target}", ({option.cards},))  # meets the other processes'
         ]
     elif loop:
@@ -42,16 +43,16 @@ def plan_code(option: Option, given, config, target: str) -> str:
         imports.append(f"from transformers import {', '.join(sorted(transformers))}")
     if imports:
         imports.append("")
-    names = ["Recipe", *sorted([*uses, *ours])]
+    names = ["Recipe", *sorted([*uses, *library_names])]
     lines = [
         *imports,
         f"from gradmem_lib import {', '.join(names)}",
         "",
-        *joined,
+        *setup,
         *loading,
         *_recipe(recipe),
     ]
-    return "\n".join([*lines, *how(option, target)]) + "\n"
+    return "\n".join([*lines, *write_training(option, target)]) + "\n"
 
 
 def launch(cards: int, script: str = "train.py") -> str:
@@ -118,8 +119,10 @@ def _trainer(option: Option, target: str) -> list[str]:
 
 
 def _loop(option: Option, target: str) -> list[str]:
-    """The loop for steps in backward, which ``Trainer`` does not have, and for sharding, which
-    ``Trainer`` does differently.
+    """The training loop without ``Trainer``.
+
+    It is for steps in backward, which ``Trainer`` does not have, and for sharding, which it does
+    differently.
     """
     place = f'.to("{target}")' if target == "cuda" else ""
     batch = "{name: tensor" + place + " for name, tensor in rows.items()}" if place else "rows"

@@ -78,7 +78,7 @@ def plan_dict(plan: Plan) -> dict:
 def _option_dict(option: Option) -> dict:
     peak = option.prediction.peak
     return {
-        "method": method_of(option.recipe, option.own),
+        "method": method_of(option.recipe, option.has_adapters),
         "recipe": asdict(option.recipe),
         "micro_batch": option.micro_batch,
         "needs": option.needs,
@@ -86,7 +86,7 @@ def _option_dict(option: Option) -> dict:
         "estimated_seconds_per_token": option.seconds,
         "peak": {"total": peak.total, "phase": peak.phase, **peak.by_category},
         "beyond_the_peak": dict(option.parts),
-        "moved": option.prediction.moved,
+        "moved": option.prediction.offload_traffic_bytes,
     }
 
 
@@ -104,16 +104,15 @@ def _wrapped(text: str, bullet: str = "  ") -> str:
 
 def prediction_table(prediction: Prediction) -> str:
     """A table of a prediction's peak by category, for a notebook."""
-    total, moved = (
-        prediction.peak.by_category,
-        {"moved": prediction.moved} if prediction.moved else {},
-    )
+    category_rows, offload_rows = prediction.peak.by_category, {}
+    if prediction.offload_traffic_bytes:
+        offload_rows = {"moved": prediction.offload_traffic_bytes}
     rows, after = (
         "".join(
             f"<tr><td style='text-align:left'>{name}</td><td>{n:,}</td></tr>"
             for name, n in part.items()
         )
-        for part in (total, moved)
+        for part in (category_rows, offload_rows)
     )
     return (
         "<table><thead><tr><th style='text-align:left'>bytes, predicted for "

@@ -46,9 +46,11 @@ class RankPictures:
         for number in sorted(self.pictures):
             self.pictures[number].finish()
 
-    def told(self, rank: int, number: int, action: str, *what) -> None:
-        """``rank`` reports about its tracker ``number``: "start" (title, budget), "push" (a frame),
-        "finish" (a timeline).
+    def on_report(self, rank: int, number: int, action: str, *what) -> None:
+        """Called when ``rank`` reports about its tracker ``number``.
+
+        ``action`` and what comes with it: "start" (title, budget), "push" (a frame), "finish" (a
+        timeline).
         """
         if action == "start" and number not in self.pictures:
             self.pictures[number] = _Picture(self.ranks, *what)

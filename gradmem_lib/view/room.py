@@ -11,10 +11,12 @@ from .bars import bar_svg
 
 
 @dataclass(frozen=True)
-class Room:
-    """``held``: bytes at the peak by category, and the card's other bytes by name, which the bar
-    shows as ``other``. ``nbytes``: the card's bytes. ``words``: sentences below the bar. The text
-    is the same in every run.
+class MemoryFit:
+    """How a recipe's bytes fit a card.
+
+    ``held``: bytes at the peak by category, and the card's other bytes by name, which the bar shows
+    as ``other``. ``nbytes``: the card's bytes. ``words``: sentences below the bar. The text is the
+    same in every run.
     """
 
     title: str
@@ -25,9 +27,9 @@ class Room:
 
     def parts(self) -> dict[str, int]:
         """``held`` summed into the categories that have a colour."""
-        beside = sum(n for name, n in self.held.items() if name not in CATEGORIES)
+        uncategorized = sum(n for name, n in self.held.items() if name not in CATEGORIES)
         parts = {name: self.held.get(name, 0) for name in CATEGORIES}
-        return parts | {"other": parts["other"] + beside}
+        return parts | {"other": parts["other"] + uncategorized}
 
     def __repr__(self) -> str:
         return "\n".join([self.title, *self.words])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat import current_node, graph_task, next_number, number_of, storage_key
+from ..compat import current_node, graph_task, next_sequence_nr, sequence_nr, storage_key
 from ..display import pictures
 from ..measure.recording import Entry, Recording
 from ..measure.storages import storages_of, tensors_in
@@ -117,31 +117,32 @@ def record_schedule(layers: Sequence[nn.Module], step: Callable[[], object]) -> 
             f"{', '.join(wrong) or 'none'}. Give the layers themselves: for a Llama, "
             "model.model.layers"
         )
-    lives = _Lives(layers)
+    recording = _LayerRecording(layers)
     with ExitStack() as undo:
-        undo.callback(register_module_forward_pre_hook(lives.enter_module).remove)
+        undo.callback(register_module_forward_pre_hook(recording.enter_module).remove)
         # always_call: checkpointing ends a recomputed forward early, by an exception
-        undo.callback(register_module_forward_hook(lives.leave_module, always_call=True).remove)
-        undo.enter_context(Watch(lives.observe))
+        undo.callback(register_module_forward_hook(recording.leave_module, always_call=True).remove)
+        undo.enter_context(Watch(recording.observe))
         step()
-    return lives.record()
+    return recording.record()
 
 
-class _Lives(Recording):
-    """Attributes every operation and storage to a layer: an entry's ``module`` is its layer, and
-    ``op`` is the kind of run.
+class _LayerRecording(Recording):
+    """Attributes every operation and storage to a layer.
+
+    An entry's ``module`` is its layer, and ``op`` is the kind of run.
     """
 
     def __init__(self, layers: list[nn.Module]):
         super().__init__(torch.device("cpu"))
         self.layers = layers
         self.layer_of = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
-        self.seen: list[Entry] = []
-        self.deaths: dict[int, int] = {}  # for each entry, the operation that freed it
+        self.entries_so_far: list[Entry] = []
+        self.freed_at: dict[int, int] = {}  # for each entry, the operation that freed it
         self.users: dict[int, set[int]] = defaultdict(set)  # layers, by entry
-        self.layer = OUTSIDE  # the layer that runs forward
+        self.forward_layer = OUTSIDE  # the layer that runs forward
         self.depth = 0  # how many nested modules run
-        self.back = OUTSIDE  # the layer that runs backward
+        self.backward_layer = OUTSIDE  # the layer that runs backward
         self.runs: list[tuple[str, int, int]] = []  # kind, layer, first operation
         # Nodes of the graph are numbered as they are made: the first number of each layer's nodes.
         self.numbers, self.number_layers = [0], [OUTSIDE]
@@ -151,7 +152,7 @@ class _Lives(Recording):
 
     def enter_module(self, module: nn.Module, args) -> None:
         self.depth += 1
-        self._go_to(self.layer_of.get(id(module), self.layer))
+        self._go_to(self.layer_of.get(id(module), self.forward_layer))
 
     def leave_module(self, module: nn.Module, args, output) -> None:
         self.depth -= 1
@@ -159,22 +160,22 @@ class _Lives(Recording):
             self._go_to(OUTSIDE)
 
     def _go_to(self, layer: int) -> None:
-        self.layer = layer
+        self.forward_layer = layer
         # On a card, backward has its own threads, and each thread numbers its nodes from 0.
         if layer != self.number_layers[-1] and threading.get_ident() == self.thread:
-            self.numbers.append(next_number())
+            self.numbers.append(next_sequence_nr())
             self.number_layers.append(layer)
 
     def _kind_and_layer(self) -> tuple[str, int]:
         task = graph_task()
         if task == -1 or torch.is_grad_enabled() or self.depth:
             kind = "forward" if task == -1 else "recompute"
-            return ("outside" if self.layer == OUTSIDE else kind), self.layer
-        number = number_of(current_node())
+            return ("outside" if self.forward_layer == OUTSIDE else kind), self.forward_layer
+        number = sequence_nr(current_node())
         # gradients are accumulated by nodes without a number: they follow their layer
         if number < 2**63:
-            self.back = self.number_layers[bisect_right(self.numbers, number) - 1]
-        return "backward", self.back
+            self.backward_layer = self.number_layers[bisect_right(self.numbers, number) - 1]
+        return "backward", self.backward_layer
 
     def observe(self, func, args, kwargs, out) -> None:
         self.drain()
@@ -191,23 +192,23 @@ class _Lives(Recording):
                 if kind == "backward":
                     continue
                 if key not in self.live and tensor.is_floating_point():  # older than the step
-                    self.enter(storage, OTHER, OUTSIDE, "outside")
+                    self.on_alloc(storage, OTHER, OUTSIDE, "outside")
                     self.live[key].sample = -1
                 if key in self.live:
                     self.users[id(self.live[key])].add(layer)
         for storage in storages_of(out):
             if storage_key(storage) not in used and storage_key(storage) not in self.live:
-                self.enter(storage, OTHER, layer, kind)
+                self.on_alloc(storage, OTHER, layer, kind)
         self.count += 1
 
     def size(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes()
 
-    def entered(self, entry: Entry) -> None:
-        self.seen.append(entry)
+    def after_alloc(self, entry: Entry) -> None:
+        self.entries_so_far.append(entry)
 
-    def left(self, entry: Entry) -> None:
-        self.deaths[id(entry)] = self.count
+    def after_free(self, entry: Entry) -> None:
+        self.freed_at[id(entry)] = self.count
 
     def record(self) -> ScheduleRecord:
         self.drain()
@@ -231,17 +232,17 @@ class _Lives(Recording):
             for name in ("inputs", "internals")
         }
         ends = [event.stop for event in events]
-        for entry in self.seen:
+        for entry in self.entries_so_far:
             part, layer = self._part(entry)
             if not part:
                 continue
-            death = self.deaths.get(id(entry), self.count + 1)
+            end = self.freed_at.get(id(entry), self.count + 1)
             live[part][max(entry.sample, 0)] += entry.nbytes
-            live[part][min(death, self.count)] -= entry.nbytes
+            live[part][min(end, self.count)] -= entry.nbytes
             if part in stored:
                 # An event ends when the next event's first operation begins: by then, its temporary
                 # tensors are released.
-                first, last = bisect_right(ends, entry.sample), bisect_right(ends, death - 1)
+                first, last = bisect_right(ends, entry.sample), bisect_right(ends, end - 1)
                 stored[part][layer, first:last] += entry.nbytes
         live = {name: np.cumsum(change)[:-1] for name, change in live.items()}
         return ScheduleRecord(len(self.layers), events, live=live, **stored)
@@ -252,10 +253,10 @@ class _Lives(Recording):
         """
         layer, users = entry.module, self.users[id(entry)]
         others = users - {layer, OUTSIDE}
-        made = entry.sample >= 0
+        made_in_step = entry.sample >= 0
         if entry.category == PARAMETERS:
             return "", OUTSIDE
-        if made and id(entry) not in self.deaths:
+        if made_in_step and id(entry) not in self.freed_at:
             return "left", OUTSIDE
         if entry.op == "backward":
             return "passing", OUTSIDE
@@ -266,7 +267,7 @@ class _Lives(Recording):
         if layer != OUTSIDE and others:
             return "inputs", min((i for i in others if i > layer), default=min(others))
         if layer == OUTSIDE or OUTSIDE in users:  # the last layer's output, which the loss uses
-            return ("passing" if made else ""), OUTSIDE
+            return ("passing" if made_in_step else ""), OUTSIDE
         return "internals", layer
 
 
@@ -278,12 +279,12 @@ def _columns(runs: list[tuple[str, int, int]], ops: int) -> list[Event]:
     inside = [i for i, (_, layer, _) in enumerate(runs) if layer >= 0]
     if not inside:
         return []
-    turn = max((i for i in inside if runs[i][0] == "forward"), default=-1)
+    last_forward = max((i for i in inside if runs[i][0] == "forward"), default=-1)
     joined: list[tuple[str, int, int]] = []
     for i, (kind, layer, start) in enumerate(runs):
         # Operations outside the layers have a column before the layers, and one between forward and
         # backward.
-        if layer < 0 and inside[0] < i and i != turn + 1:
+        if layer < 0 and inside[0] < i and i != last_forward + 1:
             continue
         # Backward reaches a layer, finds nothing stored, and recomputes its segment before it
         # continues.

@@ -43,10 +43,10 @@ def schedule_svg(record: ScheduleRecord, settings: dict, curve: dict[int, Schedu
         points = ", ".join(f"{k}: {curve[k].peak / BOUNDARY:.0f}" for k in sorted(curve))
         words += f" Peak in boundaries by segment length: {points}."
     hatches = "".join(_svg_hatch(key, look) for look in HATCHES)
-    sheet = _Sheet(key, record)
-    shapes = [*sheet.grid(), *sheet.bytes()]
+    layout = _Layout(key, record)
+    shapes = [*layout.grid(), *layout.bytes()]
     shapes += _svg_curve(record, settings, curve, RIGHT, TOP, VIEW_WIDTH - 10 - RIGHT, 150)
-    shapes += sheet.legend()
+    shapes += layout.legend()
     start = frame(key, VIEW_WIDTH, VIEW_HEIGHT, 11, summary(record), words, hatches)
     return f"{start}{''.join(shapes)}</svg>"
 
@@ -60,7 +60,7 @@ END = LEFT + GRID_WIDTH
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class _Layout:
     """The parts of a ``schedule_svg`` that show one record."""
 
     key: str
@@ -81,22 +81,24 @@ class _Sheet:
 
     def grid(self) -> Iterator[str]:
         """Layers against time."""
-        n, turn = self.record.layers, self.x(turning_point(self.record))
+        n, backward_start = self.record.layers, self.x(turning_point(self.record))
         sy = GRID_HEIGHT / n
         yield (
             f'<rect x="{LEFT}" y="{TOP}" width="{GRID_WIDTH}" height="{GRID_HEIGHT}" '
             'fill="currentColor" opacity=".06"/>'
         )
         yield (
-            f'<path d="M{LEFT} {TOP - 7}H{turn - 2:.1f}" stroke="currentColor" stroke-width="2" '
+            f'<path d="M{LEFT} {TOP - 7}H{backward_start - 2:.1f}" stroke="currentColor" '
+            'stroke-width="2" '
             'opacity=".3"/>'
         )
         yield (
-            f'<path d="M{turn:.1f} {TOP - 7}H{END}" stroke="currentColor" stroke-width="2" '
+            f'<path d="M{backward_start:.1f} {TOP - 7}H{END}" stroke="currentColor" '
+            'stroke-width="2" '
             'opacity=".75"/>'
         )
-        yield svg_text((LEFT + turn) / 2, TOP - 13, "forward", anchor="middle")
-        yield svg_text((turn + END) / 2, TOP - 13, "backward", anchor="middle")
+        yield svg_text((LEFT + backward_start) / 2, TOP - 13, "forward", anchor="middle")
+        yield svg_text((backward_start + END) / 2, TOP - 13, "backward", anchor="middle")
         if n <= 32:
             lines = "".join(f"M{LEFT} {TOP + i * sy:.1f}h{GRID_WIDTH}" for i in range(1, n))
             yield f'<path d="{lines}" stroke="currentColor" opacity=".1" stroke-width=".8"/>'
@@ -283,8 +285,8 @@ def _svg_hatch(key: str, look: str) -> str:
 
 def summary(record: ScheduleRecord) -> str:
     """Peak and work in one line."""
-    again = len(record.ran("recompute"))
+    recomputed = len(record.ran("recompute"))
     return (
         f"Peak {record.peak / BOUNDARY:.0f} boundaries ({format_bytes(record.peak)}) · "
-        f"{record.layers + again} forward calls ({record.layers} + {again} again)"
+        f"{record.layers + recomputed} forward calls ({record.layers} + {recomputed} again)"
     )

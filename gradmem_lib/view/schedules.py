@@ -86,11 +86,12 @@ def looks_of(record: ScheduleRecord) -> list[str]:
     ]
 
 
-def spans(there: np.ndarray) -> list[tuple[int, int]]:
-    """The spans in which bytes of a layer's input, or of its internals, are alive: (first event,
-    event that frees them).
+def spans(live_bytes: np.ndarray) -> list[tuple[int, int]]:
+    """The spans in which a layer has live bytes (of its input, or of its internals).
+
+    A span is (first event, event that frees the bytes).
     """
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], (there > 0).astype(int), [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (live_bytes > 0).astype(int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
@@ -133,9 +134,9 @@ def samples(record: ScheduleRecord) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     x = column + (ops - starts[column]) / widths[column]
     window = -(-len(ops) // MAX_SAMPLES)
     if window > 1:
-        firsts = np.arange(0, len(ops), window)
+        window_starts = np.arange(0, len(ops), window)
         keep = np.array(
-            [first + record.totals[first : first + window].argmax() for first in firsts]
+            [first + record.totals[first : first + window].argmax() for first in window_starts]
         )
         return x[keep], {name: values[keep] for name, values in record.live.items()}
     return x, record.live
@@ -267,11 +268,12 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
     ax.tick_params(axis="y", length=0, colors=MUTED, labelsize=8, pad=2)
     ax.tick_params(axis="x", length=0, labelbottom=False)
     ax.set_ylabel("layer", color=MUTED, fontsize=8.5)
-    turn, inch = (
-        turning_point(record),
-        1 / (ax.get_position().height * ax.figure.get_size_inches()[1]),
-    )
-    for phase, start, stop in (("forward", 0, turn), ("backward", turn, columns)):
+    backward_start = turning_point(record)
+    inch = 1 / (ax.get_position().height * ax.figure.get_size_inches()[1])  # in heights of the grid
+    for phase, start, stop in (
+        ("forward", 0, backward_start),
+        ("backward", backward_start, columns),
+    ):
         strip = Rectangle(
             (start, 1 + 0.04 * inch),
             stop - start,
@@ -293,7 +295,7 @@ def _draw_grid(ax: Axes, record: ScheduleRecord) -> None:
             fontsize=7.5,
             color="#ffffff" if phase == "backward" else INK,
         )
-    ax.plot([turn, turn], [0, n], color=INK, alpha=0.2, linewidth=0.7, zorder=4)
+    ax.plot([backward_start, backward_start], [0, n], color=INK, alpha=0.2, linewidth=0.7, zorder=4)
     at = peak_column(record)
     ax.plot([at, at], [0, n], color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=6)
 
@@ -372,7 +374,7 @@ def _draw_bytes(ax: Axes, record: ScheduleRecord) -> str:
 
 def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
     """The picture in words, for those who do not see it."""
-    n, again = record.layers, len(record.ran("recompute"))
+    n, recomputed = record.layers, len(record.ran("recompute"))
     first = [
         look
         for look, event in zip(looks_of(record), record.events, strict=True)
@@ -390,11 +392,13 @@ def describe_schedule(record: ScheduleRecord, *, title: str = "") -> str:
         for name in PARTS
         if record.live[name][at]
     )
-    again_words = f"layers run forward again: {again}" if again else "no layer runs forward again"
+    recompute_text = "no layer runs forward again"
+    if recomputed:
+        recompute_text = f"layers run forward again: {recomputed}"
     words = (
         f"Grid of {n} layers against {len(record.events)} columns of time. Forward calls that keep "
         f"internals: {first.count('forward')}, that drop them: {first.count('dropped')}; in "
-        f"backward, {again_words}. Peak: {format_bytes(record.peak)} ({record.peak:,} bytes) in "
+        f"backward, {recompute_text}. Peak: {format_bytes(record.peak)} ({record.peak:,} bytes) in "
         f"{where.replace('outside', 'the loss')}: {parts}."
     )
     return f"{title}: {words}" if title else words

@@ -275,7 +275,7 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
     """The strip above the areas: one box a phase, named where the name fits."""
     from matplotlib.patches import Rectangle
 
-    across = ax.get_xaxis_transform()
+    phase_transform = ax.get_xaxis_transform()
     points = ax.get_position().width * ax.figure.get_size_inches()[0] * 72 / max(x[-1] - x[0], 1)
     runs = [run for run in phase_runs(x, phases) if run[0] in PHASE_LABELS]
     for phase, start, stop in runs:
@@ -285,7 +285,7 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
                 (start, 1.015),
                 stop - start,
                 0.06,
-                transform=across,
+                transform=phase_transform,
                 facecolor=color,
                 edgecolor=PAPER,
                 linewidth=0.6,
@@ -302,7 +302,7 @@ def _draw_phases(ax: Axes, x, phases: list[str]) -> list[str]:
                 (start + stop) / 2,
                 1.043,
                 label,
-                transform=across,
+                transform=phase_transform,
                 ha="center",
                 va="center_baseline",
                 fontsize=7.5,

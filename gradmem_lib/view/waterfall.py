@@ -104,13 +104,13 @@ class Waterfall:
             seconds_per_token=None if seconds is None else seconds / tokens,
             aside=aside,
         )
-        names = [known.name for known in self.bars]
+        names = [each.name for each in self.bars]
         at = names.index(name) if name in names else len(names)
         self.bars[at : at + 1] = [bar]
         below = None
-        for i, known in enumerate(self.bars):
-            self.bars[i] = replace(known, change=None if below is None else known.total - below)
-            below = below if known.aside else known.total
+        for i, each in enumerate(self.bars):
+            self.bars[i] = replace(each, change=None if below is None else each.total - below)
+            below = below if each.aside else each.total
         return self
 
     def describe(self) -> str:
@@ -221,9 +221,7 @@ def _stack(axes, row: int, bar: Bar, factor: int) -> None:
 
 
 def _step(axes, from_row: int, start: float, row: int, end: float) -> None:
-    """A line from the end of the bar before, down to this row, and along it to the end of
-    this bar.
-    """
+    """A line from the end of the bar before, down to this row, and along it to this bar's end."""
     axes.plot([start, start], [from_row, row], color=MUTED, linewidth=0.8, zorder=1)
     if abs(end - start) > 0.015 * axes.get_xlim()[1]:
         axes.annotate(

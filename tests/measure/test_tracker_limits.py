@@ -17,7 +17,7 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker
 from gradmem_lib.measure import tracker as of_tracker
-from gradmem_lib.measure.budget import let_go
+from gradmem_lib.measure.budget import release_traceback
 from gradmem_lib.measure.diagnosis import TECHNIQUES
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 
@@ -223,7 +223,7 @@ def test_an_error_that_is_kept_keeps_no_tensors(said):
     del caught
     gc.collect()
     assert any(each() is not None for each in found)
-    let_go(error)
+    release_traceback(error)
     assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:] == [
         "fails_twice"
     ]
@@ -394,9 +394,9 @@ def test_who_watches_gets_frames_and_an_end_and_nobody_else_draws(monkeypatch):
     monkeypatch.setattr(of_tracker, "pictures", lambda: SimpleNamespace(LivePlot=Plot))
     monkeypatch.setattr(of_tracker, "LIVE_FRAME_SECONDS", -1.0)
     for seen, live in ((False, None), (False, True), (True, False)):
-        monkeypatch.setattr(of_tracker, "watched", lambda seen=seen: seen)
+        monkeypatch.setattr(of_tracker, "has_viewer", lambda seen=seen: seen)
         assert run(live)[1] == []
-    monkeypatch.setattr(of_tracker, "watched", lambda: True)
+    monkeypatch.setattr(of_tracker, "has_viewer", lambda: True)
     tracker, actions = run(None, budget=10**6)
     assert actions[:3] == ["made", "start", "push"] and actions[-1] == "finish"
     assert told[0][1] == 10**6 and max(told[-1][1].totals) == tracker.peak.total == 4000

@@ -323,6 +323,6 @@ def test_what_ends_the_last_look_leaves_nothing_patched(monkeypatch, error):
         monkeypatch.setattr(tracker._meter, "sync", ends)
     assert (
         nn.Module.__call__ is call
-        and compat.listening() == 0
+        and compat.num_active_dispatch_modes() == 0
         and not model.weight._post_accumulate_grad_hooks
     )

@@ -70,7 +70,7 @@ UNSEEN = {
 }
 
 
-class Settled(compat.Unguarded, compat.TorchDispatchMode):
+class Settled(compat.WithoutDynamoGuard, compat.TorchDispatchMode):
     """Nobody listens; but gloo has let go of a collective's tensors when it returns, so that this
     thread frees them.
     """
@@ -79,7 +79,7 @@ class Settled(compat.Unguarded, compat.TorchDispatchMode):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         if func in compat.collectives:
-            return compat.settled(func, *args, **(kwargs or {}))
+            return compat.run_collective_synchronously(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -93,12 +93,12 @@ def test_a_step_that_failed_leaves_the_next_forward_right():
 def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
     with MemoryTracker(live=False) as tracker:
         small = torch.ones(1000)
-        first = tracker.lap()
+        first = tracker.window_peak()
         large = torch.ones(5000)
         del large
-        second = tracker.lap()
+        second = tracker.window_peak()
         middle = torch.ones(2000)
-        third = tracker.lap()
+        third = tracker.window_peak()
         assert [lap.total for lap in (first, second, third)] == [4000, 24000, 12000]
         assert tracker.peak == second
         assert [holder.nbytes for holder in tracker.largest_at_peak()] == [20000, 4000]
@@ -112,7 +112,7 @@ def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
 @pytest.mark.parametrize("keep", [4, 6, 16])
 @pytest.mark.parametrize("n", [3, 4, 5, 9, 40, 123])
 def test_a_long_run_is_thinned_to_the_largest_of_equal_windows(keep, n):
-    recording, totals = Recording(torch.device("cpu"), keep=keep), torch.randperm(n).tolist()
+    recording, totals = Recording(torch.device("cpu"), max_samples=keep), torch.randperm(n).tolist()
     for recording.total in totals:
         recording.sample()
     window = 1
@@ -131,7 +131,7 @@ def test_states_that_were_there_are_in_every_sample():
     model.zero_grad(set_to_none=True)
     with MemoryTracker(model, live=False) as tracker:
         step()
-        lap = tracker.lap()
+        lap = tracker.window_peak()
     parts = tracker.timeline.by_category
     assert min(parts["optimizer"]) == states == lap.by_category["optimizer"]
     assert [sum(each) for each in zip(*parts.values(), strict=True)] == tracker.timeline.totals
@@ -156,7 +156,7 @@ def test_peaks_begin_anew_from_what_is_live():
         assert tracker.peak.total == 4000
         torch.ones(500)
         assert tracker.peak.total == 6000 == tracker.peak_by_phase["idle"]
-        assert tracker.lap().total == 6000
+        assert tracker.window_peak().total == 6000
     assert max(tracker.timeline.totals) == 40_000 and kept.numel() == 1000
 
 

@@ -27,8 +27,8 @@ from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import CARDS, find_card
 from gradmem_lib.planning.cost import (
     NCCL,
-    beside,
     count,
+    overhead_bytes,
     resident_bytes,
     seconds_per_token,
     sent_bytes,
@@ -150,7 +150,7 @@ def test_residents_of_one_of_four_cards_by_hand(recipe, parameters, gradients, o
 
 
 def test_nccl_needs_room_on_each_of_several_cards():
-    one, two = beside(2**30, (8, 9), 2**30), beside(2**30, (8, 9), 2**30, 2)
+    one, two = overhead_bytes(2**30, (8, 9), 2**30), overhead_bytes(2**30, (8, 9), 2**30, 2)
     assert two == one | {"NCCL, about": NCCL} and "NCCL, about" not in one
 
 
@@ -160,22 +160,23 @@ def test_ways_over_several_cards_go_together():
         next(f for f in search.families("full") if f.optimizer == o)
         for o in ("adamw-fused", "adamw-8bit")
     ]
-    precisions = {(way.sharding, way.precision) for way in search.ways(mixed)}
+    precisions = {(way.sharding, way.precision) for way in search.variants(mixed)}
     cut, whole = "float32-master", "autocast-bf16"
     assert precisions == {("ddp", whole), ("zero1", whole), ("zero2", cut), ("fsdp", cut)}
-    assert {way.sharding for way in search.ways(eight_bits)} == {"ddp", "zero1"}
-    assert {way.accumulation for way in search.ways(mixed)} == {1, 2, 4}
+    assert {way.sharding for way in search.variants(eight_bits)} == {"ddp", "zero1"}
+    assert {way.accumulation for way in search.variants(mixed)} == {1, 2, 4}
     assert (
-        search.leanest(mixed).sharding == "fsdp" and search.leanest(eight_bits).sharding == "zero1"
+        search.least_resident_variant(mixed).sharding == "fsdp"
+        and search.least_resident_variant(eight_bits).sharding == "zero1"
     )
     lora = next(iter(search.families("lora")))
-    assert {way.sharding for way in search.ways(lora)} == {
+    assert {way.sharding for way in search.variants(lora)} == {
         "ddp",
         "fsdp",
     }  # zero2: more bytes than ddp, held and sent
     in_backward = [f for f in search.families("full") if f.in_backward]
     assert {f.optimizer for f in in_backward} == {"adamw-fused"}
-    assert {way.sharding for f in in_backward for way in search.ways(f)} == {"zero2", "fsdp"}
+    assert {way.sharding for f in in_backward for way in search.variants(f)} == {"zero2", "fsdp"}
 
 
 def test_the_next_faster_way_is_cut_over_the_cards_as_the_best_one_is():
@@ -204,13 +205,17 @@ def test_where_nothing_fits_shards_go_to_the_host():
         vocab_size=512,
     )
     search = Search(count(few), find_card("1064 MiB"), 64, 2, "cuda", 2)
-    search.move(["full"])
+    search._try_host_offload(["full"])
     away = {o.recipe.offload: o for o in search.fits() + search.refused()}
     assert {None, "boundaries", "parameters"} == set(away)
     host, here = away["parameters"], away[None]
-    assert host.recipe.sharding == "fsdp" and host.needs < here.needs and host.prediction.moved > 0
+    assert (
+        host.recipe.sharding == "fsdp"
+        and host.needs < here.needs
+        and host.prediction.offload_traffic_bytes > 0
+    )
     # a step's bytes, up and down, of one row a card
-    both_ways = host.prediction.moved / 64 / search.card.bus
+    both_ways = host.prediction.offload_traffic_bytes / 64 / search.card.bus
     assert host.seconds * 2 > both_ways > 0
 
 
@@ -227,7 +232,7 @@ def test_what_moves_away_leaves_room_for_larger_micro_batches():
     away = {"checkpointing": "per-layer", "offload": "boundaries", "accumulation": 4}
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", **away)
     search = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
-    search.join(search.option(recipe))
+    search._try_larger_micro_batches(search.option(recipe))
     assert [option.recipe.accumulation for option in search.fits()] == [1]
     tight = Search(
         count(few),
@@ -237,10 +242,10 @@ def test_what_moves_away_leaves_room_for_larger_micro_batches():
         "cuda",
         2,
     )
-    tight.join(tight.option(recipe))
+    tight._try_larger_micro_batches(tight.option(recipe))
     assert [option.recipe.accumulation for option in tight.fits()] == [2]
     stays = Search(count(few), find_card("4 GiB"), 2048, 8, "cuda", 2)
-    stays.join(stays.option(replace(recipe, offload=None)))
+    stays._try_larger_micro_batches(stays.option(replace(recipe, offload=None)))
     assert [option.recipe.accumulation for option in stays.fits()] == [4]
 
 

@@ -17,11 +17,11 @@ from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.cost import (
     Work,
-    beyond,
     count,
-    kept_by_a_token,
+    overhead_of_prediction,
+    recompute_fraction,
     resident_bytes,
-    run_again,
+    saved_bytes_per_token,
     seconds_per_token,
 )
 from gradmem_lib.planning.models import known_model
@@ -50,7 +50,7 @@ def test_sizes_of_llama_2_7b_by_hand():
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert found.matrices == 32 * layer and found.head == 32000 * 4096
     assert found.parameters == 32 * (layer + 2 * 4096) + 2 * 32000 * 4096 + 4096
-    assert found.passed == 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert found.linear_widths == 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert found.scores == 32 * 4096 and found.layers == 32 and found.vocabulary == 32000
     assert found.causal and found.chunked and found.fused and found.experts == 0
     assert sum(map(math.prod, found.sizes)) == found.parameters
@@ -67,7 +67,7 @@ def test_sizes_of_other_kinds_by_hand():
     assert bert.matrices == 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 768
     t5 = count(known_model("T5-small")[1])
     assert t5.scores == 3 * 6 * 8 * 64 and not t5.causal
-    assert t5.layers == 6 + 6 and run_again(t5, Recipe(checkpointing="first-3")) == 3 / 12
+    assert t5.layers == 6 + 6 and recompute_fraction(t5, Recipe(checkpointing="first-3")) == 3 / 12
     sizes = dict(
         hidden_size=32,
         intermediate_size=48,
@@ -191,7 +191,7 @@ def test_bytes_moved_by_hand(work):
     def moved(recipe, micro=1):
         return seconds_per_token(work, recipe, WIDE, micro, 1) * micro
 
-    p, m, a = work.parameters, work.matrices, 16 * work.passed
+    p, m, a = work.parameters, work.matrices, 16 * work.linear_widths
     sgd = Recipe(precision="bf16", optimizer="sgd")
     assert moved(sgd) == pytest.approx(2 * 2 * p + 6 * p + 6 * p)
     assert moved(replace(sgd, checkpointing=1)) == pytest.approx(moved(sgd) + 2 * p)
@@ -211,7 +211,7 @@ def test_operations_of_adapters_by_hand(work):
     attention = 2 * 64 * work.scores  # half of each matrix of scores is masked
     frozen = 2 * (work.matrices + work.head)
     found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
-    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.passed)
+    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.linear_widths)
 
 
 def test_rates_by_precision_and_card(work):
@@ -238,10 +238,13 @@ def test_layers_run_again():
             "llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8
         )
     )
-    assert run_again(seven, Recipe()) == 0 and run_again(seven, Recipe(checkpointing=3)) == 1
     assert (
-        run_again(seven, Recipe(every_n_layers=2)) == 4 / 7
-        and run_again(seven, Recipe(every_n_layers=9)) == 1 / 7
+        recompute_fraction(seven, Recipe()) == 0
+        and recompute_fraction(seven, Recipe(checkpointing=3)) == 1
+    )
+    assert (
+        recompute_fraction(seven, Recipe(every_n_layers=2)) == 4 / 7
+        and recompute_fraction(seven, Recipe(every_n_layers=9)) == 1 / 7
     )
 
 
@@ -252,7 +255,7 @@ def test_bytes_that_a_token_keeps_at_least(work):
     layers = 4 * (64 + 64) + 3 * (64 + 172)
 
     def kept(**changes):
-        return kept_by_a_token(work, Recipe(**changes))
+        return saved_bytes_per_token(work, Recipe(**changes))
 
     assert kept() == 4 * (layers + 512) and kept(precision="bf16") == 2 * (layers + 512)
     assert kept(precision="autocast-bf16", chunked_loss=True) == 2 * layers
@@ -262,8 +265,8 @@ def test_bytes_that_a_token_keeps_at_least(work):
         == kept(checkpointing=1, chunked_loss=True)
         == 4 * layers / 2
     )
-    assert kept_by_a_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
-    assert kept_by_a_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
+    assert saved_bytes_per_token(replace(work, layers=0), Recipe(checkpointing=1)) == 4 * layers
+    assert saved_bytes_per_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
 
 
 OPTIMIZERS = [
@@ -327,16 +330,16 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
 def test_what_lies_beside_the_live_bytes():
     config = models.tiny_llama(**LLAMA).config
     found = predict(config, batch_size=1, seq_len=8, target="cuda")
-    roughly = beyond(found, (8, 6), replay=False)
+    roughly = overhead_of_prediction(found, (8, 6), replay=False)
     assert roughly == {
         "allocator, about": round(found.peak.total / 20),
         "cuBLAS workspace": 2 * (8 * 2**20 + 128 * 1024),
         "CUDA context": 500 * 2**20,
     }
-    replayed = beyond(found, (9, 0))
+    replayed = overhead_of_prediction(found, (9, 0))
     assert replayed == {
         "allocator, reserved and free": found.replay_allocator() - found.peak.total,
         "cuBLAS workspace": 2 * 32 * 2**20,
         "CUDA context": 500 * 2**20,
     }
-    assert beyond(predict(config, batch_size=1, seq_len=8, target="cpu")) == {}
+    assert overhead_of_prediction(predict(config, batch_size=1, seq_len=8, target="cpu")) == {}

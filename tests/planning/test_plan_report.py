@@ -29,7 +29,7 @@ def option(
     """One with ``mib`` MiB live at the peak: ``by`` category, the rest parameters."""
     by = {name: by.get(name, 0) * MiB for name in CATEGORIES}
     by["parameters"] += mib * MiB - sum(by.values())
-    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase), moved=0)
+    peak = SimpleNamespace(peak=MemorySnapshot(mib * MiB, by, phase), offload_traffic_bytes=0)
     return Option(recipe, micro_batch, microseconds / 1e6, CARD.nbytes, peak, parts or {})
 
 
@@ -233,7 +233,7 @@ def test_a_recipe_in_a_line_is_spelled_as_in_a_recipe():
     assert describe(replace(recipe, chunked_loss=False, sharding="fsdp", offload="boundaries")) == (
         "full, bf16, adamw, in_backward, sharding=fsdp, checkpointing=per-layer, offload=boundaries"
     )
-    assert describe(Recipe(precision=None), own=True) == "lora, precision=None, adamw"
+    assert describe(Recipe(precision=None), has_adapters=True) == "lora, precision=None, adamw"
     lora = Recipe(every_n_layers=2, accumulation=3, lora_rank=16)
     assert str(option(lora)) == "lora, float32, adamw, every_n_layers=2, micro-batch 1 x 3"
     assert describe(replace(lora, quantized_base=True)).startswith("qlora, float32")
@@ -287,13 +287,13 @@ class Sizes:
     dealt over the cards.
     """
 
-    own = False
+    has_adapters = False
 
     def __init__(self, work, card, seq_len, global_batch, target="cuda", cards=1):
         self.work, self.card, self.seq_len, self.global_batch = work, card, seq_len, global_batch
         self.target, self.cards = target, cards
 
-    def lightest(self, methods):
+    def least_resident_recipes(self, methods):
         return [SimpleNamespace(method=methods[-1], in_backward=False)]
 
     def option(self, recipe):
@@ -335,7 +335,7 @@ def test_advice_by_hand(monkeypatch):
     assert _advice(search, ["full"]) == [method, rows, shorter, larger, several]
     assert _advice(search, ["full", "lora"])[0] == method
     assert _advice(search, ["full", "lora", "qlora"])[0] == rows
-    search.own = True
+    search.has_adapters = True
     assert _advice(search, ["full"])[0] == rows
     # Two cards: rows go by twos, 12 are dealt to 4 cards and not to 8; half of a row of one token
     # is none.

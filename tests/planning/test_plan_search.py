@@ -16,11 +16,11 @@ from gradmem_lib.measure.timeline import MemorySnapshot
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import (
-    beyond,
     count,
-    kept_by_a_token,
+    overhead_of_prediction,
+    recompute_fraction,
     resident_bytes,
-    run_again,
+    saved_bytes_per_token,
     seconds_per_token,
 )
 from gradmem_lib.planning.options import EQUAL_TIME, Option, changes
@@ -56,11 +56,11 @@ def brute_force(
     options = []
     for family in search.families(method):
         for chunked in (False, True):
-            for recipe in search.ways(replace(family, chunked_loss=chunked)):
+            for recipe in search.variants(replace(family, chunked_loss=chunked)):
                 found = remembered(
                     config, batch_size=rows, seq_len=seq_len, recipe=recipe, target=target, **ranks
                 )
-                parts = beyond(found, card.capability)
+                parts = overhead_of_prediction(found, card.capability)
                 micro = rows // recipe.accumulation
                 seconds = seconds_per_token(search.work, recipe, card, micro, seq_len, cards=cards)
                 options.append(Option(recipe, micro, seconds, card.nbytes, found, parts, cards))
@@ -124,8 +124,10 @@ def pretended(work):
     def answer(config, *, batch_size, seq_len, recipe, target, ranks=1):
         tokens = batch_size // recipe.accumulation * seq_len
         held = resident_bytes(work, recipe, ranks)
-        layers = 3.0 * tokens * work.passed
-        kept = (1 - run_again(work, recipe)) * layers + 2 * tokens * work.head / work.vocabulary
+        layers = 3.0 * tokens * work.linear_widths
+        kept = (
+            1 - recompute_fraction(work, recipe)
+        ) * layers + 2 * tokens * work.head / work.vocabulary
         layer = layers / work.layers
         loss = (1 if recipe.chunked_loss else 8) * tokens * work.vocabulary
         before = held["gradients"] if recipe.accumulation > 1 else 0
@@ -159,7 +161,7 @@ def pretended(work):
             int(at[2]), dict(zip(CATEGORIES, at[3:].tolist(), strict=True)), PHASES[at[1]]
         )
         return SimpleNamespace(
-            target=target, timeline=SimpleNamespace(rows=rows), peak=peak, moved=0
+            target=target, timeline=SimpleNamespace(rows=rows), peak=peak, offload_traffic_bytes=0
         )
 
     return answer
@@ -295,7 +297,7 @@ def test_what_one_recipe_says_that_another_needs_at_least_it_really_needs():
     options = [search.option(replace(base, accumulation=n, **way)) for way in ways for n in (1, 4)]
     for known in options:
         for other in options:
-            least = search._least(other.recipe, known)
+            least = search._lower_bound(other.recipe, known)
             assert least <= 1.01 * other.prediction.peak.total, (known.recipe, other.recipe)
 
 
@@ -322,11 +324,11 @@ def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching)
     for n in others:
         recipe = replace(BF16, accumulation=n)
         peak = search.option(recipe).prediction.peak.total
-        least = search._least(recipe, known)
+        least = search._lower_bound(recipe, known)
         assert peak - 70 <= least <= peak
         rows = known.prediction.timeline.rows.copy()
         known.prediction.timeline.rows[1, 4] += 2**30  # those that are about to be cut
-        assert search._least(recipe, known) == least
+        assert search._lower_bound(recipe, known) == least
         known.prediction.timeline.rows[:] = rows
 
 
@@ -334,7 +336,7 @@ def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(search
     search = searching()
     known = search.option(replace(BF16, accumulation=4))
     rows = known.prediction.timeline.rows
-    assert search._least(BF16, known) == (rows[:, 2] - rows[:, 4]).max()
+    assert search._lower_bound(BF16, known) == (rows[:, 2] - rows[:, 4]).max()
 
 
 def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searching):
@@ -345,8 +347,12 @@ def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searc
         known.prediction.peak.phase == "optimizer_step"
         and other.prediction.peak.phase == "backward"
     )
-    assert search._least(BF16, known) == other.prediction.peak.total > known.prediction.peak.total
-    back = search._least(known.recipe, other)
+    assert (
+        search._lower_bound(BF16, known)
+        == other.prediction.peak.total
+        > known.prediction.peak.total
+    )
+    back = search._lower_bound(known.recipe, other)
     assert (
         back
         == max(row[2] for row in known.prediction.timeline.rows[:3])
@@ -359,10 +365,12 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
     held = resident_bytes(search.work, BF16)
     for n in (1, 4):
         recipe = replace(BF16, accumulation=n)
-        kept = kept_by_a_token(search.work, recipe) * 4096 * 4 / n
+        kept = saved_bytes_per_token(search.work, recipe) * 4096 * 4 / n
         assert kept > held["gradients"]
         waiting = held["gradients"] * (n > 1)
-        assert search._least(recipe) == held["parameters"] + held["optimizer"] + waiting + kept
+        assert (
+            search._lower_bound(recipe) == held["parameters"] + held["optimizer"] + waiting + kept
+        )
 
 
 def test_the_lightest_is_the_lightest_of_all(searching):
@@ -371,13 +379,13 @@ def test_the_lightest_is_the_lightest_of_all(searching):
     """
     for methods in (["full"], ["lora", "full"], ["qlora"]):
         search = searching()
-        every = [way for m in methods for f in search.families(m) for way in search.ways(f)]
+        every = [way for m in methods for f in search.families(m) for way in search.variants(f)]
         kinds = sorted({way.in_backward for way in every})
         bytes_of = {
             k: [sum(search.residents(w).values()) for w in every if w.in_backward == k]
             for k in kinds
         }
-        found = search.lightest(methods)
+        found = search.least_resident_recipes(methods)
         assert [recipe.in_backward for recipe in found] == kinds
         assert [sum(search.residents(recipe).values()) for recipe in found] == [
             min(bytes_of[k]) for k in kinds
@@ -387,7 +395,7 @@ def test_the_lightest_is_the_lightest_of_all(searching):
 def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(searching):
     families = list(searching().families("full"))
     held = [
-        min(sum(searching().residents(way).values()) for way in searching().ways(f))
+        min(sum(searching().residents(way).values()) for way in searching().variants(f))
         for f in families
     ]
     search = searching(card=replace(CARD, nbytes=min(held)))
@@ -419,9 +427,9 @@ def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, 
     search = searching(card=replace(CARD, nbytes=mib * MiB))
     held = {"parameters": 3 * MiB, "gradients": 2 * MiB, "optimizer": 4 * MiB}
     monkeypatch.setattr(search, "residents", lambda recipe: held)
-    assert search._too_many(BF16).startswith(says)
+    assert search._describe_excess(BF16).startswith(says)
     held["gradients"] = 0
-    assert "gradients" not in search._too_many(BF16)
+    assert "gradients" not in search._describe_excess(BF16)
 
 
 @pytest.mark.parametrize("beside", [0, 1])
@@ -476,10 +484,10 @@ def test_master_weights_are_for_those_that_gather_and_train_all_of_them(searchin
     search = searching(cards=2)
     for method, masters in (("full", {"zero2", "fsdp"}), ("lora", set())):
         family = next(f for f in search.families(method) if f.precision == "autocast-bf16")
-        found = {(way.sharding, way.precision) for way in search.ways(family)}
+        found = {(way.sharding, way.precision) for way in search.variants(family)}
         assert {how for how, precision in found if precision == "float32-master"} == masters
         assert {how for how, precision in found if precision == "autocast-bf16"} == {
-            way.sharding for way in search.ways(family)
+            way.sharding for way in search.variants(family)
         } - masters
 
 
@@ -502,8 +510,8 @@ def test_what_moves_to_the_host_where_nothing_fits(
         monkeypatch.setattr(
             search, "option", lambda recipe, a=asked: a.append(recipe) or SimpleNamespace(fits=fits)
         )
-        search.move([method])
-        lightest = search.lightest([method])
+        search._try_host_offload([method])
+        lightest = search.least_resident_recipes([method])
         assert [recipe for recipe in asked if not recipe.offload] == lightest
         assert {recipe.offload for recipe in asked} - {None} == asks_here
         moved = [recipe for recipe in asked if recipe.offload]

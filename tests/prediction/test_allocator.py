@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from gradmem_lib.prediction.allocator import Allocator, NoRoom, replayed, rounded, workspace
+from gradmem_lib.prediction.allocator import Allocator, OutOfCapacity, replayed, rounded, workspace
 
 KiB, MiB = 2**10, 2**20
 # Either side of every border that the rules have, and what leaves a rest at one.
@@ -52,7 +52,7 @@ class Slow:
             if self.reserved + asked > self.capacity:
                 self.empty()
             if self.reserved + asked > self.capacity:
-                raise NoRoom(asked)
+                raise OutOfCapacity(asked)
             self.segments.append((small, [[asked, True]]))
             fits = [(asked, len(self.segments) - 1, 0)]
         total, number, at = min(fits)
@@ -100,10 +100,10 @@ def test_every_request_is_served_by_the_rules(capacity):
             nbytes = rng.choice(SIZES)
             try:
                 block = slow.allocate(nbytes)
-            except NoRoom as expected:
-                with pytest.raises(NoRoom) as error:
+            except OutOfCapacity as expected:
+                with pytest.raises(OutOfCapacity) as error:
                     fast.allocate(nbytes)
-                assert error.value.asked == expected.asked
+                assert error.value.requested == expected.requested
                 refused += 1
             else:
                 live.append((fast.allocate(nbytes), block))
@@ -121,9 +121,9 @@ def test_a_card_is_full_at_its_last_byte():
     full.allocate(22 * MiB)
     assert full.reserved == 22 * MiB
     for capacity in (22 * MiB - 1, 20 * MiB):
-        with pytest.raises(NoRoom) as error:
+        with pytest.raises(OutOfCapacity) as error:
             Allocator(capacity).allocate(22 * MiB - 5)
-        assert error.value.asked == 22 * MiB
+        assert error.value.requested == 22 * MiB
     cached = Allocator(capacity=22 * MiB)
     for nbytes in (
         22 * MiB,

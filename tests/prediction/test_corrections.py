@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradmem_lib.compat import FakeTensor, tree_leaves, tree_map_only
-from gradmem_lib.prediction.fakes import QuickFakeMode, known
+from gradmem_lib.prediction.fakes import QuickFakeMode, answers_by_settings
 
 aten = torch.ops.aten
 bf16, half, double = torch.bfloat16, torch.float16, torch.float64
@@ -22,7 +22,7 @@ def said(op, *args, target: str | None) -> list:
         if target is None:
             out = op(*args)
         else:
-            known.clear()
+            answers_by_settings.clear()
             with QuickFakeMode(target) as mode:
                 faked = tree_map_only(torch.Tensor, mode.from_tensor, args)
                 out = op(*faked)

@@ -84,7 +84,7 @@ def test_a_trace_says_what_its_timeline_says():
     assert timeline.events == rows[:, OP].tolist()
     assert timeline.totals == rows[:, TOTAL].tolist()
     assert [timeline.by_category[name] for name in CATEGORIES] == rows[:, BY].T.tolist()
-    assert Trace(rows, ("a", "b"), (0,)).moved == 0
+    assert Trace(rows, ("a", "b"), (0,)).offload_traffic_bytes == 0
     with pytest.raises(ValueError):
         Trace(rows, ("a",), (0,)).parts()  # a sample without its operation
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
 from gradmem_lib.course.material import models
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
-from gradmem_lib.planning.cost import count, run_again
+from gradmem_lib.planning.cost import count, recompute_fraction
 from gradmem_lib.prediction.configs import skeleton
 from gradmem_lib.techniques.layers import find_layers
 from gradmem_lib.techniques.schedules import segments_for
@@ -343,4 +343,8 @@ def test_what_does_not_go_together_is_refused(how, says):
 
 def test_plan_weighs_the_layers_that_run_again():
     work = count(FAMILIES["smollm2"]())
-    assert [run_again(work, with_first(Recipe(), k)) for k in (0, 1, 5)] == [0, 1 / LAYERS, 1]
+    assert [recompute_fraction(work, with_first(Recipe(), k)) for k in (0, 1, 5)] == [
+        0,
+        1 / LAYERS,
+        1,
+    ]

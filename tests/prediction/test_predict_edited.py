@@ -97,7 +97,7 @@ EDITS = (
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_an_edited_model_is_predicted_as_it_is(edit):
     model = llama()
-    assert Source(model, "", given=True).layers is not None
+    assert Source(model, "", is_user_module=True).layers is not None
     edit(model)
     assert_predicted(model, batch(), RECIPE)
 
@@ -126,7 +126,10 @@ class Own(LlamaForCausalLM):
 
 def test_a_class_of_ones_own_is_traced_whole():
     model = Own(llama().config)
-    assert isinstance(model.model, LlamaModel) and Source(model, "", given=True).layers is None
+    assert (
+        isinstance(model.model, LlamaModel)
+        and Source(model, "", is_user_module=True).layers is None
+    )
     assert_predicted(model, batch(), RECIPE)
 
 
@@ -199,7 +202,7 @@ def mean_of(model, x):
     ids=["slice", "view", "given to a module"],
 )
 def test_a_tensor_from_elsewhere_that_stays_is_refused(loss):
-    with pytest.raises(CannotTrace, match=r"a tensor from elsewhere.*as a buffer"):
+    with pytest.raises(CannotTrace, match=r"a real tensor that is not a parameter.*as a buffer"):
         predict(nn.Linear(8, 8), batch=torch.ones(4, 8), loss=loss, target="cpu")
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
-from gradmem_lib.compat import one_of
+from gradmem_lib.compat import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.prediction import predict as predict_module
@@ -154,7 +154,7 @@ def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sen
     )
     quick = predict(config("gqa", 8), **asked)
     assert traced == [3 + (how == "ddp")] * 2
-    monkeypatch.setattr(predict_module, "FEW", 99)
+    monkeypatch.setattr(predict_module, "TRACED_MICRO_BATCHES", 99)
     assert figures(quick) == figures(predict(config("gqa", 8), **asked))
 
 
@@ -187,7 +187,9 @@ def test_offloaded_shards_are_not_on_the_card(full):
     whole, layers = (
         sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers)
     )
-    assert there.moved == (2 * whole + layers) // 2 and here.moved == 0
+    assert (
+        there.offload_traffic_bytes == (2 * whole + layers) // 2 and here.offload_traffic_bytes == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_group_that_exists_is_put_aside_and_given_back(inside):
         dist.new_group([0, 1])
     try:
         before = the_groups()
-        with contextlib.suppress(ZeroDivisionError), one_of(5, 4) as mesh:
+        with contextlib.suppress(ZeroDivisionError), fake_process_group(5, 4) as mesh:
             assert (dist.get_world_size(), dist.get_rank(), mesh.size()) == (5, 4, 5)
             assert [dist.get_process_group_ranks(group) for group in c10d._world.pg_map] == [
                 list(range(5))

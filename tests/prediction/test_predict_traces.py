@@ -101,7 +101,7 @@ def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
     predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
     assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
     question = replace(predicted._question, target="cuda")
-    assert predict_module._step_trace(question, None)[1] == k - predict_module.FEW
+    assert predict_module._step_trace(question, None)[1] == k - predict_module.TRACED_MICRO_BATCHES
     for target in ("cpu", "cuda"):
         ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
         few, full = predict(config(family), **ask), predict(config(family), **ask, full=True)
@@ -153,9 +153,9 @@ def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
 )
 def test_remembered_results_are_those_of_pytorchs_fake_tensors(family, recipe, target, monkeypatch):
     ask = {"batch_size": BATCH, "seq_len": SEQ, "recipe": recipe, "target": target, "full": True}
-    fakes.known.clear()
+    fakes.answers_by_settings.clear()
     quick = predict(config(family), **ask).timeline.rows
-    fakes.known.clear()
+    fakes.answers_by_settings.clear()
     monkeypatch.setattr(fakes.QuickFakeMode, "_key", lambda self, func, args, kwargs: None)
     assert np.array_equal(quick, predict(config(family), **ask).timeline.rows)
 
@@ -203,7 +203,7 @@ def test_remembered_results_have_the_form_of_real_ones():
         ]
 
     real = forms()
-    fakes.known.clear()
+    fakes.answers_by_settings.clear()
     for _ in range(3):
         with fakes.QuickFakeMode():
             assert forms() == real
@@ -212,16 +212,16 @@ def test_remembered_results_have_the_form_of_real_ones():
 @pytest.fixture
 def asked(monkeypatch):
     """The operations that PyTorch's own fakes are asked for, from an empty memory on."""
-    found, own = [], fakes.QuickFakeMode._asked
+    found, own = [], fakes.QuickFakeMode._compute
 
-    def _asked(self, func, *rest):
+    def _compute(self, func, *rest):
         found.append(func)
         return own(self, func, *rest)
 
-    fakes.known.clear()
-    monkeypatch.setattr(fakes.QuickFakeMode, "_asked", _asked)
+    fakes.answers_by_settings.clear()
+    monkeypatch.setattr(fakes.QuickFakeMode, "_compute", _compute)
     yield found
-    fakes.known.clear()
+    fakes.answers_by_settings.clear()
 
 
 KNOWN = {
@@ -247,9 +247,9 @@ def test_what_is_asked_for_again_is_remembered_until_it_is_forgotten_or_too_much
             return len(asked)
 
     times()  # PyTorch's own memory of its first time is another matter
-    fakes.known.clear()
+    fakes.answers_by_settings.clear()
     assert times() > 0 and times() == 0 and times("cuda") > 0
-    monkeypatch.setattr(fakes, "KEPT", 1)
+    monkeypatch.setattr(fakes, "MAX_ANSWERS", 1)
     assert times() > 0
 
 
@@ -342,14 +342,14 @@ def test_results_of_lists_are_those_of_the_tensors_in_them():
 
 def test_what_is_repeated_of_a_schedule():
     for n in range(1, 200):
-        size, recipe = predict_module._unit(Recipe(checkpointing="sqrt"), n)
+        size, recipe = predict_module._repeated_unit(Recipe(checkpointing="sqrt"), n)
         assert segments_for(recipe.checkpointing, n) == segments_for("sqrt", n) and size == round(
             n**0.5
         )
-    assert predict_module._unit(Recipe(every_n_layers=3), 9)[0] == 3
-    assert predict_module._unit(Recipe(checkpointing="mlp"), 9)[0] == 1
-    assert predict_module._unit(Recipe(checkpointing="best"), 64) is None
-    assert predict_module._unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
+    assert predict_module._repeated_unit(Recipe(every_n_layers=3), 9)[0] == 3
+    assert predict_module._repeated_unit(Recipe(checkpointing="mlp"), 9)[0] == 1
+    assert predict_module._repeated_unit(Recipe(checkpointing="best"), 64) is None
+    assert predict_module._repeated_unit(Recipe(checkpointing=[4, 4, 1]), 9) is None
 
 
 class Uneven(nn.Module):

@@ -123,23 +123,23 @@ def test_what_a_transform_wraps_is_found():
     seen = []
 
     def function(x):
-        seen.append(compat.under_transform(x))
+        seen.append(compat.inside_transform(x))
         return (x * x).sum()
 
     rows = torch.randn(3, 4)
     torch.func.vmap(torch.func.grad(function))(rows)
     assert seen[0].shape == (3, 4) and seen[0].data_ptr() == rows.data_ptr()
-    assert compat.under_transform(rows) is None
+    assert compat.inside_transform(rows) is None
 
 
 def test_a_call_is_replaced_and_given_back():
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    undo = compat.replace_call(layer, lambda x: "replaced")
-    assert layer(x) == "replaced" and torch.equal(compat.plain_call(layer)(x), layer.forward(x))
+    undo = compat.override_call(layer, lambda x: "replaced")
+    assert layer(x) == "replaced" and torch.equal(compat.original_call(layer)(x), layer.forward(x))
     undo()
     undo()
-    assert compat.stand_in(layer) is None and torch.equal(layer(x), layer.forward(x))
+    assert compat.call_override(layer) is None and torch.equal(layer(x), layer.forward(x))
 
 
 def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
@@ -197,13 +197,17 @@ def test_a_collective_is_over_when_nobody_else_holds_its_tensors():
         # whose graph holds what it was made from
         holders.append(tensors[0].requires_grad_().square())
         threading.Timer(0.05, holders.clear).start()
-        return compat.reduced(tensors)
+        return compat.finished_all_reduce(tensors)
 
     given = [torch.ones(3)]
-    found, work = compat.settled(collective, given)
+    found, work = compat.run_collective_synchronously(collective, given)
     assert not holders and found[0] is given[0]
     torch._C._distributed_c10d.Work.unbox(work).wait()
-    one, _ = compat.settled(lambda out, given: compat.reduced([out]), given[0], torch.ones(2))
+
+    def of_one_tensor(out, given):
+        return compat.finished_all_reduce([out])
+
+    one, _ = compat.run_collective_synchronously(of_one_tensor, given[0], torch.ones(2))
     assert one is given[0]
 
 
@@ -211,10 +215,8 @@ def test_a_collective_of_fake_tensors_is_not_waited_for():
     with compat.FakeTensorMode():
         fake = torch.ones(3)
     for tensors in ([fake], [torch.ones(3, device="meta")]):
-        assert compat.settled(lambda tensors, more: (tensors, more), tensors, more=7) == (
-            tensors,
-            7,
-        )
+        out = compat.run_collective_synchronously(lambda *args, **more: (args, more), tensors, n=7)
+        assert out == ((tensors,), {"n": 7})
 
 
 class Replicated(nn.Module):

@@ -11,7 +11,7 @@ from gradmem_lib import display
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setattr(display, "_load", None)
-    monkeypatch.setattr(display, "_watched", False)
+    monkeypatch.setattr(display, "_has_viewer", False)
     return display.register
 
 
@@ -36,13 +36,13 @@ def test_who_sees_what_is_drawn(kernel, registered, monkeypatch):
     there = kernel == "kernel"
     assert display.in_kernel() is there
     for elsewhere in (False, True):
-        registered(object, watched=elsewhere)
-        assert display.watched() is (elsewhere or there)
+        registered(object, has_viewer=elsewhere)
+        assert display.has_viewer() is (elsewhere or there)
     registered(object)
-    assert display.watched() is there
+    assert display.has_viewer() is there
     for wanted, value in ((True, None), (True, "1"), (True, ""), (False, "0")):
         if value is None:
             monkeypatch.delenv("GRADMEM_LIVE", raising=False)
         else:
             monkeypatch.setenv("GRADMEM_LIVE", value)
-        assert display.live_wanted() is wanted and display.live_enabled() is (there and wanted)
+        assert display.live_allowed() is wanted and display.live_enabled() is (there and wanted)

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from gradmem_lib.compat import stand_in
+from gradmem_lib.compat import call_override
 
 ROWS, WIDTH = 16, 16
 X = ROWS * WIDTH * 4
@@ -167,7 +167,7 @@ def same(one, other):
 
 
 def untouched(model):
-    return not any(stand_in(m) or m._forward_pre_hooks for m in model.modules())
+    return not any(call_override(m) or m._forward_pre_hooks for m in model.modules())
 
 
 def sum_all(item):

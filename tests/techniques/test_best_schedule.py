@@ -68,7 +68,7 @@ def peaks(model, every, ids):
             if fresh:
                 model.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids).loss.backward()
-            found.append(tracker.lap().total)
+            found.append(tracker.window_peak().total)
     model.zero_grad(set_to_none=True)
     return found, handle
 

@@ -177,9 +177,9 @@ def test_a_process_on_its_own_sums_nothing_up():
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match="returned"):
         check_trained_together(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with compat.one_of(1, 0):
+    with compat.fake_process_group(1, 0):
         assert type(processes_of(None)) is type(processes_of(model)) is Processes
-    with compat.one_of(2, 0), pytest.raises(ValueError, match="was not told the model"):
+    with compat.fake_process_group(2, 0), pytest.raises(ValueError, match="was not told the model"):
         processes_of(None)
 
 
@@ -233,7 +233,7 @@ def parts_and_whole(mesh, divide=(), root=True):
 
 
 def test_a_model_says_how_it_is_trained():
-    with compat.one_of(3, 1) as mesh:
+    with compat.fake_process_group(3, 1) as mesh:
         plain = torch.nn.Linear(2, 2)
         parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
         found = processes_of(parallel)

@@ -32,7 +32,7 @@ from gradmem_lib import (
 from gradmem_lib import step as train_step
 from gradmem_lib.course.machine.compat import saved_tensor_hooks
 from gradmem_lib.course.material import models
-from gradmem_lib.techniques.offload import MOVES
+from gradmem_lib.techniques.offload import ACTIVATION_OFFLOADS
 
 
 def files(folder: Path) -> list[Path]:
@@ -127,8 +127,8 @@ def test_what_is_predicted_is_tracked_and_as_much_is_moved(family, layers, recip
     with undo, MemoryTracker(model, optimizer, live=False) as tracker:
         train_step(model, optimizer, batch, recipe, offload=moves)
     assert_same(predicted, tracker)
-    assert predicted.moved == 2 * moves.bytes > 0  # there and back
-    assert f"<td>{predicted.moved:,}</td>" in predicted._repr_html_()
+    assert predicted.offload_traffic_bytes == 2 * moves.bytes > 0  # there and back
+    assert f"<td>{predicted.offload_traffic_bytes:,}</td>" in predicted._repr_html_()
 
 
 def test_a_module_moves_what_its_config_does():
@@ -138,7 +138,7 @@ def test_a_module_moves_what_its_config_does():
         predict(given, recipe=Recipe(offload="activations"), **ask)
         for given in (model_class(cfg)(cfg), cfg)
     )
-    assert there.moved == here.moved > 0
+    assert there.offload_traffic_bytes == here.offload_traffic_bytes > 0
 
 
 def loss_of(model, x):
@@ -276,7 +276,7 @@ def test_transformers_own_offload_is_an_error_without_an_accelerator():
         model(input_ids=ids, labels=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("what", MOVES)
+@pytest.mark.parametrize("what", ACTIVATION_OFFLOADS)
 def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)
@@ -296,7 +296,7 @@ def test_a_trainer_moves_and_learns_the_same(what, tmp_path, monkeypatch):
         trainer.train()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
-    assert trainer.moves.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
+    assert trainer.offload_hooks.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
@@ -363,10 +363,10 @@ def test_one_copy_comes_back_for_all_that_need_it_while_it_is_alive(tmp_path):
         assert product.grad_fn._saved_self[10:].data_ptr() == part.data_ptr()
         assert torch.equal(part, x[10:])
         del part
-        tracker.lap()
+        tracker.window_peak()
         torch.autograd.backward((product, sine), (torch.ones(1000), torch.ones(990)))
         # The two results, and h.
-        assert tracker.lap().by_category["activations"] <= 3 * n
+        assert tracker.window_peak().by_category["activations"] <= 3 * n
     assert torch.allclose(x.grad[10:], (2 * x + x.cos())[10:])
 
 

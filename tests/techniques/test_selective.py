@@ -27,7 +27,7 @@ from gradmem_lib.course.material import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import count, seconds_per_token
-from gradmem_lib.techniques.checkpointing import CACHE_LEFT_OUT
+from gradmem_lib.techniques.checkpointing import CACHE_WARNING
 from gradmem_lib.techniques.selective import checkpoint_parts
 
 SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
@@ -175,7 +175,7 @@ def test_a_key_value_cache_is_left_out_with_one_warning(part):
         warnings.simplefilter("always")
         for _ in range(2):
             model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
-    assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_LEFT_OUT]
+    assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_WARNING]
     with checkpoint_parts(model, part), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()

@@ -25,7 +25,7 @@ def test_there_is_a_mark_for_each_part_that_a_technique_can_shrink_and_a_price_f
     marks = [
         (t.name, phase, part)
         for t in TECHNIQUES
-        for part, phases in t.takes.items()
+        for part, phases in t.shrinks.items()
         for phase in ("backward", "optimizer_step")
         if phase in phases
         and part != "other"

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...names import ATTENTION
 from ...planning.cards import CARDS, find_card
-from ...planning.cost import beside
+from ...planning.cost import overhead_bytes
 from ...units import format_bytes
 from ...view.bars import bar_svg, plot_bars
 from ...view.live import show_explorer
@@ -151,7 +151,9 @@ def room(found: Answer, card: str) -> int:
     workspace and context.
     """
     known = find_card(card)
-    return known.nbytes - sum(beside(found.total, known.capability, found.reserved).values())
+    return known.nbytes - sum(
+        overhead_bytes(found.total, known.capability, found.reserved).values()
+    )
 
 
 def fits(found: Answer, card: str) -> bool:
@@ -179,7 +181,7 @@ def detail(found: Answer, settings: dict) -> str:
         f"{found.total:,} bytes). {found.words}"
     )
     known = find_card(settings["card"])
-    extra = beside(found.total, known.capability, found.reserved)
+    extra = overhead_bytes(found.total, known.capability, found.reserved)
     words += (
         " Beside the tensors: "
         f"{', '.join(f'{what} {format_bytes(n)}' for what, n in extra.items())}."

@@ -26,7 +26,7 @@ from ... import display
 
 def quiet() -> bool:
     """Whether outputs are to be the same on every machine: ``GRADMEM_LIVE=0``."""
-    return not display.live_wanted()
+    return not display.live_allowed()
 
 
 def cache_folder() -> Path | None:

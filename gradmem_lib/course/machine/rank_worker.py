@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
-from ...display import live_wanted, register
+from ...display import live_allowed, register
 from ...view import live, pictures
 
 # tells the fork server, which imports this first, where its socket is
@@ -93,7 +93,7 @@ def _run(task: bytes, send: Callable) -> bytes:
     function, args, watched = cloudpickle.loads(task)
     if watched:
         drawn = {**vars(pictures), "LivePlot": partial(_FarPlot, send, count())}
-        register(lambda: SimpleNamespace(**drawn), watched=True)
+        register(lambda: SimpleNamespace(**drawn), has_viewer=True)
     dist.init_process_group("gloo")
     return cloudpickle.dumps(function(*args))
 
@@ -140,7 +140,7 @@ class _FarPlot:
         self.send("picture", (self.number, "start", *self.about))
 
     def push(self, timeline, peak, current) -> None:
-        if self.number is not None and live_wanted():
+        if self.number is not None and live_allowed():
             self.send("picture", (self.number, "push", live.encode_frame(timeline, peak, current)))
 
     def finish(self, timeline, peak=None) -> None:

@@ -197,7 +197,7 @@ class _Crew:
 
     def _told(self, number: int, kind: str, value) -> None:
         if kind != "said":
-            self.pictures.told(number, *value)
+            self.pictures.on_report(number, *value)
         elif number == 0 and not self.everyone:
             print(value[1], end="", file=(sys.stdout, sys.stderr)[value[0]])
         else:

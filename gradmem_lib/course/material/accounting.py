@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...names import CATEGORIES
 from ...techniques.schedules import segments_for
-from ...units import whole
+from ...units import check_positive_int
 from .shapes import SHAPES as SHAPES
 from .shapes import Shape as Shape
 
@@ -366,7 +366,7 @@ def estimate(
     ``ValueError`` for unknown names and for sizes below 1.
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        whole(name, value, 8)
+        check_positive_int(name, value, 8)
     p, o = PRECISIONS[precision], _optimizer(optimizer, momentum)
     resident = resident_bytes(shape, precision, optimizer, momentum)
     options = {"precision": precision, "attention": attention}

@@ -4,7 +4,7 @@ allocator holds then.
 
 from dataclasses import dataclass
 
-from ...prediction.allocator import CONTEXT, SMALL_SEGMENT, Allocator, NoRoom, workspace
+from ...prediction.allocator import CONTEXT, SMALL_SEGMENT, Allocator, OutOfCapacity, workspace
 from ...prediction.predict import Prediction
 from ...units import GiB, KiB, MiB, parse_bytes
 
@@ -130,8 +130,8 @@ def out_of_memory(
             else:
                 size = request
                 addresses.append(held.allocate(size))
-    except NoRoom as refused:
+    except OutOfCapacity as refused:
         segments = held.snapshot()
         used = sum(segment["allocated_size"] for segment in segments)
-        return OutOfMemory(refused.asked, size, total, context, used, held.reserved, segments)
+        return OutOfMemory(refused.requested, size, total, context, used, held.reserved, segments)
     return None

@@ -11,7 +11,7 @@ from support.nightly import each
 from gradmem_lib.course.learner import explorer
 from gradmem_lib.course.material import accounting
 from gradmem_lib.planning.cards import CARDS, find_card
-from gradmem_lib.planning.cost import beyond
+from gradmem_lib.planning.cost import overhead_of_prediction
 from gradmem_lib.prediction import allocator
 from gradmem_lib.units import GiB, format_bytes
 from gradmem_lib.view import bars
@@ -81,7 +81,9 @@ def test_verdict_is_that_of_plan_where_the_tensors_alone_would_fit():
     settings = explorer.DEFAULTS | {"batch_size": 1, "seq_len": 4096, "card": "6 GiB"}
     card, found = find_card("6 GiB"), explorer.answer(settings)
     prediction = explorer.trace(settings)
-    needs = prediction.peak.total + sum(beyond(prediction, card.capability).values())
+    needs = prediction.peak.total + sum(
+        overhead_of_prediction(prediction, card.capability).values()
+    )
     assert found.total < card.nbytes < needs
     assert explorer.verdict(found, "6 GiB").startswith(
         f"Exceeds by {format_bytes(needs - card.nbytes)}: "

@@ -145,7 +145,7 @@ def test_the_run_of_32768_tokens():
         predict(config, recipe=Recipe(**recipe, chunked_loss=True, offload=offload), **sizes)
         for offload in (None, "boundaries")
     )
-    moved = move.moved // 2  # one way
+    moved = move.offload_traffic_bytes // 2  # one way
     assert moved == 32 * 2 * 32768 * 4096 and f"({moved / GiB:.0f} GiB, as in the table)" in TEXT
     fall = {part: n - move.peak.by_category[part] for part, n in stay.peak.by_category.items()}
     assert (

@@ -9,7 +9,7 @@ from support.paths import ROOT
 
 from gradmem_lib import known_model
 from gradmem_lib.course.material import models
-from gradmem_lib.planning.cards import BUS_KEPT, BUSES, CARDS
+from gradmem_lib.planning.cards import BUS_UTILIZATION, BUSES, CARDS
 from gradmem_lib.prediction.configs import skeleton
 
 SOURCE = (ROOT / "solutions" / "10_beyond_one_card.py").read_text(encoding="utf-8")
@@ -44,7 +44,8 @@ def test_the_7b_and_the_links():
     weights = numbers_of(skeleton(known_model("Llama-2-7B")[1]))
     assert TEXT.count(f"{weights / 1e9:.2f}e9") == 2
     assert (
-        f"{BUS_KEPT:.0%} of a link".replace("%", " %") in TEXT and f"{BUS_KEPT} * card.link" in TEXT
+        f"{BUS_UTILIZATION:.0%} of a link".replace("%", " %") in TEXT
+        and f"{BUS_UTILIZATION} * card.link" in TEXT
     )
     assert (
         CARDS["RTX 4090 24GB"].link == BUSES["PCIe 4"] == 31.5e9 and "PCIe 4 has 31.5 GB/s" in TEXT

@@ -28,7 +28,7 @@ def on_card(recipe: Recipe, micro_batch: int):
 
     The allocator's part is the rough one that ``plan`` begins with.
     """
-    from ....planning.cost import beyond, seconds_per_token
+    from ....planning.cost import overhead_of_prediction, seconds_per_token
     from ....planning.options import Option
     from ....prediction.predict import predict
 
@@ -40,7 +40,7 @@ def on_card(recipe: Recipe, micro_batch: int):
         recipe=recipe,
         target="cuda",
     )
-    parts = beyond(prediction, card.capability, replay=False)
+    parts = overhead_of_prediction(prediction, card.capability, replay=False)
     seconds = seconds_per_token(work, recipe, card, micro_batch, TOKENS_7B)
     return Option(recipe, micro_batch, seconds, card.nbytes, prediction, parts)
 

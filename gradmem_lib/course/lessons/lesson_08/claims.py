@@ -14,7 +14,7 @@ from functools import cache, partial
 from torch import nn
 
 from ....planning.cards import CARDS
-from ....planning.cost import OPERATIONS_KEPT
+from ....planning.cost import FLOPS_UTILIZATION
 from ....planning.models import find_model
 from ....prediction.fit import fit
 from ....prediction.predict import predict
@@ -197,12 +197,13 @@ def moved_activations() -> Finding:
         {"offload": "activations"},
         {"checkpointing": "per-layer", "offload": "boundaries"},
     )
-    crossing = _predicted("fused", 2048, **moving).moved
+    crossing = _predicted("fused", 2048, **moving).offload_traffic_bytes
+    inputs_crossing = _predicted("fused", 2048, **boundaries).offload_traffic_bytes
     again = SEVEN.layers * (
         layer_operations("per-layer", "fused", 2048) - layer_operations(None, "fused", 2048)
     )
     card = CARDS["A100 80GB"]
-    needed = crossing / (again / (OPERATIONS_KEPT * card.half))
+    needed = crossing / (again / (FLOPS_UTILIZATION * card.half))
     ways = {
         "moved": moving,
         "checkpointed": {"checkpointing": "per-layer"},
@@ -236,7 +237,7 @@ def moved_activations() -> Finding:
         "as fast as "
         f"recomputing on an A100 at half its rated speed, a bus must carry {needed / GB:.0f} GB a "
         "second. Moving only the inputs of "
-        f"checkpointed layers sends {gb(_predicted('fused', 2048, **boundaries).moved)} over it.",
+        f"checkpointed layers sends {gb(inputs_crossing)} over it.",
         figures={
             (
                 f"off {'its peak' if what == 'peak' else 'the activations'}, 1 x {tokens}, {name}"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ....compat import TorchDispatchMode, one_of
+from ....compat import TorchDispatchMode, fake_process_group
 from ....measure.tracker import MemoryTracker
 from ...judge.compare import Measured, difference
 from ...judge.exercise import Exercise, Mistake, Unseen
@@ -192,7 +192,7 @@ def _observe_layer(candidate):
             for rank in (0, ranks - 1)
             for part in seen[rank]
         }
-    with one_of(4, 0):
+    with fake_process_group(4, 0):
         chain, x = _chain(candidate)
         with Calls() as calls, MemoryTracker(chain, live=False) as tracker:
             chain(x).square().mean().backward()
@@ -299,7 +299,7 @@ def step_on_a_rank(candidate) -> tuple[nn.Module, Calls, MemoryTracker]:
 @quietly
 def _observe_wrap(candidate):
     found: dict = {"two ranks": _gradients(candidate)}
-    with one_of(2, 0):
+    with fake_process_group(2, 0):
         model, calls, tracker = step_on_a_rank(candidate)
         whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     gathers = calls.count("allgather")

@@ -28,7 +28,7 @@ from ....planning.search import Search
 from ....prediction.question import CannotTrace
 from ....training.recipe import Recipe
 from ....units import format_bytes
-from ....view.room import Room
+from ....view.room import MemoryFit
 from ...judge.compare import describe
 from ..shared.settings import quietly
 
@@ -250,7 +250,7 @@ class Puzzle:
         """The fastest recipe that the planner found, and its bytes."""
         return next(iter(_records()[self.id].items()))
 
-    def show(self, answer: Any = None) -> Room:
+    def show(self, answer: Any = None) -> MemoryFit:
         """Show the card with ``answer`` on it, and a sentence about it.
 
         Without an answer, show the empty card.
@@ -268,7 +268,7 @@ class Puzzle:
             words.append(f"{micros(weighed.seconds)} a token, by estimate{earned}")
         title = f"{self.id} {self.title}: {self.model}, {self._rows} of {self.tokens:,} tokens"
         held = weighed.held if weighed else {}
-        return Room(title, self.where, find_card(self.card).nbytes, held, words)
+        return MemoryFit(title, self.where, find_card(self.card).nbytes, held, words)
 
     def judge(self, answer: Any) -> tuple[str, Weighed | None]:
         """What is wrong with ``answer``, in a sentence (empty if it is right), and its bytes, if
@@ -348,7 +348,7 @@ PUZZLES = (
 
 class _Allowed(Search):
     """A search that respects a puzzle's condition; ``strict``: also where the planner tries other
-    ways than a family's own.
+    variants than a family's own.
     """
 
     strict = False
@@ -365,10 +365,10 @@ class _Allowed(Search):
         return super().option(recipe)
 
     def families(self, method: str) -> Iterator[Recipe]:
-        return (family for family in super().families(method) if self.ways(family))
+        return (family for family in super().families(method) if self.variants(family))
 
-    def ways(self, family: Recipe) -> list[Recipe]:
-        return [way for way in super().ways(family) if not self.puzzle.broken(way)]
+    def variants(self, family: Recipe) -> list[Recipe]:
+        return [way for way in super().variants(family) if not self.puzzle.broken(way)]
 
 
 @cache

@@ -70,7 +70,7 @@ def in_the_way(one: Puzzle, recipe: Recipe, weighed: Weighed) -> str:
     ):
         if sum(list(held.values())[: list(held).index(category) + 1]) > weighed.room:
             return why
-    if sum(held.values()) > search(one).room:
+    if sum(held.values()) > search(one).available:
         return "full"
     if weighed.phase == "optimizer_step":
         return "step"
