@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gradmem_lib.course.machine.compat import model_from_config
 from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.optimizers import OPTIMIZERS
 from gradmem_lib.prediction import allocator, fakes
 from gradmem_lib.prediction.configs import example_batch, model_class
 from gradmem_lib.prediction.predict import predict
@@ -207,10 +208,11 @@ ONCE = (
     ),
     Case("gpt2", 8, 512, replace(BF16, lora_rank=8)),
     Case("llama", 4, 512, replace(BF16, in_backward=True)),
-    Case("llama", 4, 512, replace(BF16, optimizer="adafactor")),
     Case("llama", 4, 512, replace(BF16, optimizer="adafactor-torch", in_backward=True)),
-    Case("llama", 4, 512, replace(BF16, optimizer="adamw-8bit")),
-    Case("llama", 4, 512, replace(BF16, optimizer="adamw-stochastic")),
+)
+ABOVE = {recipe.optimizer for *_, recipe in EVERYWHERE} | {case.recipe.optimizer for case in ONCE}
+OTHER_OPTIMIZERS = tuple(
+    Case("llama", 4, 512, replace(BF16, optimizer=name)) for name in OPTIMIZERS if name not in ABOVE
 )
 AS_MANY_AS_IT_HOLDS = (
     Case("llama-1b", None, 2048, BF16),
@@ -230,7 +232,7 @@ def cases() -> list[Case]:
         for rows, seq_len, recipe in EVERYWHERE
         for model in FAMILIES
     ]
-    return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE]
+    return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE, *OTHER_OPTIMIZERS]
 
 
 # Two places to measure.

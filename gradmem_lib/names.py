@@ -1,73 +1,220 @@
 """The only spelling of categories, phases, precisions, optimizers, attention, checkpointing and
-sharding.
+sharding, with one row for each choice that is more than a name. ``optimizers.py`` has the rows of
+the optimizers.
 """
+
+from dataclasses import dataclass
+
+from .optimizers import OPTIMIZERS as OPTIMIZERS
+from .rows import Rows
+from .rows import check_choice as check_choice
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
 PHASES = ("idle", "forward", "backward", "optimizer_step")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER = range(len(CATEGORIES))
 IDLE, FORWARD, BACKWARD, OPTIMIZER_STEP = range(len(PHASES))
-PRECISIONS = {
-    "float32": "everything in float32",
-    "bf16": "weights, gradients, optimizer states and activations in bf16",
-    "autocast-bf16": "float32 weights, gradients and states; matrix products in bf16",
-    "autocast-fp16": "the same with float16, and a scaled loss",
-    "float32-master": "bf16 weights and gradients; the optimizer keeps float32 weights and states",
-}
-OPTIMIZERS = {
-    "adamw": "AdamW, one parameter after another",
-    "adamw-foreach": "AdamW on all parameters at once, with a temporary copy of the model",
-    "adamw-fused": "AdamW in one kernel, in place",
-    "adamw-8bit": "AdamW with one byte for each number of its states",
-    "adamw-stochastic": (
-        "AdamW on bf16 weights and states, computed in float32 and rounded "
-        "stochastically: no update is lost on average"
-    ),
-    "adafactor": (
-        "row and column sums in place of the second moment, by transformers: with float32 copies "
-        "of a tensor"
-    ),
-    "adafactor-torch": (
-        "the same by torch.optim: with one copy of a tensor, in its own dtype, and "
-        "a relative learning rate"
-    ),
-    "sgd": "no state; one state with momentum",
-}
-# one kernel that never stores the scores; one operation after another
-ATTENTION = ("fused", "eager")
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """Bytes of one number in each role, under a precision.
+
+    ``residual`` and ``compute`` are the widths of activations: between the blocks' linear layers,
+    and inside them. ``master`` is the float32 copy of the weights that the optimizer keeps.
+    ``narrow`` names the dtype of 2 bytes, if there is one. ``scaled``: small gradients would round
+    to zero in that dtype, so the loss is scaled.
+    """
+
+    words: str
+    weight: int
+    gradient: int
+    state: int
+    residual: int
+    compute: int
+    master: int = 0
+    narrow: str = "bf16"
+    scaled: bool = False
+
+    @property
+    def autocast(self) -> bool:
+        return self.residual != self.compute
+
+    @property
+    def exact_weights(self) -> bool:
+        """Whether updates go to weights in float32, so that none is rounded away."""
+        return self.weight == 4 or self.master == 4
+
+
+PRECISIONS: dict[str, PrecisionSpec] = Rows(
+    "precision",
+    PrecisionSpec,
+    {
+        "float32": PrecisionSpec(
+            "everything in float32",
+            weight=4,
+            gradient=4,
+            state=4,
+            residual=4,
+            compute=4,
+        ),
+        "bf16": PrecisionSpec(
+            "weights, gradients, optimizer states and activations in bf16",
+            weight=2,
+            gradient=2,
+            state=2,
+            residual=2,
+            compute=2,
+        ),
+        "autocast-bf16": PrecisionSpec(
+            "float32 weights, gradients and states; matrix products in bf16",
+            weight=4,
+            gradient=4,
+            state=4,
+            residual=4,
+            compute=2,
+        ),
+        "autocast-fp16": PrecisionSpec(
+            "the same with float16, and a scaled loss",
+            weight=4,
+            gradient=4,
+            state=4,
+            residual=4,
+            compute=2,
+            narrow="float16",
+            scaled=True,
+        ),
+        "float32-master": PrecisionSpec(
+            "bf16 weights and gradients; the optimizer keeps float32 weights and states",
+            weight=2,
+            gradient=2,
+            state=4,
+            residual=2,
+            compute=2,
+            master=4,
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """``in_transformers``: the name that transformers has for it. ``keeps_scores``: the scores,
+    (heads, tokens, tokens) for each row, are saved for backward.
+    """
+
+    words: str
+    in_transformers: str
+    keeps_scores: bool
+
+
+ATTENTION: dict[str, AttentionSpec] = Rows(
+    "attention",
+    AttentionSpec,
+    {
+        "fused": AttentionSpec("one kernel that never stores the scores", "sdpa", False),
+        "eager": AttentionSpec("one operation after another", "eager", True),
+    },
+)
+
 CHECKPOINTING = ("per-layer", "sqrt", "best")
-SELECTIVE = {
-    "attention": "the attention of each layer is recomputed",
-    "mlp": "the MLP of each layer is recomputed",
-    "elementwise": "all of each layer but matrix products and fused attention is recomputed",
-}
-OFFLOAD = {
-    "activations": "all that autograd saves, except parameters and buffers",
-    "boundaries": "the inputs of checkpoints",
-    "parameters": (
-        "with sharding='fsdp': shards of weights, gradients and states; the optimizer's "
-        "step runs on the host"
-    ),
-}
-SHARDING = {
-    "ddp": (
-        "each rank has a copy of everything, and gradients are averaged (DistributedDataParallel)"
-    ),
-    "zero1": "the same, with optimizer states sharded over the ranks (ZeroRedundancyOptimizer)",
-    "zero2": (
-        "states, gradients and weights are sharded; gathered weights stay until backward "
-        "(fully_shard, no resharding)"
-    ),
-    "fsdp": (
-        "the same, but a layer's gathered weights are freed after the layer, also in forward "
-        "(fully_shard; ZeRO 3)"
-    ),
-}
+
+
+@dataclass(frozen=True)
+class SelectiveSpec:
+    """``attention``, ``mlp``: that module of each layer is recomputed as a whole. With neither, all
+    of a layer is recomputed except its products.
+    """
+
+    words: str
+    attention: bool = False
+    mlp: bool = False
+
+    @property
+    def keeps_products(self) -> bool:
+        return not (self.attention or self.mlp)
+
+
+SELECTIVE: dict[str, SelectiveSpec] = Rows(
+    "part",
+    SelectiveSpec,
+    {
+        "attention": SelectiveSpec("the attention of each layer is recomputed", attention=True),
+        "mlp": SelectiveSpec("the MLP of each layer is recomputed", mlp=True),
+        "elementwise": SelectiveSpec(
+            "all of each layer but matrix products and fused attention is recomputed"
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class OffloadSpec:
+    """What is stored outside the device's memory: of the tensors that autograd saves, those of
+    ``boundaries`` (the inputs of checkpoints), or ``all_saved``; or the ``shards`` of weights,
+    gradients and states.
+    """
+
+    words: str
+    boundaries: bool = False
+    all_saved: bool = False
+    shards: bool = False
+
+
+OFFLOAD: dict[str, OffloadSpec] = Rows(
+    "offload",
+    OffloadSpec,
+    {
+        "activations": OffloadSpec(
+            "all that autograd saves, except parameters and buffers", all_saved=True
+        ),
+        "boundaries": OffloadSpec("the inputs of checkpoints", boundaries=True),
+        "parameters": OffloadSpec(
+            "with sharding='fsdp': shards of weights, gradients and states; the optimizer's "
+            "step runs on the host",
+            shards=True,
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """What each rank has only a part of: the optimizer's ``states``; gradients and ``weights`` too.
+    ``frees_layers``: a layer's gathered weights are freed after the layer.
+    """
+
+    words: str
+    states: bool = False
+    weights: bool = False
+    frees_layers: bool = False
+
+
+SHARDING: dict[str, ShardingSpec] = Rows(
+    "sharding",
+    ShardingSpec,
+    {
+        "ddp": ShardingSpec(
+            "each rank has a copy of everything, and gradients are averaged "
+            "(DistributedDataParallel)"
+        ),
+        "zero1": ShardingSpec(
+            "the same, with optimizer states sharded over the ranks (ZeroRedundancyOptimizer)",
+            states=True,
+        ),
+        "zero2": ShardingSpec(
+            "states, gradients and weights are sharded; gathered weights stay until backward "
+            "(fully_shard, no resharding)",
+            states=True,
+            weights=True,
+        ),
+        "fsdp": ShardingSpec(
+            "the same, but a layer's gathered weights are freed after the layer, also in forward "
+            "(fully_shard; ZeRO 3)",
+            states=True,
+            weights=True,
+            frees_layers=True,
+        ),
+    },
+)
+
 IGNORED = -100  # a label that does not count
-
-
-def check_choice(what: str, value, names) -> None:
-    """Raise ``ValueError`` for a ``value`` that is not one of ``names``."""
-    if value not in names:
-        raise ValueError(
-            f"{what}={value!r} is not known: choose one of {', '.join(map(repr, names))}"
-        )

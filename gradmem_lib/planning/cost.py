@@ -5,15 +5,17 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from .. import compat
-from ..names import SELECTIVE
+from ..names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
+from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
 from ..prediction.configs import labels_of, skeleton, title_of
 from ..prediction.predict import Prediction, source_of
 from ..prediction.question import Source
-from ..techniques import optimizers, quantized
+from ..techniques import quantized
 from ..techniques.checkpointing import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
@@ -31,6 +33,7 @@ from ..units import MiB
 from .cards import Card, seconds_between, seconds_over_bus
 
 LORA_RANK = 16
+FLOAT32 = 4  # bytes of a number
 ROUGHLY = "allocator, about"
 # the allocator's overhead as a share of the live bytes, until it is replayed
 ALLOCATOR_ROUGHLY = 0.05
@@ -209,26 +212,33 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
         weights, sizes = weights + width * trained, ()
     if recipe.quantized_base:
         weights += round((0.5 + 1 / quantized.BLOCK) * work.matrices) - width * work.matrices
-    states = {"adamw-8bit": 2 + 8 / optimizers.BLOCK, "sgd": 0}.get(
-        recipe.optimizer, 2 * width
-    ) * trained
-    if recipe.optimizer.startswith("adafactor"):
-        own = 4 if recipe.optimizer == "adafactor" else width
-        states = sum(
-            own * (sum(s[-2:]) * math.prod(s[:-2]) if len(s) > 1 else math.prod(s)) for s in sizes
-        )
+    row = OPTIMIZERS[recipe.optimizer]
+    with_states = trained
+    if row.factored:  # additions of LoRA have few rows and columns, which are left out
+        with_states = sum(row.numbers_with_states(shape) for shape in sizes)
+    states = row.bytes_of_states(_state_width(recipe, width), recipe.momentum) * with_states
+    if recipe.keeps_masters:
+        states += FLOAT32 * trained
     cut = cards if recipe.fully_sharded else 1
-    if recipe.sharding == "zero2":  # whole until backward, in the computing dtype
+    if recipe.fully_sharded and not SHARDING[recipe.sharding].frees_layers:
+        # whole until backward, in the computing dtype
         weights = weights * _gathered(work, recipe) // frozen_bytes * cards
     gradients = 0 if recipe.in_backward else round(width * trained) // cut
-    states = round(states) // (cards if recipe.sharding == "zero1" else cut)
+    states = round(states) // (cards if recipe.shards_states else 1)
     held = {"parameters": round(weights) // cut, "gradients": gradients, "optimizer": states}
-    return dict.fromkeys(held, 0) if recipe.offload == "parameters" else held
+    return dict.fromkeys(held, 0) if recipe.offloads_shards else held
+
+
+def _state_width(recipe: Recipe, width: float) -> float:
+    """Bytes of a number of the states that have the dtype of the weights."""
+    return FLOAT32 if recipe.keeps_masters else width
 
 
 def _gathered(work: Work, recipe: Recipe) -> float:
     """Bytes of a weight in the dtype that computes."""
-    return 2 if recipe.precision == "float32-master" else work.bytes_each(recipe)[0]
+    if recipe.gathered_dtype is not None:
+        return recipe.gathered_dtype.itemsize
+    return work.bytes_each(recipe)[0]
 
 
 def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
@@ -244,13 +254,16 @@ def sent_bytes(work: Work, recipe: Recipe, cards: int) -> float:
     held, (width, trained_width) = resident_bytes(work, unsharded), work.bytes_each(unsharded)
     weights = held["parameters"]
     gradients = held["gradients"] / trained_width * work.bytes_each(recipe)[1]
-    sent = {"ddp": 2 * gradients, "zero1": 3 * gradients, "zero2": weights + gradients}
-    sent["fsdp"] = 2 * weights - width * work.root + gradients
-    return (
-        (1 - 1 / cards)
-        * (recipe.accumulation if recipe.fully_sharded else 1)
-        * sent[recipe.sharding]
-    )
+    row = SHARDING[recipe.sharding]
+    times = 1
+    if row.weights:
+        times = recipe.accumulation
+        sent = weights + gradients
+        if row.frees_layers:
+            sent = 2 * weights - width * work.root + gradients
+    else:
+        sent = 3 * gradients if row.states else 2 * gradients
+    return (1 - 1 / cards) * times * sent
 
 
 def seconds_per_token(
@@ -281,9 +294,13 @@ def seconds_per_token(
     if work.adapts(recipe):
         forward += 2 * trained
         backward = forward + attention + 2 * trained
-    half = recipe.precision != "float32" and (card.bf16 or recipe.precision == "autocast-fp16")
+    half = _width_of_activations(recipe) < FLOAT32
+    if half and not card.bf16:
+        half = recipe.autocast_dtype == torch.float16
     rate = FLOPS_UTILIZATION * (card.half if half else card.single)
-    scores = {"attention": 1, "mlp": 0}.get(recipe.checkpointing, recomputed)
+    scores = recomputed
+    if recipe.checkpointing in SELECTIVE:
+        scores = 1 if SELECTIVE[recipe.checkpointing].attention else 0
     operations = (
         forward + backward + recomputed * (layers - attention) + scores * attention
     ) / rate
@@ -295,32 +312,30 @@ def seconds_per_token(
     if recipe.quantized_base:
         bytes_read += (0.5 + 2) * work.matrices
     micro = (2 + recomputed) * bytes_read + 3 * width * trained
-    # Weights are read and written, gradients are read; then come the states. Adafactor's dozen
-    # operations on float32 copies of a tensor read or write it 17 times, and those of torch's
-    # Adafactor 14 times.
-    states = {"adamw-8bit": 4, "adafactor": 17 * 4, "adafactor-torch": 14 * width, "sgd": 0}
-    step = (3 * width + states.get(recipe.optimizer, 4 * width)) * trained
-    step /= 1 if recipe.sharding in (None, "ddp") else cards
+    # Weights are read and written, gradients are read; then come the states.
+    row = OPTIMIZERS[recipe.optimizer]
+    states = row.bytes_of_a_step(_state_width(recipe, width), recipe.momentum)
+    if recipe.keeps_masters:
+        states += 2 * FLOAT32
+    step = (3 * width + states) * trained
+    if recipe.shards_states:
+        step /= cards
     # If the host steps, its memory is assumed to be as fast for each card as the bus.
-    stepped = (
-        step
-        / recipe.accumulation
-        / (card.bus if recipe.offload == "parameters" else card.bandwidth)
-    )
-    bytes_sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
+    stepped = step / recipe.accumulation / (card.bus if recipe.offloads_shards else card.bandwidth)
+    sent = sent_bytes(work, recipe, cards) / recipe.accumulation if cards > 1 else 0
     if offload_bytes is None:
-        inputs = (4 if recipe.precision == "float32" else 2) * work.scores
-        saved = saved_bytes_per_token(work, replace(recipe, offload=None))
-        offload_bytes = {
-            None: 0,
-            "boundaries": 2 * inputs,
-            "activations": 2 * saved,
-            "parameters": 0,
-        }[recipe.offload]
-    transfer_seconds = (
-        micro / card.bandwidth + stepped + seconds_between(bytes_sent, card)
-    ) / tokens
+        offload_bytes = _offload_bytes_per_token(work, recipe)
+    transfer_seconds = (micro / card.bandwidth + stepped + seconds_between(sent, card)) / tokens
     return (operations + transfer_seconds + seconds_over_bus(offload_bytes, card)) / cards
+
+
+def _offload_bytes_per_token(work: Work, recipe: Recipe) -> float:
+    """The least bytes that cross the bus for each token, there and back."""
+    if recipe.offload is None or recipe.offloads_shards:
+        return 0
+    if OFFLOAD[recipe.offload].all_saved:
+        return 2 * saved_bytes_per_token(work, replace(recipe, offload=None))
+    return 2 * _width_of_activations(recipe) * work.scores  # the layers' inputs
 
 
 def recompute_fraction(work: Work, recipe: Recipe) -> float:
@@ -329,11 +344,18 @@ def recompute_fraction(work: Work, recipe: Recipe) -> float:
         return -(-work.layers // recipe.every_n_layers) / work.layers
     if recipe.checkpointing in SELECTIVE:
         share = work.attended / max(work.matrices + work.experts, 1)
-        return {"attention": share, "mlp": 1 - share}.get(recipe.checkpointing, 0.0)
+        part = SELECTIVE[recipe.checkpointing]
+        if part.keeps_products:
+            return 0.0
+        return (share if part.attention else 0.0) + (1 - share if part.mlp else 0.0)
     first = first_layers(recipe.checkpointing)
     if first is not None and work.layers:
         return min(first / work.layers, 1.0)
-    return 1.0 if recipe.checkpointing is not None else 0.0
+    if recipe.checkpointing is None:
+        return 0.0
+    if isinstance(recipe.checkpointing, str):
+        check_choice("checkpointing", recipe.checkpointing, CHECKPOINTING)
+    return 1.0  # in segments of any lengths, every layer is recomputed
 
 
 def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
@@ -344,11 +366,18 @@ def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
     """
     layers = work.linear_widths / 2
     logits = 0 if recipe.chunked_loss else work.vocabulary
-    if recipe.offload == "activations":
+    if recipe.offload is not None and OFFLOAD[recipe.offload].all_saved:
         return 0.0
-    saved = 0.5 if recipe.checkpointing == "elementwise" else 1 - recompute_fraction(work, recipe)
-    numbers = max(saved * layers + logits, layers / max(work.layers, 1))
-    return (4 if recipe.precision == "float32" else 2) * numbers
+    kept = 1 - recompute_fraction(work, recipe)
+    if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
+        kept = 0.5  # their results stay, and their inputs are recomputed
+    numbers = max(kept * layers + logits, layers / max(work.layers, 1))
+    return _width_of_activations(recipe) * numbers
+
+
+def _width_of_activations(recipe: Recipe) -> int:
+    """Bytes of a number in the layers; at least, if the model keeps its own dtypes."""
+    return 2 if recipe.precision is None else PRECISIONS[recipe.precision].compute
 
 
 def overhead_of_prediction(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .. import optimizers
+from ..names import PRECISIONS
 from ..prediction.predict import Prediction
 from ..training.recipe import Recipe
 from ..units import format_bytes
@@ -10,9 +12,8 @@ from ..units import format_bytes
 # model in 4 bits.
 METHODS = ("full", "lora", "qlora")
 
-# In the order of their distance from plain AdamW. transformers' Adafactor needs more bytes than
-# torch's, and no less time.
-OPTIMIZERS = ("adamw-fused", "adamw-8bit", "adafactor-torch")
+# In the order of their distance from plain AdamW, which is the order of the table.
+OPTIMIZERS = tuple(name for name, row in optimizers.OPTIMIZERS.items() if row.planned)
 EQUAL_TIME = 1.10  # estimated times within this factor count as equal
 
 
@@ -104,10 +105,17 @@ def describe(recipe: Recipe, has_adapters: bool = False) -> str:
 def changes(recipe: Recipe) -> tuple[int, ...]:
     """How much training differs from plain AdamW on float32 weights, as a tuple that can be
     compared. The last two entries do not change the result.
+
+    Raises ``ValueError`` for an optimizer that ``plan`` does not try.
     """
+    if recipe.optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"a plan does not compare optimizer={recipe.optimizer!r}: choose one of "
+            f"{', '.join(map(repr, OPTIMIZERS))}"
+        )
     chosen = (
         METHODS.index(method_of(recipe)),
-        recipe.precision == "bf16",
+        recipe.precision is not None and not PRECISIONS[recipe.precision].exact_weights,
         OPTIMIZERS.index(recipe.optimizer),
     )
     return *chosen, recipe.in_backward, recipe.chunked_loss

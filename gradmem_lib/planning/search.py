@@ -18,9 +18,11 @@ from ..names import (
     OPTIMIZER,
     OPTIMIZER_STEP,
     PARAMETERS,
+    PRECISIONS,
     SELECTIVE,
     SHARDING,
 )
+from ..optimizers import OPTIMIZERS as ROWS
 from ..prediction.predict import predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
@@ -117,12 +119,12 @@ class Search:
             return
         for in_backward in (False, True):
             for precision in precisions:
-                # With several cards, each steps a part of each weight in backward: only AdamW can
-                # do that.
-                optimizers = OPTIMIZERS[:1] if in_backward and self.cards > 1 else OPTIMIZERS
-                for optimizer in (
-                    optimizers if not in_backward or precision != "autocast-fp16" else ()
-                ):
+                optimizers = OPTIMIZERS
+                if in_backward and self.cards > 1:  # each card steps a part of each weight
+                    optimizers = [name for name in OPTIMIZERS if ROWS[name].steps_shards]
+                if in_backward and PRECISIONS[precision].scaled:  # a recipe refuses it
+                    optimizers = []
+                for optimizer in optimizers:
                     yield replace(
                         base, precision=precision, optimizer=optimizer, in_backward=in_backward
                     )
@@ -409,5 +411,7 @@ def _precision(family: Recipe, sharding: str | bool | None) -> str | None:
     """
     if family.precision not in ("autocast-bf16", "float32-master"):
         return family.precision
-    cut = sharding in ("zero2", "fsdp") and family.optimizer == OPTIMIZERS[0]
-    return "float32-master" if cut else "autocast-bf16"
+    gathered = bool(sharding) and SHARDING[sharding].weights
+    if gathered and ROWS[family.optimizer].master is not None:
+        return "float32-master"
+    return "autocast-bf16"

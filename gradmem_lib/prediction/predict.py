@@ -231,7 +231,7 @@ def _repeated_unit(recipe: Recipe, n: int) -> tuple[int, Recipe] | None:
     ``None`` if segments differ in length.
     """
     schedule = recipe.checkpointing
-    if recipe.sharding == "zero1":
+    if recipe.shards_only_states:
         # ranks divide whole parameters by size: in a longer model, a rank gets other layers
         return None
     if schedule in (None, "per-layer", *SELECTIVE):
@@ -291,7 +291,9 @@ def _step_trace(question: Question, layers: int | None) -> tuple[Trace, int]:
     """
     k = question.recipe.accumulation
     # there the last one sends the gradients
-    num_traced = TRACED_MICRO_BATCHES + (question.recipe.sharding in ("ddp", "zero1"))
+    num_traced = TRACED_MICRO_BATCHES + (
+        question.recipe.sharding is not None and not question.recipe.fully_sharded
+    )
     if k > num_traced and not question.source.is_user_module:
         trace = traced(question, layers, num_traced)
         parts = trace.parts()

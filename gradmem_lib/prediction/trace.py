@@ -234,7 +234,7 @@ def _traced(
             stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         model = prepared.model
         _check_buckets(question, layers, model)
-        offloaded = question.target == "cuda" and recipe.offload == "parameters"
+        offloaded = question.target == "cuda" and recipe.offloads_shards
         recorder = RECORDERS["offloaded" if offloaded else question.target](
             model, prepared.optimizer
         )

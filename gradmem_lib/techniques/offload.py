@@ -24,8 +24,8 @@ from ..compat import base_of, saved_by_checkpoint, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, check_choice
 
-# without "parameters", which fully_shard moves
-ACTIVATION_OFFLOADS = tuple(name for name in OFFLOAD if name != "parameters")
+# fully_shard moves the shards
+ACTIVATION_OFFLOADS = tuple(name for name, row in OFFLOAD.items() if not row.shards)
 
 
 class offload_activations(saved_tensors_hooks):
@@ -97,7 +97,7 @@ class offload_activations(saved_tensors_hooks):
         return offloaded, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _should_offload(self, tensor: Tensor) -> bool:
-        if self._what == "boundaries" and not saved_by_checkpoint():
+        if not OFFLOAD[self._what].all_saved and not saved_by_checkpoint():
             return False
         if isinstance(base_of(tensor), nn.Parameter):
             return False

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..optimizers import BLOCK
 from .adam import adam_step
 from .precision import KeepsStateDtypes
 
-BLOCK = 256
 SMALLEST_8BIT = 4096
 
 

@@ -45,7 +45,7 @@ def checkpoint_parts(layers_or_model: nn.Module, part: str) -> CheckpointedParts
     check_choice("part", part, SELECTIVE)
     layers = [layer for several, _ in find_layers(layers_or_model).values() for layer in several]
     refuse_checkpointed(layers)
-    whole_layers = part == "elementwise"
+    whole_layers = SELECTIVE[part].keeps_products
     modules = layers
     if not whole_layers:
         modules = [module for layer in layers for module in find_parts(layer, part)]

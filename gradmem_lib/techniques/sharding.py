@@ -57,11 +57,11 @@ def shard(
         raise ValueError(NO_PROCESS_GROUP.format(how))
     if mesh is None:
         mesh = init_device_mesh(device_of(model).type, (dist.get_world_size(),))
-    if how in ("ddp", "zero1"):
+    if not SHARDING[how].weights:
         if device_of(model).type != mesh.device_type:
             model.to(mesh.device_type)  # as fully_shard does by itself, a layer at a time
         return DistributedDataParallel(model, process_group=mesh.get_group())
-    _shard_fully(model, mesh, how == "fsdp", compute_dtype, offload)
+    _shard_fully(model, mesh, SHARDING[how].frees_layers, compute_dtype, offload)
     return model
 
 

@@ -3,10 +3,11 @@
 Works on real tensors and on fake ones.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .. import compat
-from ..names import SELECTIVE
+from ..names import ATTENTION, SELECTIVE
+from ..optimizers import OPTIMIZERS
+from ..techniques import optimizers as our_optimizers
+from ..techniques import precision as our_precision
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
 from ..techniques.lora import add_lora
-from ..techniques.optimizers import AdamW8bit
-from ..techniques.precision import MasterAdamW, StochasticAdamW
 from ..techniques.quantized import quantize_base
 from ..techniques.selective import checkpoint_parts
 from ..techniques.sharding import shard, shard_optimizer_states
@@ -28,13 +30,6 @@ from .losses import check_chunked_loss
 from .recipe import Recipe
 
 RATE = 1e-4
-# For torch's Adafactor, relative to a weight's size: T5's fine-tuning rate (Raffel et al. 2020);
-# the default is for pretraining.
-RELATIVE_RATE = 1e-3
-# Adafactor's eps. By default, the first one is the machine epsilon of the weights' dtype: 0.0078 in
-# bf16, which is above nearly every gradient, so that none would be normalized. The square of 1e-16
-# is still a positive number in bf16.
-ADAFACTOR_EPS = (1e-16, 1e-3)
 
 
 class Prepared(NamedTuple):
@@ -54,12 +49,14 @@ def prepare(
     """Change ``model`` in place as ``recipe`` says, and make its optimizer. Raises ``ValueError``
     if the two do not match.
 
-    Works on fake models too. Without ``lr``, the learning rate is ``RATE``, or ``RELATIVE_RATE``
-    for torch's Adafactor. With ``recipe.sharding``, every process of the group must call it.
+    Works on fake models too. Without ``lr``, the learning rate is that of the optimizer's row, or
+    ``RATE``. With ``recipe.sharding``, every process of the group must call it.
     ``mesh`` is passed to ``shard``.
     """
     if lr is None:
-        lr = RELATIVE_RATE if recipe.optimizer == "adafactor-torch" else RATE
+        lr = OPTIMIZERS[recipe.optimizer].learning_rate
+    if lr is None:
+        lr = RATE
     if recipe.sharding is not None and processes_of(model).groups:
         raise ValueError(
             f"this {type(model).__name__} is trained by several processes together already: "
@@ -69,13 +66,12 @@ def prepare(
     change_model(model, recipe)
     set_checkpointing(model, recipe, undo)
     if recipe.sharding is not None:  # after checkpoints: a recomputed layer is gathered again
-        dtype = torch.bfloat16 if recipe.precision == "float32-master" else None
         model = shard(
             model,
             recipe.sharding,
             mesh=mesh,
-            compute_dtype=dtype,
-            offload=recipe.offload == "parameters",
+            compute_dtype=recipe.gathered_dtype,
+            offload=recipe.offloads_shards,
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not recipe.in_backward:
@@ -102,7 +98,8 @@ def change_model(model: nn.Module, recipe: Recipe) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
-    set_attention(model, {"fused": "sdpa"}.get(recipe.attention, recipe.attention))
+    if recipe.attention is not None:
+        set_attention(model, ATTENTION[recipe.attention].in_transformers)
     if recipe.chunked_loss:
         check_chunked_loss(model)  # trains a tiny copy, so not during a first step that is measured
     if recipe.weight_dtype is not None:
@@ -180,25 +177,38 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
 def make_optimizer(
     parameters: list[nn.Parameter], recipe: Recipe, lr: float, mesh=None
 ) -> Optimizer:
-    """The optimizer that ``recipe`` names.
-
-    Its variant is always explicit, since torch would choose it by device.
-    """
-    name = recipe.optimizer
-    if recipe.sharding == "zero1":
+    """The optimizer that ``recipe`` names, made as its row in ``OPTIMIZERS`` says."""
+    if recipe.shards_only_states:
         on_one = partial(make_optimizer, recipe=replace(recipe, sharding=None), lr=lr)
         return shard_optimizer_states(parameters, on_one, mesh and mesh.get_group())
-    if name in ("adamw", "adamw-foreach", "adamw-fused"):
-        master = recipe.precision == "float32-master" and not recipe.fully_sharded
-        kind = MasterAdamW if master else torch.optim.AdamW
-        return kind(parameters, lr=lr, foreach=name == "adamw-foreach", fused=name == "adamw-fused")
-    if name in ("adamw-8bit", "adamw-stochastic"):
-        return (AdamW8bit if name == "adamw-8bit" else StochasticAdamW)(parameters, lr=lr)
-    if name == "adafactor-torch":
-        return torch.optim.Adafactor(parameters, lr=lr, eps=ADAFACTOR_EPS, foreach=False)
-    if name == "adafactor":
-        # The one that transformers' Trainer uses, with its settings.
-        from transformers.optimization import Adafactor
+    row = OPTIMIZERS[recipe.optimizer]
+    made_by, settings = row.made_by, dict(row.settings)
+    if recipe.keeps_masters:
+        made_by = row.master
+    if row.takes_momentum:
+        settings["momentum"] = recipe.momentum
+    return optimizer_class(made_by)(parameters, lr=lr, **settings)
 
-        return Adafactor(parameters, lr=lr, scale_parameter=False, relative_step=False)
-    return torch.optim.SGD(parameters, lr=lr, momentum=recipe.momentum, foreach=False)
+
+def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
+    """The class that a row of ``OPTIMIZERS`` names.
+
+    Raises ``ValueError`` if no such class is there.
+    """
+    module, _, name = made_by.rpartition(".")
+    homes: dict[str, Any] = {
+        "torch.optim": torch.optim,
+        "techniques.optimizers": our_optimizers,
+        "techniques.precision": our_precision,
+    }
+    if module == "transformers.optimization":  # imported only if needed: it takes a second
+        from transformers import optimization
+
+        homes[module] = optimization
+    home = homes.get(module)
+    if not hasattr(home, name):
+        raise ValueError(
+            f"a row of OPTIMIZERS has made_by={made_by!r}, and there is no such class: write it in "
+            "techniques/optimizers.py, and name it 'techniques.optimizers.' and its own name"
+        )
+    return getattr(home, name)

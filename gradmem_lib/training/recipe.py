@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING, check_choice
+from ..names import ATTENTION, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
+from ..optimizers import OPTIMIZERS
 from ..techniques.schedules import checked_schedule
 from ..units import check_positive_int
+
+# The dtypes of two bytes, by their names in the rows of PRECISIONS.
+_DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -77,44 +81,60 @@ class Recipe:
         if self.checkpointing is not None:
             schedule = checked_schedule(self.checkpointing, "checkpointing", tuple(SELECTIVE))
             object.__setattr__(self, "checkpointing", schedule)
+        self._check_optimizer()
         self._check_combinations()
         self._check_sharding()
 
-    def _check_combinations(self) -> None:
+    def _check_optimizer(self) -> None:
+        """Refuse what the optimizer's row does not allow."""
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum={self.momentum}: give a number from 0 to below 1, such as 0.9"
             )
-        if self.momentum and self.optimizer != "sgd":
+        row = OPTIMIZERS[self.optimizer]
+        if self.momentum and not row.takes_momentum:
+            takers = [repr(name) for name, other in OPTIMIZERS.items() if other.takes_momentum]
             raise ValueError(
                 f"momentum={self.momentum} is not for {self.optimizer!r}: leave it out, or "
-                "choose optimizer='sgd'"
+                f"choose optimizer={' or '.join(takers)}"
             )
+        exact = self.precision is not None and PRECISIONS[self.precision].exact_weights
+        if row.rounds_by_chance and exact:
+            raise ValueError(
+                f"{self.optimizer} rounds bf16 weights by chance, and precision={self.precision!r} "
+                "keeps exact ones: choose precision='bf16' with it, or optimizer='adamw'"
+            )
+        if self.with_masters and row.master is None:
+            raise ValueError(
+                row.no_master
+                or f"{self.precision} is written for AdamW, and optimizer={self.optimizer!r}: "
+                "choose an AdamW, or another precision"
+            )
+        if self.fully_sharded and not row.steps_shards:
+            raise ValueError(
+                f"{self.optimizer} works on whole weights, or takes means over rows and columns, "
+                f"and sharding={self.sharding!r} leaves each rank some of the rows: choose "
+                "sharding='zero1' with it, or optimizer='adamw'"
+            )
+        copies = self.sharding is not None and not self.shards_states
+        if row.rounds_by_chance and copies:
+            raise ValueError(
+                f"{self.optimizer} rounds by chance, and with sharding={self.sharding!r} each "
+                "rank's copy of the weights would be rounded its own way: choose sharding='zero1', "
+                "where one rank rounds each weight for all"
+            )
+
+    def _check_combinations(self) -> None:
         if self.in_backward and self.accumulation > 1:
             raise ValueError(
                 "in_backward=True frees each gradient as soon as it is complete, and "
                 f"accumulation={self.accumulation} adds them up over several backward passes: "
                 "choose one of the two. With in_backward, cut the batch itself"
             )
-        if self.in_backward and self.precision == "autocast-fp16":
+        if self.in_backward and self.scales_loss:
             raise ValueError(
-                "in_backward=True steps before the scaled gradients of autocast-fp16 could be "
+                f"in_backward=True steps before the scaled gradients of {self.precision} could be "
                 "checked and unscaled: choose precision='autocast-bf16', which needs no scaling"
-            )
-        if self.optimizer == "adamw-stochastic" and self.precision not in ("bf16", None):
-            raise ValueError(
-                f"adamw-stochastic rounds bf16 weights by chance, and precision={self.precision!r} "
-                "keeps exact ones: choose precision='bf16' with it, or optimizer='adamw'"
-            )
-        if self.precision == "float32-master" and not self.optimizer.startswith("adamw"):
-            raise ValueError(
-                f"float32-master is written for AdamW, and optimizer={self.optimizer!r}: "
-                "choose an AdamW, or another precision"
-            )
-        if self.precision == "float32-master" and self.optimizer == "adamw-8bit":
-            raise ValueError(
-                "8-bit states and a float32 copy of the weights pull in opposite directions: "
-                "choose optimizer='adamw' with float32-master, or precision='bf16' with adamw-8bit"
             )
         if self.lora_rank is None and self.lora_targets:
             raise ValueError(
@@ -146,7 +166,7 @@ class Recipe:
             )
 
     def _check_sharding(self) -> None:
-        if self.sharding in ("ddp", "zero1") and self.in_backward:
+        if self.sharding is not None and not self.fully_sharded and self.in_backward:
             raise ValueError(
                 f"in_backward=True steps each parameter before sharding={self.sharding!r} has "
                 "averaged its gradient over the ranks: choose sharding='fsdp' with it"
@@ -157,9 +177,9 @@ class Recipe:
                 "and weights gathered over the ranks: leave it out with "
                 f"sharding={self.sharding!r}, and raise accumulation where the logits are too large"
             )
-        if self.fully_sharded and self.precision == "float32-master" and self.lora_rank is not None:
+        if self.fully_sharded and self.with_masters and self.lora_rank is not None:
             raise ValueError(
-                f"float32-master with sharding={self.sharding!r} shards float32 weights, also "
+                f"{self.precision} with sharding={self.sharding!r} shards float32 weights, also "
                 "frozen ones, and gathers them in bf16, also the scales of a 4-bit base: choose "
                 "precision='bf16', or None and a model in bf16, whose additions are float32"
             )
@@ -168,20 +188,6 @@ class Recipe:
                 "'best' finds a schedule by measuring one layer alone, whose weights are cut over "
                 f"the ranks with sharding={self.sharding!r}: choose checkpointing='per-layer', "
                 "'sqrt' or a list of segment lengths"
-            )
-        if self.fully_sharded and self.optimizer.startswith(
-            ("adafactor", "adamw-8bit", "adamw-stochastic")
-        ):
-            raise ValueError(
-                f"{self.optimizer} works on whole weights, or takes means over rows and columns, "
-                f"and sharding={self.sharding!r} leaves each rank some of the rows: choose "
-                "sharding='zero1' with it, or optimizer='adamw'"
-            )
-        if self.sharding == "ddp" and self.optimizer == "adamw-stochastic":
-            raise ValueError(
-                "adamw-stochastic rounds by chance, and with sharding='ddp' each rank's copy of "
-                "the weights would be rounded its own way: choose sharding='zero1', where one "
-                "rank rounds each weight for all"
             )
         if self.offload == "parameters" and self.sharding != "fsdp":
             raise ValueError(
@@ -192,7 +198,40 @@ class Recipe:
     @property
     def fully_sharded(self) -> bool:
         """Whether each rank keeps only a part of every weight."""
-        return self.sharding in ("zero2", "fsdp")
+        return self.sharding is not None and SHARDING[self.sharding].weights
+
+    @property
+    def shards_states(self) -> bool:
+        """Whether each rank keeps only a part of the optimizer's states."""
+        return self.sharding is not None and SHARDING[self.sharding].states
+
+    @property
+    def shards_only_states(self) -> bool:
+        """Whether each rank has all weights, and steps some of them for all ranks (ZeRO 1)."""
+        return self.shards_states and not self.fully_sharded
+
+    @property
+    def with_masters(self) -> bool:
+        """Whether updates go to float32 copies of weights in 16 bits."""
+        return self.precision is not None and PRECISIONS[self.precision].master > 0
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer keeps these copies.
+
+        Weights that are cut over the ranks are float32 themselves.
+        """
+        return self.with_masters and not self.fully_sharded
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether small gradients would round to zero, so that the loss has to be scaled."""
+        return self.precision is not None and PRECISIONS[self.precision].scaled
+
+    @property
+    def offloads_shards(self) -> bool:
+        """Whether shards of weights, gradients and states are on the host."""
+        return self.offload is not None and OFFLOAD[self.offload].shards
 
     @property
     def checkpoint_interval(self) -> int | None:
@@ -203,18 +242,26 @@ class Recipe:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        return {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}.get(self.precision)
+        if self.precision is None or not PRECISIONS[self.precision].autocast:
+            return None
+        return _DTYPES[PRECISIONS[self.precision].narrow]
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype that weights are cast to; ``None``: they keep theirs.
+        """The dtype that weights are cast to; ``None``: they keep theirs."""
+        if self.precision is None:
+            return None
+        row = PRECISIONS[self.precision]
+        if row.weight == torch.float32.itemsize:
+            return torch.float32
+        if self.with_masters and self.fully_sharded:  # each rank's shards are the exact weights
+            return torch.float32
+        return _DTYPES[row.narrow]
 
-        With shards, float32-master holds float32 weights.
-        """
-        dtype = torch.float32 if self.fully_sharded else torch.bfloat16
-        return {None: None, "bf16": torch.bfloat16, "float32-master": dtype}.get(
-            self.precision, torch.float32
-        )
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """The dtype that computes with weights that are cut over the ranks; ``None``: their own."""
+        return _DTYPES[PRECISIONS[self.precision].narrow] if self.with_masters else None
 
     def micro_batch(self, batch_size: int) -> int:
         """Rows in one forward pass. Raises ``ValueError`` if the batch cannot be cut evenly."""

@@ -84,7 +84,7 @@ def step(
         mark("backward")
         return value, count
 
-    if scaler is None and recipe.precision == "autocast-fp16":
+    if scaler is None and recipe.scales_loss:
         scaler = _FixedScale(2.0**12)
     with closing(offload_hooks):
         result = accumulate_gradients(

@@ -24,23 +24,16 @@ from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
+from ..optimizers import OPTIMIZERS
 from ..techniques.accumulation import accumulate_gradients
 from ..techniques.sharding import NO_PROCESS_GROUP
 from .adapters import adapters_of, save_adapters
 from .losses import check_pieces, chunked_loss, count_items, predicts_next_token
-from .prepare import RELATIVE_RATE, change_model, make_optimizer, set_checkpointing
+from .prepare import change_model, make_optimizer, set_checkpointing
 from .recipe import Recipe
 from .step import check_loss, offload_context
 
 CHECKPOINTING_ARGUMENT = checkpointing_name(PreTrainedModel)
-OPTIM = {
-    "adamw": "adamw_torch",
-    "adamw-foreach": "adamw_torch",
-    "adamw-fused": "adamw_torch_fused",
-    "adamw-8bit": "adamw_bnb_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
 
 
 def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
@@ -51,10 +44,12 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
     """
     chosen: dict[str, Any] = {"per_device_train_batch_size": micro_batch}
     chosen["gradient_accumulation_steps"] = recipe.accumulation
-    if recipe.optimizer in OPTIM:
-        chosen["optim"] = OPTIM[recipe.optimizer]
+    row = OPTIMIZERS[recipe.optimizer]
+    if row.trainer_name is not None:
+        chosen["optim"] = row.trainer_name
     if recipe.autocast_dtype is not None:
-        chosen["bf16" if recipe.precision == "autocast-bf16" else "fp16"] = True
+        switch = {torch.bfloat16: "bf16", torch.float16: "fp16"}[recipe.autocast_dtype]
+        chosen[switch] = True
     if every := recipe.checkpoint_interval:
         chosen[CHECKPOINTING_ARGUMENT] = True
         more = {"every_n_layers": every} if every > 1 else {}
@@ -174,7 +169,7 @@ class RecipeTrainer(Trainer):
             # only matrices
             decayed = self.get_decay_parameter_names(model) if args.weight_decay else []
             own: dict[str, Any] = {}
-            if self.recipe.optimizer.startswith("adamw"):
+            if OPTIMIZERS[self.recipe.optimizer].adam_settings:
                 own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             groups = []
             for decays in (True, False):
@@ -417,7 +412,7 @@ def _check_recipe(recipe: Recipe, on_cpu: bool) -> None:
         raise ValueError(
             f"sharding={recipe.sharding!r} is not set up by make_trainer{_FSDP_ADVICE}"
         )
-    if recipe.precision == "autocast-fp16" and on_cpu:
+    if recipe.scales_loss and on_cpu:
         raise ValueError(
             "on the CPU, Trainer trains in float32 in spite of fp16=True: choose "
             "'autocast-bf16', or move the model to a card"
@@ -449,10 +444,11 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
         "save_strategy": "no",
     }
     defaults["dataloader_pin_memory"] = torch.cuda.is_available()
-    if recipe.optimizer == "adafactor-torch":
-        defaults["learning_rate"] = RELATIVE_RATE
-    if recipe.optimizer == "adamw-8bit":
-        # This library's optimizer: without bitsandbytes, Trainer would refuse that name.
+    row = OPTIMIZERS[recipe.optimizer]
+    if row.learning_rate is not None:
+        defaults["learning_rate"] = row.learning_rate
+    if row.trainer_package is not None:
+        # The optimizer is this library's own: without the package, Trainer would refuse that name.
         chosen["optim"] = "adamw_torch"
     accepted = {name: value for name, value in given.items() if name not in _REFUSED_ARGUMENTS}
     return defaults | chosen | accepted

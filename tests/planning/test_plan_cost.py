@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
 from gradmem_lib.course.material import models
+from gradmem_lib.optimizers import OPTIMIZERS
 from gradmem_lib.planning.cards import CARDS, Card
 from gradmem_lib.planning.cost import (
     Work,
@@ -197,6 +198,10 @@ def test_bytes_moved_by_hand(work):
     assert moved(replace(sgd, checkpointing=1)) == pytest.approx(moved(sgd) + 2 * p)
     assert moved(replace(sgd, every_n_layers=2)) == pytest.approx(moved(sgd) + p)
     assert moved(replace(sgd, accumulation=6)) == pytest.approx(moved(sgd) - 5 * p)
+    assert moved(replace(sgd, momentum=0.9)) == pytest.approx(moved(sgd) + 2 * 2 * p)
+    # The master copy, and two moments in float32, are read and written.
+    masters = replace(sgd, precision="float32-master", optimizer="adamw-fused")
+    assert moved(masters) == pytest.approx(moved(sgd) + 3 * 2 * 4 * p)
     mixed = replace(sgd, precision="autocast-bf16")
     assert moved(mixed) == pytest.approx(2 * (4 * p + 4 * (m + work.head)) + 12 * p + 12 * p)
     lora = replace(sgd, lora_rank=16)
@@ -269,18 +274,15 @@ def test_bytes_that_a_token_keeps_at_least(work):
     assert saved_bytes_per_token(replace(work, vocabulary=999), Recipe(checkpointing=1)) == 4 * 999
 
 
-OPTIMIZERS = [
-    "adamw",
-    "adamw-foreach",
-    "adamw-fused",
-    "adamw-8bit",
-    "adafactor",
-    "adafactor-torch",
-    "sgd",
-]
 RESIDENTS = [
-    *(Recipe(precision=p, optimizer=o) for p in ("float32", "bf16") for o in OPTIMIZERS),
-    Recipe(precision="bf16", optimizer="adamw-stochastic"),
+    *(Recipe(precision="bf16", optimizer=name) for name in OPTIMIZERS),
+    *(Recipe(optimizer=name) for name, row in OPTIMIZERS.items() if not row.rounds_by_chance),
+    *(
+        Recipe(precision="float32-master", optimizer=name)
+        for name, row in OPTIMIZERS.items()
+        if row.master is not None
+    ),
+    Recipe(precision="bf16", optimizer="sgd", momentum=0.9),
     Recipe(precision="autocast-bf16", optimizer="adamw-fused"),
     Recipe(precision="bf16", optimizer="adafactor-torch", in_backward=True),
     Recipe(precision="bf16", lora_rank=16),

@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT
 
 FLOORS = (
-    ("units", "names", "compat", "display"),
+    ("units", "rows", "optimizers", "names", "compat", "display"),
     ("measure",),
     ("techniques",),
     ("training",),

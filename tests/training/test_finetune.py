@@ -16,9 +16,10 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from gradmem_lib import make_trainer, merge_adapters
 from gradmem_lib.course.material import texts
 from gradmem_lib.names import CATEGORIES
+from gradmem_lib.optimizers import RELATIVE_RATE
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.lora import LoRALinear
-from gradmem_lib.training.prepare import RELATIVE_RATE, make_optimizer, prepare
+from gradmem_lib.training.prepare import make_optimizer, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT, arguments

@@ -14,9 +14,10 @@ from transformers.optimization import Adafactor
 
 from gradmem_lib import MemoryTracker, Recipe
 from gradmem_lib.course.material import models
-from gradmem_lib.techniques.optimizers import BLOCK, SMALLEST_8BIT, AdamW8bit
+from gradmem_lib.optimizers import ADAFACTOR_EPS, BLOCK, RELATIVE_RATE
+from gradmem_lib.techniques.optimizers import SMALLEST_8BIT, AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
-from gradmem_lib.training.prepare import ADAFACTOR_EPS, RATE, RELATIVE_RATE, make_optimizer, prepare
+from gradmem_lib.training.prepare import RATE, make_optimizer, prepare
 from gradmem_lib.training.step import step
 
 VOCAB, SEQ = 97, 16

@@ -7,11 +7,12 @@ itself counts, with ``predict``.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ...names import CATEGORIES
+from ... import names
+from ...names import CATEGORIES, PrecisionSpec
+from ...optimizers import OptimizerSpec
 from ...techniques.schedules import segments_for
 from ...units import check_positive_int
 from .shapes import SHAPES as SHAPES
@@ -20,93 +21,55 @@ from .shapes import Shape as Shape
 FLOAT32, INT64 = 4, 8  # bytes of one number
 
 
-class _Choices(dict):
-    """Choices that have a closed form, by their names in names.py.
+class _Choices(Mapping):
+    """The rows of an option that have a closed form, by their names in names.py.
 
     Raises ``ValueError`` for any other name.
     """
 
-    def __init__(self, what: str, choices: dict):
-        super().__init__(choices)
-        self.what = what
+    def __init__(self, what: str, rows: Mapping):
+        self.what, self.rows = what, rows
 
-    def __missing__(self, name: str):
-        raise ValueError(
-            f"{self.what} is {name!r}, which has no closed form: choose one of "
-            f"{', '.join(map(repr, self))}, or let predict() count it"
-        )
+    def known(self) -> list[str]:
+        found = []
+        for name, row in self.rows.items():
+            if not isinstance(row, OptimizerSpec) or row.closed_form is not None:
+                found.append(name)
+        return found
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.known())
 
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of one number in each role. ``residual`` and ``compute`` are the widths of activations:
-    between the blocks' linear layers, and inside them. ``master`` is the extra float32 copy of the
-    weights that some recipes keep. ``narrow`` names the dtype of 2 bytes, if there is one.
-    """
+    def __len__(self) -> int:
+        return len(self.known())
 
-    weight: int
-    gradient: int
-    state: int
-    residual: int
-    compute: int
-    master: int = 0
-    narrow: str = "bf16"
-
-    @property
-    def autocast(self) -> bool:
-        return self.residual != self.compute
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.known():
+            raise ValueError(
+                f"{self.what} is {name!r}, which has no closed form: choose one of "
+                f"{', '.join(map(repr, self))}, or let predict() count it"
+            )
+        return self.rows[name]
 
 
-PRECISIONS: dict[str, Precision] = _Choices(
-    "precision",
-    {
-        "float32": Precision(4, 4, 4, 4, 4),
-        "bf16": Precision(2, 2, 2, 2, 2),
-        "autocast-bf16": Precision(4, 4, 4, 4, 2),
-        "autocast-fp16": Precision(4, 4, 4, 4, 2, narrow="float16"),
-        "float32-master": Precision(2, 2, 4, 2, 2, master=4),
-    },
-)
+PRECISIONS = _Choices("precision", names.PRECISIONS)
+OPTIMIZERS = _Choices("optimizer", names.OPTIMIZERS)
+_ATTENTION = _Choices("attention", names.ATTENTION)
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """``states``: numbers kept per parameter. ``whole_model``, ``tensors``: the step's temporaries,
-    counted in copies of the model or of its largest tensor.
-    """
-
-    states: int
-    counters: bool = False
-    whole_model: int = 0
-    tensors: int = 0
-
-
-# Temporaries of Adam's denominator: "foreach" (the default of torch.optim.AdamW on CUDA) makes one
-# for all parameters at once, and the plain loop makes two for one tensor at a time.
-OPTIMIZERS: dict[str, Optimizer] = _Choices(
-    "optimizer",
-    {
-        "adamw": Optimizer(2, counters=True, tensors=2),
-        "adamw-foreach": Optimizer(2, counters=True, whole_model=1),
-        "adamw-fused": Optimizer(2, counters=True),
-        "sgd": Optimizer(0),
-    },
-)
-_KEEPS_SCORES: dict[str, bool] = _Choices("attention", {"fused": False, "eager": True})
-
-
-def _optimizer(name: str | None, momentum: float) -> Optimizer:
-    """The choice by its name; ``None`` is a step without an optimizer.
+def _optimizer(name: str | None, momentum: float) -> OptimizerSpec | None:
+    """The optimizer's row; ``None`` for a step without an optimizer.
 
     ``momentum`` is for SGD, as in a recipe.
     """
-    if not momentum:
-        return Optimizer(0) if name is None else OPTIMIZERS[name]
-    if name != "sgd":
+    row = None if name is None else OPTIMIZERS[name]
+    if momentum and (row is None or not row.takes_momentum):
+        takers = [repr(other) for other in OPTIMIZERS if OPTIMIZERS[other].takes_momentum]
         raise ValueError(
-            f"momentum={momentum!r} belongs to 'sgd', not to optimizer={name!r}: leave it out"
+            f"momentum={momentum!r} belongs to {' or '.join(takers)}, not to optimizer={name!r}: "
+            "leave it out"
         )
-    return Optimizer(1)
+    return row
 
 
 def bytes_per_parameter(
@@ -119,13 +82,11 @@ def bytes_per_parameter(
     in ZeRO (Rajbhandari et al. 2020, section 3.1). Implementations that also turn the gradients
     into float32 need up to 4 more during the step. ``optimizer=None`` keeps nothing.
     """
-    p, o = PRECISIONS[precision], _optimizer(optimizer, momentum)
-    master = 0 if optimizer is None else p.master
-    return {
-        "parameters": p.weight,
-        "gradients": p.gradient,
-        "optimizer": master + o.states * p.state,
-    }
+    p, row = PRECISIONS[precision], _optimizer(optimizer, momentum)
+    states = 0
+    if row is not None:
+        states = p.master + round(row.bytes_of_states(p.state, momentum))  # whole in closed forms
+    return {"parameters": p.weight, "gradients": p.gradient, "optimizer": states}
 
 
 def resident_bytes(
@@ -136,12 +97,14 @@ def resident_bytes(
     """
     per = bytes_per_parameter(precision, optimizer, momentum)
     resident = {category: n * shape.parameters for category, n in per.items()}
-    resident["optimizer"] += FLOAT32 * shape.tensors * _optimizer(optimizer, momentum).counters
+    row = _optimizer(optimizer, momentum)
+    if row is not None and row.closed_form.counters:
+        resident["optimizer"] += FLOAT32 * shape.tensors
     return resident
 
 
 def _norm_items(
-    shape: Shape, which: str, tokens: int, p: Precision, readers: int
+    shape: Shape, which: str, tokens: int, p: PrecisionSpec, readers: int
 ) -> dict[str, int]:
     """The tensors that a norm saves, and its output, which ``readers`` linear layers share."""
     numbers = tokens * shape.hidden
@@ -176,7 +139,8 @@ def attention_activations(
     """Bytes saved for backward by the attention half of one block (its norm included), tensor by
     tensor.
     """
-    p, tokens, scored = PRECISIONS[precision], batch_size * seq_len, _KEEPS_SCORES[attention]
+    p, tokens = PRECISIONS[precision], batch_size * seq_len
+    scored = _ATTENTION[attention].keeps_scores
     w = p.compute
     # If heads share keys and values, eager attention copies these once for each head.
     kv = shape.hidden if scored else shape.kv_hidden
@@ -215,7 +179,7 @@ def mlp_activations(
     }
 
 
-def _copies(p: Precision, of: str, entries: int) -> dict[str, int]:
+def _copies(p: PrecisionSpec, of: str, entries: int) -> dict[str, int]:
     """The 16-bit copies of weights that autocast makes, and keeps for backward."""
     return {f"{p.narrow} {of}": p.compute * entries} if p.autocast else {}
 
@@ -367,7 +331,7 @@ def estimate(
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         check_positive_int(name, value, 8)
-    p, o = PRECISIONS[precision], _optimizer(optimizer, momentum)
+    p, row = PRECISIONS[precision], _optimizer(optimizer, momentum)
     resident = resident_bytes(shape, precision, optimizer, momentum)
     options = {"precision": precision, "attention": attention}
     saved = model_activations(shape, batch_size, seq_len, checkpointing=checkpointing, **options)
@@ -400,8 +364,9 @@ def estimate(
         moment(name, activations, final + p.gradient * finished, temporaries + waiting + residual)
     # The two gradients of a tied table are both alive while their sum is made.
     moment("embedding, backward", 0, resident["gradients"], 2 * table if shape.tied else residual)
-    if optimizer is not None:
-        made = o.whole_model * shape.parameters + o.tensors * shape.largest_tensor
+    if row is not None:
+        form = row.closed_form
+        made = form.whole_model * shape.parameters + form.tensors * shape.largest_tensor
         moment("optimizer step", 0, resident["gradients"], p.state * made)
     return Estimate(*max(moments.items(), key=lambda item: sum(item[1].values())))
 
@@ -411,7 +376,7 @@ def _backward(
     saved: dict[str, int],
     block: dict[str, int],
     lengths: list[int],
-    p: Precision,
+    p: PrecisionSpec,
     residual: int,
 ) -> Iterator[tuple[str, int, int, int]]:
     """The largest moments in the backward of some blocks: live activations, parameters whose

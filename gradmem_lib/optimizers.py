@@ -1,0 +1,263 @@
+"""One row for each optimizer: all that the library knows of it.
+
+To add an optimizer, write its class in ``techniques/optimizers.py`` and its row here. Recipes,
+training, plans, closed forms and the command line read the row, and have no list of their own.
+The place of a row counts too: a plan prefers the earlier of two optimizers that are equally fast.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rows import Rows
+
+BLOCK = 256  # numbers of an 8-bit state that share one float32 scale
+# For torch's Adafactor, relative to a weight's size: T5's fine-tuning rate (Raffel et al. 2020);
+# the default is for pretraining.
+RELATIVE_RATE = 1e-3
+# Adafactor's eps. By default, the first one is the machine epsilon of the weights' dtype: 0.0078 in
+# bf16, which is above nearly every gradient, so that none would be normalized. The square of 1e-16
+# is still a positive number in bf16.
+ADAFACTOR_EPS = (1e-16, 1e-3)
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """What the formulas of ``accounting`` need besides the bytes of the states.
+
+    ``counters``: each tensor has a counter of steps. ``whole_model``, ``tensors``: temporaries of a
+    step in the dtype of the states, counted in copies of the model or of its largest tensor.
+    """
+
+    counters: bool = False
+    whole_model: int = 0
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """All that is known of an optimizer. The defaults refuse: what a row does not say, the library
+    does not do with it.
+
+    Attributes:
+        words: what it is, in a few words.
+        made_by: the class, with the module that has it: of ``torch.optim``, of
+            ``transformers.optimization``, or of this library's techniques
+            (``"techniques.optimizers.AdamW8bit"``). It takes parameters and ``lr=``.
+        settings: what else the class takes. Variants are always explicit, since torch would choose
+            them by device.
+        learning_rate: where the usual one would be wrong.
+        state_bytes: from the bytes of a weight to the bytes of all its states, for each number that
+            has states.
+        factored: only the rows and columns of a matrix have states, not each of its numbers.
+        step_traffic: from the bytes of a weight to the bytes that a step reads and writes for each
+            number, besides the weight (read and written) and its gradient (read).
+        closed_form: ``None`` if it has none: ``accounting`` refuses it then.
+        takes_momentum: ``Recipe(momentum=...)`` is for it: one more state in the weights' dtype.
+        master: the class, as in ``made_by``, that keeps float32 copies of weights in 16 bits.
+            ``None``: it is refused with such a precision, and ``no_master`` says why where "it is
+            no AdamW" is not the reason.
+        steps_shards: it can step a part of a weight by itself, so that weights may be cut over the
+            ranks.
+        rounds_by_chance: it rounds weights in 16 bits by chance. So no precision may keep exact
+            ones, and not every rank may round its own copy.
+        planned: ``plan`` tries it.
+        trainer_name: what ``TrainingArguments(optim=...)`` calls it. ``None``: it has no name for
+            it.
+        trainer_package: what ``Trainer`` needs for its own class of that name.
+        adam_settings: it takes Adam's ``betas`` and ``eps``.
+    """
+
+    words: str
+    made_by: str
+    state_bytes: Callable[[float], float]
+    step_traffic: Callable[[float], float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float | None = None
+    factored: bool = False
+    closed_form: ClosedForm | None = None
+    takes_momentum: bool = False
+    master: str | None = None
+    no_master: str | None = None
+    steps_shards: bool = False
+    rounds_by_chance: bool = False
+    planned: bool = False
+    trainer_name: str | None = None
+    trainer_package: str | None = None
+    adam_settings: bool = False
+
+    def __post_init__(self) -> None:
+        fraction = self.state_bytes(4) % 1
+        if self.closed_form is not None and (self.factored or fraction):
+            raise ValueError(
+                f"{self.made_by} has a closed_form, and accounting multiplies whole bytes of "
+                "states by all numbers of a model: leave closed_form out, so that predict() counts"
+            )
+
+    def bytes_of_states(self, width: float, momentum: float = 0.0) -> float:
+        """Bytes of all states of a number that has states. ``width``: the bytes of a weight."""
+        nbytes = self.state_bytes(width)
+        if momentum:
+            nbytes += width  # the running sum of gradients
+        return nbytes
+
+    def bytes_of_a_step(self, width: float, momentum: float = 0.0) -> float:
+        """Bytes that a step reads and writes for each number, besides weight and gradient."""
+        nbytes = self.step_traffic(width)
+        if momentum:
+            nbytes += 2 * width  # the running sum is read and written
+        return nbytes
+
+    def numbers_with_states(self, shape: Sequence[int]) -> int:
+        """How many numbers of a tensor of ``shape`` have states."""
+        if not self.factored or len(shape) < 2:
+            return math.prod(shape)
+        *matrices, rows, columns = shape
+        return (rows + columns) * math.prod(matrices)
+
+
+def _nothing(width: float) -> float:
+    return 0
+
+
+def _two_moments(width: float) -> float:
+    return 2 * width
+
+
+def _two_moments_read_and_written(width: float) -> float:
+    return 2 * 2 * width
+
+
+def _two_bytes_and_scales(width: float) -> float:
+    return 2 + 2 * 4 / BLOCK
+
+
+def _two_bytes_read_and_written(width: float) -> float:
+    return 2 * 2
+
+
+def _one_in_float32(width: float) -> float:
+    return 4
+
+
+def _one_moment(width: float) -> float:
+    return width
+
+
+def _adafactor_in_float32(width: float) -> float:
+    return 17 * 4  # a dozen operations on float32 copies of a tensor read or write it 17 times
+
+
+def _adafactor_of_torch(width: float) -> float:
+    return 14 * width  # its operations read or write the tensor 14 times
+
+
+# Temporaries of Adam's denominator: "foreach" (the default of torch.optim.AdamW on CUDA) makes one
+# for all parameters at once, and the plain loop makes two for one tensor at a time.
+OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
+    "optimizer",
+    OptimizerSpec,
+    {
+        "adamw": OptimizerSpec(
+            words="AdamW, one parameter after another",
+            made_by="torch.optim.AdamW",
+            settings={"foreach": False, "fused": False},
+            state_bytes=_two_moments,
+            step_traffic=_two_moments_read_and_written,
+            closed_form=ClosedForm(counters=True, tensors=2),
+            master="techniques.precision.MasterAdamW",
+            steps_shards=True,
+            trainer_name="adamw_torch",
+            adam_settings=True,
+        ),
+        "adamw-foreach": OptimizerSpec(
+            words="AdamW on all parameters at once, with a temporary copy of the model",
+            made_by="torch.optim.AdamW",
+            settings={"foreach": True, "fused": False},
+            state_bytes=_two_moments,
+            step_traffic=_two_moments_read_and_written,
+            closed_form=ClosedForm(counters=True, whole_model=1),
+            master="techniques.precision.MasterAdamW",
+            steps_shards=True,
+            trainer_name="adamw_torch",
+            adam_settings=True,
+        ),
+        "adamw-fused": OptimizerSpec(
+            words="AdamW in one kernel, in place",
+            made_by="torch.optim.AdamW",
+            settings={"foreach": False, "fused": True},
+            state_bytes=_two_moments,
+            step_traffic=_two_moments_read_and_written,
+            closed_form=ClosedForm(counters=True),
+            master="techniques.precision.MasterAdamW",
+            steps_shards=True,
+            planned=True,
+            trainer_name="adamw_torch_fused",
+            adam_settings=True,
+        ),
+        "adamw-8bit": OptimizerSpec(
+            words="AdamW with one byte for each number of its states",
+            made_by="techniques.optimizers.AdamW8bit",
+            state_bytes=_two_bytes_and_scales,
+            step_traffic=_two_bytes_read_and_written,
+            no_master=(
+                "8-bit states and a float32 copy of the weights pull in opposite directions: "
+                "choose optimizer='adamw' with float32-master, or precision='bf16' with adamw-8bit"
+            ),
+            planned=True,
+            trainer_name="adamw_bnb_8bit",
+            trainer_package="bitsandbytes",
+            adam_settings=True,
+        ),
+        "adamw-stochastic": OptimizerSpec(
+            words=(
+                "AdamW on bf16 weights and states, computed in float32 and rounded "
+                "stochastically: no update is lost on average"
+            ),
+            made_by="techniques.precision.StochasticAdamW",
+            state_bytes=_two_moments,
+            step_traffic=_two_moments_read_and_written,
+            rounds_by_chance=True,
+            adam_settings=True,
+        ),
+        # Not planned: it needs more bytes than torch's Adafactor, and no less time.
+        "adafactor": OptimizerSpec(
+            words=(
+                "row and column sums in place of the second moment, by transformers: with float32 "
+                "copies of a tensor"
+            ),
+            made_by="transformers.optimization.Adafactor",
+            # those of transformers' Trainer
+            settings={"scale_parameter": False, "relative_step": False},
+            state_bytes=_one_in_float32,
+            factored=True,
+            step_traffic=_adafactor_in_float32,
+            trainer_name="adafactor",
+        ),
+        "adafactor-torch": OptimizerSpec(
+            words=(
+                "the same by torch.optim: with one copy of a tensor, in its own dtype, and "
+                "a relative learning rate"
+            ),
+            made_by="torch.optim.Adafactor",
+            settings={"eps": ADAFACTOR_EPS, "foreach": False},
+            learning_rate=RELATIVE_RATE,
+            state_bytes=_one_moment,
+            factored=True,
+            step_traffic=_adafactor_of_torch,
+            planned=True,
+        ),
+        "sgd": OptimizerSpec(
+            words="no state; one state with momentum",
+            made_by="torch.optim.SGD",
+            settings={"foreach": False},
+            state_bytes=_nothing,
+            step_traffic=_nothing,
+            closed_form=ClosedForm(),
+            takes_momentum=True,
+            steps_shards=True,
+            trainer_name="sgd",
+        ),
+    },
+)
