@@ -46,7 +46,12 @@ class Card:
 
 def _card(name, gib, half, single, bandwidth, capability, lanes=16, nvlink=0) -> Card:
     major, minor = divmod(round(10 * capability), 10)
-    bus = BUSES[f"PCIe {3 if major < 8 else 4 if major < 9 else 5}"] * lanes / 16
+    generation = 3  # of PCIe: cards of one architecture share it
+    if major >= 9:
+        generation = 5
+    elif major >= 8:
+        generation = 4
+    bus = BUSES[f"PCIe {generation}"] * lanes / 16
     rates = half * _TERA, single * _TERA, bandwidth * _GIGA
     return Card(name, round(gib * GiB), *rates, (major, minor), bus, nvlink * _GIGA)
 

@@ -152,7 +152,8 @@ def predict(
             "from one step to the next: leave that block, and ask for autocast in the recipe, "
             "Recipe(precision='autocast-bf16')"
         )
-    target = ("cuda" if torch.cuda.is_available() else "cpu") if target is None else target
+    if target is None:
+        target = "cuda" if torch.cuda.is_available() else "cpu"
     check_choice("target", target, TARGETS)
     if recipe.precision is None and not isinstance(model_or_config, (nn.Module, Source)):
         raise ValueError(

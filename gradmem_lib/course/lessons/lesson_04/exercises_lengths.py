@@ -108,12 +108,14 @@ def _observe_length(candidate):
         whole = isinstance(k, int) or (isinstance(k, float) and k.is_integer())
         fits = whole and 1 <= k <= n
         # Two lengths may have the same peak, so the peak is what counts.
-        found[name] = {
-            "what is no length from 1 to n": "" if fits else "None" if k is None else describe(k),
-            "peak with your k": kept_at_peak(uniform_segments(n, int(k)), a, x)
-            if fits
-            else math.nan,
-        }
+        peak, no_length = math.nan, ""
+        if fits:
+            peak = kept_at_peak(uniform_segments(n, int(k)), a, x)
+        elif k is None:
+            no_length = "None"
+        else:
+            no_length = describe(k)
+        found[name] = {"what is no length from 1 to n": no_length, "peak with your k": peak}
     return Seen(found, lengths=lengths)
 
 

@@ -63,7 +63,10 @@ def _seen(model):
     seen = {"rows": 0, "graph": False, "cache": False, "dropout": False, "dtypes": set(), "all": 0}
 
     def look(module, args, kwargs, out):
-        logits = out.logits if hasattr(out, "logits") else out[0] if out[0].ndim == 3 else out[1]
+        if hasattr(out, "logits"):
+            logits = out.logits
+        else:  # a tuple: the logits stand behind the loss, if there is one
+            logits = out[0] if out[0].ndim == 3 else out[1]
         seen["rows"] = max(seen["rows"], len(logits))
         seen["all"] += len(logits)
         seen["graph"] |= logits.requires_grad

@@ -39,7 +39,9 @@ def _switch(model, layers: int, again: bool) -> str:
         return "layers are gone"
     on = [layer.gradient_checkpointing for layer in found]
     if any(on):
-        return "some layers" if not all(on) else "" if model.training else "eval mode"
+        if not all(on):
+            return "some layers"
+        return "" if model.training else "eval mode"
     if again:
         return "one segment"
     if getattr(model.config, "gradient_checkpointing", False):
@@ -212,10 +214,10 @@ def _observe_log(candidate):
                 lambda m=model, w=window: candidate(m, w), budget=LOG_CARD, model=model
             )
             logged = measured.value
-            many = len(backward) > 1
-            found["what is too much"] = (
-                "" if not measured.over else "kept" if many else "one backward"
-            )
+            too_much = ""
+            if measured.over:
+                too_much = "kept" if len(backward) > 1 else "one backward"
+            found["what is too much"] = too_much
             found["the card"] = replace(measured, value=None)
         else:
             logged = candidate(model, window)

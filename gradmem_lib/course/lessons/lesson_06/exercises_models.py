@@ -153,7 +153,9 @@ def _loop(
 ) -> float:
     """The loop that most people write, with one thing or another wrong."""
     batch = batch[0] if isinstance(batch[0], dict) else batch
-    handle = checkpoint_layers(model if every == 1 else model.encoder.block, 1) if every else None
+    handle = None
+    if every:
+        handle = checkpoint_layers(model if every == 1 else model.encoder.block, 1)
     micro_batches, total, kept = list(split(batch, size)), 0.0, []
     for micro in micro_batches:
         weight = (

@@ -54,7 +54,12 @@ def _one(*, early=False, swapped=False, sign=torch.sign, blend=True, decay=True,
         if early:
             m.lerp_(g, 1 - beta2)
         p.mul_(1 - lr * decays if decay else 1)
-        p.sub_(lr * sign(m if early else m.lerp(g, 1 - beta1) if blend else g))
+        direction = g
+        if early:
+            direction = m
+        elif blend:
+            direction = m.lerp(g, 1 - beta1)
+        p.sub_(lr * sign(direction))
         if not early:
             m.lerp_(g, 1 - beta2)
 

@@ -290,7 +290,11 @@ class Puzzle:
         planner's best.
         """
         share = self.best()[1].seconds / seconds
-        won = "★★★" if share >= THREE else "★★☆" if share >= TWO else "★☆☆"
+        won = "★☆☆"
+        if share >= THREE:
+            won = "★★★"
+        elif share >= TWO:
+            won = "★★☆"
         return f"{won}, you beat the planner" if share > BEATEN else won
 
 
