@@ -25,6 +25,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from .hf_names import CHECKPOINTING_METHODS
+
 tree_flatten, tree_leaves, tree_map_only = (
     _pytree.tree_flatten,
     _pytree.tree_leaves,
@@ -337,8 +339,10 @@ def checkpointing_name(of: Any) -> str | None:
     """The name of checkpointing in a model's (or its class's) methods: transformers 5.23 renamed
     it. ``None``: it has none.
     """
-    names = "activation_checkpointing", "gradient_checkpointing"
-    return next((name for name in names if hasattr(of, f"{name}_enable")), None)
+    for name in CHECKPOINTING_METHODS:
+        if hasattr(of, f"{name}_enable"):
+            return name
+    return None
 
 
 def takes_fused_attention(model: nn.Module) -> bool:

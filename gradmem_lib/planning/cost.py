@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..hf_names import PARTS
 from ..names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING, check_choice
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
@@ -20,7 +21,6 @@ from ..techniques.checkpointing import refuse_checkpointed
 from ..techniques.layers import find_layers
 from ..techniques.lora import linear_layers, linear_sizes
 from ..techniques.schedules import first_layers
-from ..techniques.selective import PARTS
 from ..training.adapters import has_adapters
 from ..training.losses import (
     check_chunked_loss,

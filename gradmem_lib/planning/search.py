@@ -11,6 +11,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from ..compat import checkpointing_name
+from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import BY, PHASE
 from ..names import (
     ACTIVATIONS,
@@ -33,11 +34,9 @@ from .options import EQUAL_TIME, OPTIMIZERS, Option, RuledOut, ordered
 
 # Checkpoints, each with less memory than the one before. Older transformers cannot checkpoint one
 # layer in two.
-_HALF = (
-    [{"every_n_layers": 2}]
-    if checkpointing_name(PreTrainedModel) != "gradient_checkpointing"
-    else []
-)
+_HALF = []
+if checkpointing_name(PreTrainedModel) == CHECKPOINTING_METHODS[0]:
+    _HALF = [{"every_n_layers": 2}]
 CHECKPOINTS: list[dict] = [{}, *_HALF, {"checkpointing": "per-layer"}]
 # Alternatives to these, once the fastest recipe is known: recompute parts of layers, or offload
 # activations.

@@ -11,18 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-
-# For a config that names no architecture: transformers' tables of classes, in the order in which
-# they are searched.
-_PAIRS = ("SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM")
-_TABLES = (
-    "MASKED_LM",
-    "CAUSAL_LM",
-    "IMAGE_TEXT_TO_TEXT",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION",
-    "IMAGE_CLASSIFICATION",
-    "CTC",
-)
+from ..hf_names import LABELS_OF_HEAD, PAIR_TABLES, POSITION_TABLE, TABLES
 
 
 def model_class(config):
@@ -44,7 +33,7 @@ def model_class(config):
             "have: name the class to train in config.architectures, set it to None for the "
             "family's usual class, or predict the model itself"
         )
-    for name in (*(_PAIRS if config.is_encoder_decoder else ()), *_TABLES):
+    for name in (*(PAIR_TABLES if config.is_encoder_decoder else ()), *TABLES):
         table = getattr(auto, f"MODEL_FOR_{name}_MAPPING", {})
         if type(config) in table:
             found = table[type(config)]
@@ -126,19 +115,7 @@ def example_batch(model: nn.Module, batch_size: int, seq_len: int | None) -> dic
 def labels_of(model: nn.Module) -> str | None:
     """The kind of labels that ``model`` takes; ``None`` if the name of its class does not say."""
     name = type(model).__name__
-    heads = {
-        "ForSequenceClassification": "class",
-        "ForImageClassification": "class",
-        "ForTokenClassification": "class of a token",
-        "ForQuestionAnswering": "ends",
-        "ForQuestionAnsweringSimple": "ends",
-        "ForMultipleChoice": None,
-        "ForSemanticSegmentation": None,
-        "ForNextSentencePrediction": None,
-        "ForPreTraining": None,
-        "ForCTC": None,
-    }
-    return next((what for end, what in heads.items() if name.endswith(end)), "tokens")
+    return next((what for end, what in LABELS_OF_HEAD.items() if name.endswith(end)), "tokens")
 
 
 def picture_shape(config) -> tuple[int, int, int]:
@@ -163,10 +140,7 @@ def most_positions(model: nn.Module) -> int | None:
     if not isinstance(positions, int) or positions < 1:
         return None
     for name, module in model.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "num_embeddings", None) == positions
-        ):
+        if name.endswith(POSITION_TABLE) and getattr(module, "num_embeddings", None) == positions:
             return positions - (0 if module.padding_idx is None else module.padding_idx + 1)
     return positions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from bisect import bisect
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from ..compat import (
     storage_key,
     tree_flatten,
 )
+from ..hf_names import LAYER_INPUT, LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER, hf_class
 from .layer_bytes import LayerBytes, layer_bytes
 from .layers import find_layers
 from .schedules import Schedule, first_layers, safe_segments, segments_for, total_layers
@@ -173,7 +173,7 @@ class _Segments:
                     f"begin a new one at layer {i}"
                 )
             return original_call(self.layers[i])(*args, **kwargs)
-        if getattr(self.layers[i], "gradient_checkpointing", False):
+        if getattr(self.layers[i], LAYER_SWITCH, False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
         args, kwargs, had_cache = without_cache(args, kwargs)
         if had_cache and not self.warned:
@@ -253,7 +253,7 @@ class _Segments:
         """Called before the forward of the model that owns these layers."""
         self.per_layer_this_forward = any(
             getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
-            for name in ("output_hidden_states", "output_attentions")
+            for name in OUTPUTS_OF_EACH_LAYER
         )
         if self.segments is None and not self.per_layer_this_forward and self._training():
             # Where a batch has padding, layers of different kinds get different masks.
@@ -362,7 +362,7 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
 
     ``RuntimeError`` if it has entries.
     """
-    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    kind = hf_class("Cache")
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
     if any(cache.get_seq_length() > 0 for cache in caches):
         raise RuntimeError(
@@ -381,20 +381,20 @@ def _split_input(args: tuple, kwargs: dict) -> tuple[Any, tuple]:
     """
     if args:
         return args[0], (args[1:], kwargs)
-    if "hidden_states" not in kwargs:
+    if LAYER_INPUT not in kwargs:
         raise TypeError(
             "a checkpointed layer was called without a positional argument (only "
             f"{sorted(kwargs) or 'nothing'}): pass what one layer hands to the next as the first "
             "argument"
         )
     named = dict(kwargs)
-    return named.pop("hidden_states"), (None, named)
+    return named.pop(LAYER_INPUT), (None, named)
 
 
 def _join_input(x: Any, rest: tuple) -> tuple[tuple, dict]:
     """The opposite of ``_split_input``: (args, kwargs)."""
     positional, named = rest
-    return ((), named | {"hidden_states": x}) if positional is None else ((x, *positional), named)
+    return ((), named | {LAYER_INPUT: x}) if positional is None else ((x, *positional), named)
 
 
 def _same_arguments(a: Any, b: Any) -> bool:
@@ -432,7 +432,7 @@ def refuse_checkpointed(layers: list[nn.Module]) -> None:
     for part in [part for layer in layers for part in layer.modules()]:
         # In a copy, the override is the part's own call, and no checkpoint.
         ours = isinstance(call_override(part), CallOverride)
-        if ours or getattr(part, "gradient_checkpointing", False):
+        if ours or getattr(part, LAYER_SWITCH, False):
             raise RuntimeError(_ALREADY_CHECKPOINTED)
     if any(map(is_compiled, layers)):
         raise RuntimeError(

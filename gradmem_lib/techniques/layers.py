@@ -1,8 +1,8 @@
 """Finds the layers of a model."""
 
-import sys
-
 from torch import nn
+
+from ..hf_names import hf_class
 
 # By each list's name in the model: the layers, and the transformers model that calls them, if it
 # was given.
@@ -20,9 +20,7 @@ def find_layers(layers_or_model: nn.Module) -> Lists:
     if isinstance(layers_or_model, (nn.Sequential, nn.ModuleList)):
         found["layers"] = list(layers_or_model), None
     else:
-        kind = getattr(
-            sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ()
-        )
+        kind = hf_class("GradientCheckpointingLayer")
         owners = {}
         for name, module in layers_or_model.named_modules():
             if any(name.startswith(f"{outer}.") for outer in found):

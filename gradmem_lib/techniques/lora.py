@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..hf_names import hf_class
+
 
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a trained addition: ``base(x) + scale * B(A(x))`` (Hu et al. 2021,
@@ -44,9 +46,9 @@ class LoRALinear(nn.Module):
         """
         addition = self.scale * (self.B @ self.A)
         base = self.base.weight
-        return base + (addition.T if type(self.base).__name__ == "Conv1D" else addition).to(
-            base.dtype
-        )
+        if isinstance(self.base, hf_class("Conv1D")):
+            addition = addition.T
+        return base + addition.to(base.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -88,7 +90,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
         ):
             return None
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == module.weight.shape[1]:
+    if isinstance(module, hf_class("Conv1D")):
         return tuple(module.weight.shape)
     return None
 

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import (
 )
 
 from ..compat import FakeTensor, original_call, override_call, schema, without_modes
+from ..hf_names import PARTS
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .checkpointing import CACHE_WARNING, CallOverride, refuse_checkpointed, without_cache
 from .layers import find_layers
 
-PARTS = {"attention": ("Attention",), "mlp": ("MLP", "LayerFF")}  # the ends of their classes' names
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 

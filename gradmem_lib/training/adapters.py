@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ..hf_names import READS_WEIGHTS, hf_class
 from ..techniques.lora import LoRALinear, replace_module
 from .losses import predicts_next_token
 
@@ -38,7 +39,9 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         if parameter.requires_grad and id(parameter) not in adapter_ids:
             others.append(name)
     mixers = [
-        n for n in adapters if "Mixer" in type(model.get_submodule(n.rpartition(".")[0])).__name__
+        n
+        for n in adapters
+        if READS_WEIGHTS in type(model.get_submodule(n.rpartition(".")[0])).__name__
     ]
     if others or mixers:
         why = (
@@ -85,7 +88,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
             for name, module in added.items()
             if module.scale * ranks[name] != first.scale * len(first.A)
         },
-        "fan_in_fan_out": type(first.base).__name__ == "Conv1D",
+        "fan_in_fan_out": isinstance(first.base, hf_class("Conv1D")),
     }
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}

@@ -11,51 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..hf_names import (
+    CTC_HEAD,
+    IGNORED_PIXEL,
+    INPUTS_OF_THE_LOSS,
+    LOSS_IS_A_MEAN,
+    MASK_HIDES_LABELS,
+    NEXT_TOKEN,
+    NEXT_TOKEN_UNLESS_PAIR,
+    NOT_SHIFTED,
+    SUM_OF_MEANS,
+)
 from ..names import IGNORED
 from ..techniques.accumulation import count_rows
 from ..techniques.losses import CHUNK_TOKENS, loss_in_chunks
 from .tiny import VOCABULARY, tiny_model
-
-# Transformers' models whose loss is a mean over labels or rows. Other losses compare or match rows,
-# or add up several means.
-_MEANS = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForMaskedLM",
-    "ForConditionalGeneration",
-    "MTModel",
-    "EncoderDecoderModel",
-    "ForCTC",
-    "Classification",
-    "ForSemanticSegmentation",
-    "ForMultipleChoice",
-    "NextSentencePrediction",
-    "QuestionAnswering",
-    "AnsweringSimple",
-    "GenerationDecoder",
-    "ElectraForPreTraining",
-    "FunnelForPreTraining",
-)
-# Those of them that do not count a label if the attention mask hides it.
-_MASKED = (
-    "ElectraForPre",
-    "FunnelForPre",
-    "BioGptForT",
-    "MraForT",
-    "XLMRobertaXLForT",
-    "YosoForT",
-    "GraniteSpeech",
-    "Qwen2Audio",
-)
-# Models whose losses are sums of means; and inputs that make a loss the mean of something else, as
-# a second kind of labels does.
-_CODEBOOKS, _INPUTS = (
-    ("Csm", "Musicgen"),
-    ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch"),
-)
-# Models that do not shift labels in spite of their names: the labels are the next tokens already,
-# as in BartForCausalLM.
-_NOT_SHIFTED = ("WithLMHeadModel", "XLNetLMHeadModel", "TrOCRForCausalLM", "CpmAntForCausalLM")
 
 
 def count_items(model: nn.Module, batch: Any) -> int:
@@ -66,7 +36,7 @@ def count_items(model: nn.Module, batch: Any) -> int:
     model = compat.inside_peft(getattr(model, "module", model))  # inside DistributedDataParallel
     name, config = type(model).__name__, getattr(model, "config", None)
     labels = (
-        batch.get("labels") if isinstance(batch, Mapping) and not name.endswith("ForCTC") else None
+        batch.get("labels") if isinstance(batch, Mapping) and not name.endswith(CTC_HEAD) else None
     )
     if not isinstance(labels, Tensor) or (labels.is_floating_point() and labels.dim() < 3):
         with suppress(TypeError, ValueError):
@@ -74,16 +44,18 @@ def count_items(model: nn.Module, batch: Any) -> int:
         return 1  # such a batch is not cut, so any number is right
     # one number for each pixel: the loss is a mean over all of them
     per_pixel = labels.dim() == 3 and getattr(config, "num_labels", 0) == 1
-    own = ("semantic_loss_ignore_index", "loss_ignore_index") if labels.dim() == 3 else ()
+    own = IGNORED_PIXEL if labels.dim() == 3 else ()
     ignored = next((getattr(config, name) for name in own if hasattr(config, name)), IGNORED)
-    unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(_NOT_SHIFTED)
+    unshifted = getattr(type(config), "is_encoder_decoder", False) or name.endswith(NOT_SHIFTED)
     shifted = labels.dim() == 2 and predicts_next_token(model) and not unshifted
     counted = (labels[:, 1:] if shifted else labels) != (math.nan if per_pixel else ignored)
     # ModernBERT's, which leaves out a label of its own too
     if getattr(model, "sparse_prediction", False):
         counted &= labels != model.sparse_pred_ignore_index
-    hidden = batch.get("attention_mask") if name.removeprefix("FSDP").startswith(_MASKED) else None
-    counted = counted if hidden is None else counted & (hidden[:, -counted.shape[1] :] == 1)
+    if name.removeprefix("FSDP").startswith(MASK_HIDES_LABELS):
+        mask = batch.get("attention_mask")
+        if mask is not None:
+            counted = counted & (mask[:, -counted.shape[1] :] == 1)
     return int(counted.sum()) if counted.numel() else 0
 
 
@@ -100,8 +72,12 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     ]
     # else the user's own head
     theirs = [name for name in theirs[:1] if not name.endswith("PreTrainedModel")]
-    others = [name for name in theirs if not name.endswith(_MEANS) or name.startswith(_CODEBOOKS)]
-    others += [key for key in given if theirs and key.endswith(_INPUTS)]
+    others = [
+        name
+        for name in theirs
+        if not name.endswith(LOSS_IS_A_MEAN) or name.startswith(SUM_OF_MEANS)
+    ]
+    others += [key for key in given if theirs and key.endswith(INPUTS_OF_THE_LOSS)]
     others += ["return_loss=True"] * bool(given.get("return_loss"))
     config = getattr(model, "config", None)
     others += ["ctc_loss_reduction='sum'"] * (getattr(config, "ctc_loss_reduction", None) == "sum")
@@ -131,11 +107,9 @@ def predicts_next_token(model: nn.Module) -> bool:
     """
     model = compat.inside_peft(getattr(model, "module", model))
     name = type(model).__name__
-    if name.endswith("ForConditionalGeneration"):
+    if name.endswith(NEXT_TOKEN_UNLESS_PAIR):
         return not model.config.is_encoder_decoder
-    return name.endswith(
-        ("ForCausalLM", "LMHeadModel", "BertGenerationDecoder", "BlipForQuestionAnswering")
-    )
+    return name.endswith(NEXT_TOKEN)
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -146,7 +120,11 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     tensors = isinstance(batch, Mapping) and all(
         isinstance(value, Tensor) for value in batch.values()
     )
-    if not tensors or "labels" not in batch or any(key.endswith(_INPUTS) for key in batch):
+    if (
+        not tensors
+        or "labels" not in batch
+        or any(key.endswith(INPUTS_OF_THE_LOSS) for key in batch)
+    ):
         raise ValueError(
             "chunked_loss takes a dict of tensors with 'labels' in it, and no flags or other "
             "labels, which could change the model's loss: leave chunked_loss out"

@@ -8,29 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..hf_names import SIZES
+
 VOCABULARY, LAYERS, POSITIONS, WIDTH = 97, 2, 128, 64  # as many positions as the tried rows need
 MOST_PARAMETERS = 40_000_000
-# The names that different families use for the same thing.
-_NAMES = {
-    "layers": (
-        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks"
-    ),
-    "size": "hidden_size n_embd d_model model_dim emb_dim mamba_d_ssm lru_width embedding_size "
-    "word_embed_proj_dim "
-    "attention_hidden_size",
-    "heads": "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
-    "encoder_attention_heads "
-    "num_key_value_heads num_kv_heads mamba_n_heads n_groups mamba_n_groups",
-    "inside": "intermediate_size moe_intermediate_size shared_expert_intermediate_size n_inner "
-    "ffn_dim decoder_ffn_dim "
-    "encoder_ffn_dim expert_ffn_hidden_size intermediate_size_mlp shared_intermediate_size "
-    "ffn_hidden_size block_ff_dim",
-    "experts": "num_experts num_local_experts n_routed_experts moe_num_experts",
-    "chosen": "num_experts_per_tok moe_k moe_topk top_k_experts",
-    "positions": "max_position_embeddings n_positions n_ctx max_seq_len",
-    "token": "pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id",
-}
-_KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_KIND = {name: kind for kind, names in SIZES.items() for name in names}
 
 
 def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
@@ -47,7 +29,7 @@ def tiny_config(cls: type, config: Any, heads: int = 2) -> Any:
     }
 
     def first(kind: str) -> int | None:
-        for name in _NAMES[kind].split():
+        for name in SIZES[kind]:
             if isinstance(settings.get(name), int):
                 return settings[name]
         return None

@@ -22,6 +22,7 @@ from transformers import (
 
 from ..compat import checkpointing_name
 from ..display import in_kernel, live_enabled
+from ..hf_names import CHECKPOINTING_METHODS
 from ..measure.timeline import MemorySnapshot
 from ..measure.tracker import MemoryTracker
 from ..optimizers import OPTIMIZERS
@@ -432,7 +433,7 @@ def _training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any])
                 f"{name}={value!r} is not taken by make_trainer, since "
                 f"{_REFUSED_ARGUMENTS[name]}. Or use Trainer itself"
             )
-        own = name.replace("gradient_checkpointing", CHECKPOINTING_ARGUMENT)
+        own = name.replace(CHECKPOINTING_METHODS[-1], CHECKPOINTING_ARGUMENT)
         if value != decided.get(own, value):
             raise ValueError(
                 f"{name}={value!r} and the recipe says {decided[own]!r}: change the recipe or "

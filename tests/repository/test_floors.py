@@ -12,6 +12,7 @@ import pytest
 from support.paths import ROOT
 
 FLOORS = (
+    ("hf_names",),
     ("units", "rows", "optimizers", "names", "compat", "display"),
     ("measure",),
     ("techniques",),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ... import names
+from ...hf_names import LAYER_KINDS, SMALLER_CACHE
 from ...names import CATEGORIES, PrecisionSpec
 from ...optimizers import OptimizerSpec
 from ...techniques.schedules import segments_for
@@ -275,15 +276,16 @@ def kv_cache_bytes(model: Any, batch_size: int, tokens: int, bytes_per_number: i
     if isinstance(model, Shape):
         return 2 * model.layers * batch_size * tokens * model.kv_hidden * bytes_per_number
     config = model.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    own = ("kv_lora_rank", "num_kv_shared_layers", "multi_query", "is_encoder_decoder")
+    kinds: set[str] = set()
+    for name in LAYER_KINDS:
+        kinds = kinds or set(getattr(config, name, None) or ())
     heads = getattr(
         config, "num_key_value_heads", config.model_type == "gpt2" and config.num_attention_heads
     )
     if (
         not heads
-        or any(getattr(config, name, None) for name in own)
-        or set(kinds) - {"full_attention", "sliding_attention"}
+        or any(getattr(config, name, None) for name in SMALLER_CACHE)
+        or kinds - {"full_attention", "sliding_attention"}
         or (getattr(config, "sliding_window", None) or math.inf) <= tokens
     ):
         raise ValueError(
