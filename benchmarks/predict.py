@@ -316,6 +316,29 @@ def percent(says: float, exact: int) -> float:
 # All of it.
 
 
+def sum_up_formulas(results: dict, rows: list[dict]) -> None:
+    results["formulas, error %"] = {}
+    for formula in FORMULAS:
+        off = [abs(row["formulas"][formula]["error %"]) for row in rows]
+        summary = {"median": round(statistics.median(off), 1), "largest": max(off)}
+        results["formulas, error %"][formula] = summary
+        print(f"{formula:<12} median error {summary['median']} %, largest {summary['largest']} %")
+
+
+def sum_up_mem_tracker(results: dict) -> None:
+    for way, found in results["MemTracker"].items():
+        first = results["speed"][MEM_TRACKER_MODEL].get("first answer")
+        if "peak" in found:
+            found["bytes off"] = (
+                found["peak"] - results["settings"][MEM_TRACKER_MODEL]["bf16"]["exact"]
+            )
+        if "peak" in found and first:
+            found["CPU seconds / predict's first answer"] = round(
+                found["CPU seconds"] / first["CPU seconds"], 1
+            )
+        print(f"MemTracker on {MEM_TRACKER_MODEL}, {way}: {found}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -361,23 +384,8 @@ def main() -> None:
             results["MemTracker"][way] = found
     results["settings"] = {name: against_formulas(name) for name in arguments.models}
     rows = [row for model in results["settings"].values() for row in model.values()]
-    results["formulas, error %"] = {}
-    for formula in FORMULAS:
-        off = [abs(row["formulas"][formula]["error %"]) for row in rows]
-        summary = {"median": round(statistics.median(off), 1), "largest": max(off)}
-        results["formulas, error %"][formula] = summary
-        print(f"{formula:<12} median error {summary['median']} %, largest {summary['largest']} %")
-    for way, found in results["MemTracker"].items():
-        first = results["speed"][MEM_TRACKER_MODEL].get("first answer")
-        if "peak" in found:
-            found["bytes off"] = (
-                found["peak"] - results["settings"][MEM_TRACKER_MODEL]["bf16"]["exact"]
-            )
-        if "peak" in found and first:
-            found["CPU seconds / predict's first answer"] = round(
-                found["CPU seconds"] / first["CPU seconds"], 1
-            )
-        print(f"MemTracker on {MEM_TRACKER_MODEL}, {way}: {found}")
+    sum_up_formulas(results, rows)
+    sum_up_mem_tracker(results)
     worst = max(abs(row["short traces, bytes off"]) for row in rows)
     print(f"short traces against full ones: {worst} bytes off at most in {len(rows)} cases")
     print("wrote", record("predict", results).name)

@@ -95,17 +95,16 @@ def model_of(method: str) -> nn.Module:
     four_bits = partial(FourBitsOfBf16, bias=False, double=True)
     with on_meta(torch.bfloat16):
         model = LlamaForCausalLM(LlamaConfig(**LLAMA_7B)).requires_grad_(False)
-        for block in model.model.layers:
-            for home in (block.self_attn, block.mlp):
-                for name, layer in list(home.named_children()):
-                    if isinstance(layer, nn.Linear):
-                        sizes = layer.in_features, layer.out_features
-                        base = four_bits(*sizes) if quantized else layer
-                        setattr(
-                            home,
-                            name,
-                            Adapted(base, *sizes, clone=quantized) if name in ADAPTED else base,
-                        )
+        homes = [home for block in model.model.layers for home in (block.self_attn, block.mlp)]
+        for home in homes:
+            for name, layer in list(home.named_children()):
+                if not isinstance(layer, nn.Linear):
+                    continue
+                sizes = layer.in_features, layer.out_features
+                base = four_bits(*sizes) if quantized else layer
+                if name in ADAPTED:
+                    base = Adapted(base, *sizes, clone=quantized)
+                setattr(home, name, base)
     # The checkpoints of that time needed an input that takes a gradient.
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())
     return model

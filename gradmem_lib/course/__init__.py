@@ -6,7 +6,6 @@ from importlib import import_module
 
 _HOMES = {
     "judge.exercise": "Exercise Mistake calls measure",
-    "judge.verdict": "judge",
     "learner.guesses": "Guess",
     "lessons.audit": "audit",
     "catalogue": "UnknownExercise all_exercises get",

@@ -44,7 +44,7 @@ class Card:
         return self.capability >= (8, 0)
 
 
-def _card(name, gib, half, single, bandwidth, capability, lanes=16, nvlink=0) -> Card:
+def _card(name, gib, half, single, bandwidth, capability, *, lanes=16, nvlink=0) -> Card:
     major, minor = divmod(round(10 * capability), 10)
     generation = 3  # of PCIe: cards of one architecture share it
     if major >= 9:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pkgutil
 from operator import attrgetter
 
 import pytest
@@ -78,6 +79,15 @@ def test_every_listed_name_is_there():
         for name in module.__all__:
             assert getattr(module, name) is not None, name
             assert name in dir(module)
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    """Importing a module sets an attribute of its package, so a function of that name would be
+    gone as soon as somebody imports the module.
+    """
+    for package in (gradmem_lib, course, course.claims):
+        modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        assert not modules & {*package.__all__}, package.__name__
 
 
 @pytest.mark.parametrize("source", sorted(ROOT.glob("solutions/*.py")), ids=lambda path: path.stem)

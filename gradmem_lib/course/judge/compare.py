@@ -69,14 +69,7 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
     entry.
     """
     if isinstance(got, Measured) and isinstance(expected, Measured):
-        found = difference(got.value, expected.value, tolerance)
-        # Within the budget, any peak is accepted. Beyond it, the exact peak tells one mistake from
-        # another.
-        same_peak = got.over == expected.over == 0 or got.peak == expected.peak
-        if found is None and not same_peak:
-            words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"
-            found = Difference((), words, words, over=got)
-        return found
+        return _measured_difference(got, expected, tolerance)
 
     got, expected = plain(got), plain(expected)
     if _is_tensor(expected) and isinstance(got, tuple):
@@ -85,54 +78,69 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
         got = plain(got.tolist())
 
     if isinstance(expected, Real) and isinstance(got, Real):
-        return (
-            None if _equal_numbers(got, expected, tolerance) else _number_difference(got, expected)
-        )
+        if _equal_numbers(got, expected, tolerance):
+            return None
+        return _number_difference(got, expected)
     if _is_tensor(expected) and _is_tensor(got):
         return _tensor_difference(got, expected, tolerance)
     if isinstance(expected, dict) and isinstance(got, dict):
         return _dict_difference(got, expected, tolerance)
     if isinstance(expected, tuple) and isinstance(got, tuple):
         return _tuple_difference(got, expected, tolerance)
-    worded = False
-    if isinstance(expected, str) and isinstance(got, str):
+    return _other_difference(got, expected)
+
+
+def _measured_difference(got: Measured, expected: Measured, tolerance: float) -> Difference | None:
+    found = difference(got.value, expected.value, tolerance)
+    # Within the budget, any peak is accepted. Beyond it, the exact peak tells one mistake from
+    # another.
+    same_peak = got.over == expected.over == 0 or got.peak == expected.peak
+    if found is None and not same_peak:
+        words = f"peaks at {got.peak:,} bytes; the budget is {got.budget:,} bytes"
+        return Difference((), words, words, over=got)
+    return found
+
+
+def _other_difference(got: Any, expected: Any) -> Difference | None:
+    """For text, which may be written in other letters, and for values of different kinds."""
+    both_are_text = isinstance(expected, str) and isinstance(got, str)
+    if both_are_text:
         same = got.strip().casefold() == expected.strip().casefold()
-        worded = True
     else:
         same = isinstance(expected, type(got)) and bool(got == expected)
     if same:
         return None
     shown = "None (is a `return` missing?)" if got is None else describe(got)
-    return replace(_plain_difference(shown, describe(expected)), worded=worded)
+    return replace(_plain_difference(shown, describe(expected)), worded=both_are_text)
 
 
 def describe(value: Any) -> str:
     """A few words for any value: the same words on every run, so never its address."""
     value = plain(value)
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or _is_dtype_or_device(value):
         return str(value)
-    if isinstance(value, Integral):
-        return f"{int(value):,}"
     if isinstance(value, Real):
-        value = float(value)
-        if abs(value) < 1e15 and value.is_integer():
-            return f"{value:,.0f}"
-        return f"{value:,.1f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
+        return _describe_number(value)
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
+    if isinstance(value, frozenset):
+        return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
     if _is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a sequence of length {len(value)}"
-    if isinstance(value, frozenset):
-        return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
-    if isinstance(value, dict):
-        return "a dict"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
-        return str(value)
-    return f"a value of type {type(value).__name__}"
+    return "a dict" if isinstance(value, dict) else f"a value of type {type(value).__name__}"
+
+
+def _describe_number(value: Real) -> str:
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
+    value = float(value)
+    if abs(value) < 1e15 and value.is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
 
 
 def plain(value: Any) -> Any:
@@ -154,6 +162,12 @@ def plain(value: Any) -> Any:
     if type(value) is int and abs(value) >= 2**1024:
         return math.inf if value > 0 else -math.inf
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _is_dtype_or_device(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, (torch.dtype, torch.device))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -112,30 +112,43 @@ def fact(got: Any, expected: Any, tolerance: float) -> str:
     if says := _other_kind(mine[first], theirs[first]):
         return says
     if tolerance < 1e-3 and difference(got, expected, 1e-2) is None:
-        if all(isinstance(n, Real) and float(n).is_integer() for n in map(plain, theirs.values())):
-            return (
-                "nearly right: two digits agree, so a small part is missing, or a small part "
-                "too much is counted."
-            )
-        return (
-            "nearly right: two digits agree, as if something were computed in half precision "
-            "(bf16 or float16)."
-        )
+        return _nearly_right(theirs)
     pairs = [(plain(mine[path]), plain(theirs[path])) for path in theirs if path in mine]
     numbers = [pair for pair in pairs if all(isinstance(number, Real) for number in pair)]
     if len(numbers) < 3 or len(numbers) < len(theirs):
         return ""
     if len({number for number, _ in numbers}) == 1 and len({number for _, number in numbers}) > 1:
         return f"the answer is {describe(numbers[0][0])} for all arguments: it must depend on them."
-    if any(
-        same
-        for path, same in right.items()
-        if isinstance(wanted := plain(theirs[path]), Real) and wanted
-    ):
-        return ""
-    if any(number for number, wanted in numbers if not wanted):
-        return ""
-    ratios = [number / wanted for number, wanted in numbers if wanted]
+    for path, same in right.items():
+        wanted = plain(theirs[path])
+        if same and isinstance(wanted, Real) and wanted:
+            return ""  # one is right, so no factor holds for all
+    return _one_factor(numbers)
+
+
+def _nearly_right(expected: Mapping) -> str:
+    whole = True
+    for value in map(plain, expected.values()):
+        whole &= isinstance(value, Real) and float(value).is_integer()
+    if whole:
+        return (
+            "nearly right: two digits agree, so a small part is missing, or a small part "
+            "too much is counted."
+        )
+    return (
+        "nearly right: two digits agree, as if something were computed in half precision "
+        "(bf16 or float16)."
+    )
+
+
+def _one_factor(numbers: list[tuple[Real, Real]]) -> str:
+    """Whether each number of an answer is the expected one times the same factor."""
+    ratios = []
+    for number, wanted in numbers:
+        if wanted:
+            ratios.append(number / wanted)
+        elif number:
+            return ""
     if len(ratios) > 2 and math.isfinite(ratios[0]) and ratios[0] and _alike(ratios):
         return f"every case is {times(ratios[0])}."
     return ""
@@ -184,30 +197,44 @@ def _alike(numbers: list[float]) -> bool:
 
 
 def _other_kind(got: Any, expected: Any) -> str:
+    """What another kind of value shows, such as text where a number was expected."""
     got, expected = plain(got), plain(expected)
     if isinstance(expected, Real):
-        if isinstance(got, str):
-            return f"return a number: this is text, {describe(got)}."
-        if isinstance(got, Real):
-            if math.isnan(got) and not math.isnan(expected):
-                return (
-                    "the result is not a number (nan): look for 0 / 0, or for the root of a "
-                    "negative number."
-                )
-            if got < 0 <= expected:
-                return "the result is negative, but it can never be negative."
-            if isinstance(expected, Integral) and math.isfinite(got) and got != round(got):
-                return "return a whole number: this is a fraction."
-        elif got is not None:
-            return f"return one number: this is {describe(got)}."
-    elif isinstance(expected, tuple) and isinstance(got, Real):
+        return _instead_of_a_number(got, expected)
+    if isinstance(expected, tuple):
+        return _instead_of_a_list(got, expected)
+    return ""
+
+
+def _instead_of_a_number(got: Any, expected: Real) -> str:
+    if got is None:
+        return ""
+    if isinstance(got, str):
+        return f"return a number: this is text, {describe(got)}."
+    if not isinstance(got, Real):
+        return f"return one number: this is {describe(got)}."
+    if math.isnan(got) and not math.isnan(expected):
+        return (
+            "the result is not a number (nan): look for 0 / 0, or for the root of a "
+            "negative number."
+        )
+    if got < 0 <= expected:
+        return "the result is negative, but it can never be negative."
+    if isinstance(expected, Integral) and math.isfinite(got) and got != round(got):
+        return "return a whole number: this is a fraction."
+    return ""
+
+
+def _instead_of_a_list(got: Any, expected: tuple) -> str:
+    if isinstance(got, Real):
         return "return a list with one number for each: this is one number in all."
-    elif isinstance(expected, tuple) and isinstance(got, tuple) and len(got) != len(expected):
+    if not isinstance(got, tuple):
+        return ""
+    if len(got) != len(expected):
         return f"there must be {len(expected)} entries, but there are {len(got)}."
-    elif isinstance(expected, tuple) and isinstance(got, tuple):
-        around = expected[::-1]
-        if difference(got, around) is None and difference(expected, around) is not None:
-            return "these are the right entries in the reverse order."
+    around = expected[::-1]
+    if difference(got, around) is None and difference(expected, around) is not None:
+        return "these are the right entries in the reverse order."
     return ""
 
 

@@ -70,6 +70,11 @@ def judge(exercise: Exercise, candidate: Any, expected: Run | None = None) -> Ve
                 f"{expected.failure.says}"
             ),
         )
+    return _compared_with(expected, exercise, candidate)
+
+
+def _compared_with(expected: Run, exercise: Exercise, candidate: Any) -> Verdict:
+    """The verdict on a ``candidate`` that is an answer of the right kind."""
     # A value runs no code of its own that might never end.
     limit = max(time_limit.SECONDS, 10 * expected.seconds) if callable(candidate) else 0
     run = _run(exercise, candidate, returns=not expected.returns_none, limit=limit)

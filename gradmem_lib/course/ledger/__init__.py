@@ -93,6 +93,6 @@ def show(*claim_ids: str, figures: bool = False) -> None:
 
 def page() -> str:
     """The ledger as markdown: a table of all claims, then an entry for each that is answered."""
-    from .page import markdown
+    from .markdown import markdown
 
     return markdown({claim_id: find(claim_id) for claim_id in CLAIMS})

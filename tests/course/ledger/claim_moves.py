@@ -68,7 +68,7 @@ MOVES = [
     ("C45", lesson_08, "part_of_the_saving", stub(0.5), "does not hold"),
     ("C45", lesson_08, "extra_work", stub(0.2), "does not hold"),
     ("C48", lesson_08, "taken_off", stub(0.5), "does not hold"),
-    ("C47", lesson_08, "_switched_on", stub("no layer"), "holds"),
+    ("C47", lesson_08, "switched_on", stub("no layer"), "holds"),
     (
         "C53",
         lesson_08,

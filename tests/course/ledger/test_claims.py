@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from course.ledger.claim_moves import MOVES
@@ -17,20 +16,21 @@ from support.paths import ROOT
 from gradmem_lib.course import ledger
 from gradmem_lib.course.ledger import display as cards
 from gradmem_lib.course.ledger import finding
-from gradmem_lib.course.ledger import page as ledger_page
+from gradmem_lib.course.ledger import markdown as ledger_page
 from gradmem_lib.course.ledger.__main__ import main
 from gradmem_lib.course.lessons.lesson_01 import claims as lesson_01
 from gradmem_lib.course.lessons.lesson_01 import claims_blocks
-from gradmem_lib.course.lessons.lesson_05 import claims_switches
 from gradmem_lib.course.lessons.lesson_06 import claims as lesson_06
 from gradmem_lib.course.lessons.lesson_09 import claims as lesson_09
 from gradmem_lib.course.lessons.lesson_10 import claims as lesson_10
+from gradmem_lib.course.lessons.shared import claim_runs
 from gradmem_lib.course.machine.compat import enable_checkpointing
 from gradmem_lib.course.machine.run_ranks import run_ranks
 from gradmem_lib.training.trainer import CHECKPOINTING_ARGUMENT
 from gradmem_lib.units import MiB
 
 LEDGER = ROOT / "docs" / "ledger.md"
+LESSONS = ROOT / "gradmem_lib" / "course" / "lessons"
 HOLDS = (
     "C02 C03 C04 C07 C10 C13 C14 C15 C16 C17 C18 C19 C20 C22 C25 C28 C29 C32 C34 C35 C36 C39 "
     "C40 C42 C45 C48 C49 C50 C52 C55"
@@ -111,20 +111,28 @@ FOUND_AT = {
 
 def test_no_figure_and_no_verdict_is_typed():
     """What a verdict rests on is worked out from something, and so is every figure below it."""
-    files = sorted(Path(ledger.__file__).parent.glob("lesson_*.py"))
+    files = sorted(LESSONS.glob("lesson_*/claims*.py"))
     assert len(files) >= 8
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant):
-                assert node.value not in ledger.VERDICTS, (file.name, node.lineno)
+                assert node.value not in ledger.VERDICTS, (file, node.lineno)
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             if node.func.id in FOUND_AT and len(node.args) > FOUND_AT[node.func.id]:
-                assert not plain(node.args[FOUND_AT[node.func.id]]), (file.name, node.lineno)
-            for keyword in node.keywords if node.func.id == "Finding" else ():
-                for inner in ast.walk(keyword.value):
-                    if isinstance(inner, ast.Dict):
-                        assert not any(map(plain, inner.values)), (file.name, inner.lineno)
+                assert not plain(node.args[FOUND_AT[node.func.id]]), (file, node.lineno)
+            if node.func.id == "Finding":
+                for figures in dicts_in(node):
+                    assert not any(map(plain, figures.values)), (file, figures.lineno)
+
+
+def dicts_in(finding: ast.Call) -> list[ast.Dict]:
+    return [
+        inner
+        for keyword in finding.keywords
+        for inner in ast.walk(keyword.value)
+        if isinstance(inner, ast.Dict)
+    ]
 
 
 def plain(node: ast.AST) -> bool:
@@ -250,11 +258,11 @@ def test_adapters_under_a_checkpoint():
     }
     assert [combination for combination, some in arrives.items() if not some] == [(True, False)]
     peft = pytest.importorskip("peft")
-    model = claims_switches._tiny()
+    model = claim_runs.tiny()
     enable_checkpointing(model, {"use_reentrant": True})
     model.disable_input_require_grads()
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    assert model.get_input_embeddings()(claims_switches._ids()).requires_grad
+    assert model.get_input_embeddings()(claim_runs.token_ids()).requires_grad
 
 
 def gathers_on_a_rank():
@@ -264,11 +272,11 @@ def gathers_on_a_rank():
     import torch
     import torch.distributed as dist
 
-    own = lesson_10._ids()[[dist.get_rank()]]
-    found, whole = {}, claims_switches._tiny()
-    whole(input_ids=lesson_10._ids(), labels=lesson_10._ids()).loss.backward()
+    own = claim_runs.token_ids()[[dist.get_rank()]]
+    found, whole = {}, claim_runs.tiny()
+    whole(input_ids=claim_runs.token_ids(), labels=claim_runs.token_ids()).loss.backward()
     for name, mode in lesson_10.MODES.items():
-        count, peak, _ = lesson_10.second_step(mode, lesson_10._ids())
+        count, peak, _ = lesson_10.second_step(mode, claim_runs.token_ids())
         model = lesson_10.second_step(mode, own)[2]
         pairs = zip(model.parameters(), whole.parameters(), strict=True)
         off = max(
@@ -343,8 +351,8 @@ def test_transformers_as_installed():
 
 
 def test_a_trainer_for_a_claim_prints_nothing(capfd):
-    trainer = claims_switches._trainer(**{CHECKPOINTING_ARGUMENT: True})
-    assert claims_switches._switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
+    trainer = claim_runs.trained(**{CHECKPOINTING_ARGUMENT: True})
+    assert claim_runs.switched_on(trainer) == "layers 0, 1, 2, 3 of 4"
     printed = capfd.readouterr()
     assert not printed.out and not printed.err
 
