@@ -9,7 +9,6 @@ from ast import literal_eval
 from functools import partial
 
 from ....units import MiB
-from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, Unseen, calls
 
 
@@ -111,26 +110,6 @@ def _observe_rows(candidate):
         case: candidate(copy.deepcopy(moments), rows, new)
         for case, (moments, rows, new) in ROWS.items()
     }
-
-
-def _explain_rows(got, expected):
-    for wrong, says in (
-        (
-            lambda moments, rows, new: with_rows(moments, new, rows),
-            "the factor is upside down: it is new / rows.",
-        ),
-        (
-            lambda moments, rows, new: with_rows(moments, 1, 1),
-            "`rows` and `new` have no effect on your answer.",
-        ),
-        (
-            partial(_scales, grow=("activations", "temporaries")),
-            "`other` is not scaled: it holds the token ids, and they belong to the batch too.",
-        ),
-    ):
-        if difference(got, _observe_rows(wrong)) is None:
-            return says
-    return None
 
 
 NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
@@ -256,8 +235,25 @@ EXERCISES = (
         trains="telling what a batch is made of from what stays, moment by moment",
         reference=with_rows,
         observe=_observe_rows,
-        explain=_explain_rows,
         mistakes=(
+            Mistake(
+                "upside down",
+                lambda moments, rows, new: with_rows(moments, new, rows),
+                "the factor is upside down: it is new / rows.",
+            ),
+            Mistake(
+                "as it is",
+                lambda moments, rows, new: with_rows(moments, 1, 1),
+                "`rows` and `new` have no effect on your answer.",
+            ),
+            Mistake(
+                "not the others",
+                partial(_scales, grow=("activations", "temporaries")),
+                (
+                    "`other` is not scaled: it holds the token ids, and they belong to the batch "
+                    "too."
+                ),
+            ),
             Mistake(
                 "all of it",
                 partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
