@@ -106,8 +106,19 @@ def difference(got: Any, expected: Any, tolerance: float = 1e-5) -> Difference |
     return replace(_plain_difference(shown, describe(expected)), worded=worded)
 
 
+def shortened(text: str, most: int) -> str:
+    """``text``, cut at ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def describe(value: Any) -> str:
-    """A few words for any value: the same words on every run, so never its address."""
+    """A few words for any value: the same words on every run, so never its address, and few for a
+    long one.
+    """
+    return shortened(_describe(value), 80)
+
+
+def _describe(value: Any) -> str:
     value = plain(value)
     if value is None or isinstance(value, bool):
         return str(value)
@@ -125,6 +136,8 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a sequence of length {len(value)}"
     if isinstance(value, frozenset):
+        if len(value) > 20:
+            return f"a set of {len(value)} things"
         return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
     if isinstance(value, dict):
         return "a dict"

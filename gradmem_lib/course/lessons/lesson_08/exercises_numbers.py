@@ -104,6 +104,12 @@ _SAVES = {
 }
 
 
+def _whole(k):
+    """A number of layers of any kind as Python's, where it is whole."""
+    k = plain(k)
+    return int(k) if isinstance(k, float) and k.is_integer() else k
+
+
 @quietly
 def _observe_layers(candidate):
     found: dict = {}
@@ -112,6 +118,7 @@ def _observe_layers(candidate):
         called: list[int] = []
 
         def peak(k, saves=saves, start=start, called=called):
+            k = _whole(k)
             called.append(k)
             if len(called) > 1000:
                 raise RuntimeError(
@@ -125,7 +132,7 @@ def _observe_layers(candidate):
             "layers": answer,
             f"calls of peak beyond {MOST_CALLS}": max(0, len(called) - MOST_CALLS),
         }
-    k = plain(candidate(recomputed_peak, LAYERS, parse_bytes(RECOMPUTE_CARD)))
+    k = plain(candidate(lambda k: recomputed_peak(_whole(k)), LAYERS, parse_bytes(RECOMPUTE_CARD)))
     found["a GPT-2 of 8 layers"] = {"layers": k}
     if isinstance(k, int) and 0 <= k <= LAYERS:
         model, ids = recompute_setting()

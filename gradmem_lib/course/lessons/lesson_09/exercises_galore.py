@@ -16,12 +16,13 @@ STEPS = 4  # with one renewal of P in each case
 def adam_update(
     g: Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> Tensor:
-    """Adam's update (without lr) for a gradient ``g`` of any shape, whose moments live in
-    ``state``.
+    """Adam's update (without lr) for a gradient ``g`` of any shape. The moments and their count
+    live in ``state["adam_update"]``, so that all other names in ``state`` are free.
     """
-    state["t"] = t = state.get("t", 0) + 1
-    m = state.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
-    v = state.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
+    own = state.setdefault("adam_update", {})
+    own["t"] = t = own.get("t", 0) + 1
+    m = own.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
+    v = own.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
     return m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
 
 
@@ -58,8 +59,7 @@ def _galore(
             U, _, Vh = torch.linalg.svd(p.grad, full_matrices=False)
             state["P"] = pick(U if side else Vh.T, rank)
             if forget:
-                for name in {"t", "m", "v"} & state.keys():
-                    del state[name]
+                state.pop("adam_update", None)
         change = by(lr, scale) * update(g, state["P"], state)
         p.sub_(change if side else change.T)
 
