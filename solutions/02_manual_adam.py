@@ -156,13 +156,7 @@ show_paths(valley, paths, title="SGD in the valley", marks=marks)
 
 # %%
 def momentum(p, grad, state, lr, beta):
-    ### BEGIN SOLUTION
-    if not state:
-        state["m"] = torch.zeros_like(p)
-    m = state["m"]
-    m.mul_(beta).add_(grad, alpha=1 - beta)
-    p.sub_(lr * m)
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
 
 
 momentum = check("2.1", momentum)
@@ -206,13 +200,7 @@ show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 
 # %%
 def second_moment(p, grad, state, lr, beta, eps):
-    ### BEGIN SOLUTION
-    if not state:
-        state["v"] = torch.zeros_like(p)
-    v = state["v"]
-    v.mul_(beta).add_(grad * grad, alpha=1 - beta)
-    p.sub_(lr * grad / (v.sqrt() + eps))
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
 
 
 second_moment = check("2.2", second_moment)
@@ -282,17 +270,7 @@ claims.show("C04")
 
 # %%
 def adam(p, grad, state, lr, beta1, beta2, eps):
-    ### BEGIN SOLUTION
-    if not state:
-        state.update(t=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-    state["t"] += 1
-    t, m, v = state["t"], state["m"], state["v"]
-    m.mul_(beta1).add_(grad, alpha=1 - beta1)
-    v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
-    m_hat = m / (1 - beta1**t)
-    v_hat = v / (1 - beta2**t)
-    p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
 
 
 adam = check("2.3", adam)
@@ -337,10 +315,7 @@ print(f"first step: {first[0]:.3f} along the valley, {first[1]:.3f} across it")
 
 # %%
 def adamw(p, grad, state, lr, beta1, beta2, eps, weight_decay):
-    ### BEGIN SOLUTION
-    p.mul_(1 - lr * weight_decay)
-    adam(p, grad, state, lr, beta1, beta2, eps)
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
 
 
 adamw = check("2.4", adamw)
@@ -617,9 +592,7 @@ from math import floor, log2
 
 
 def half_gap(x):
-    ### BEGIN SOLUTION
-    return 2.0 ** (floor(log2(x)) - 8)
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
 
 
 half_gap = check("2.5", half_gap)

@@ -626,18 +626,11 @@ claims.show("C30")
 class SafeCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x):
-        ### BEGIN SOLUTION
-        ctx.state = torch.get_rng_state()
-        return Checkpoint.forward(ctx, run, x)
-        ### END SOLUTION
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises.py
 
     @staticmethod
     def backward(ctx, gradient):
-        ### BEGIN SOLUTION
-        with torch.random.fork_rng():
-            torch.set_rng_state(ctx.state)
-            return Checkpoint.backward(ctx, gradient)
-        ### END SOLUTION
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises.py
 
 
 SafeCheckpoint = check("4.2", SafeCheckpoint)
@@ -666,12 +659,7 @@ SafeCheckpoint = check("4.2", SafeCheckpoint)
 
 # %%
 def from_frozen(embedding, layers, ids):
-    ### BEGIN SOLUTION
-    x = embedding(ids).requires_grad_()
-    for layer in layers:
-        x = checkpoint(layer, x, use_reentrant=True)
-    return x
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises_frozen.py
 
 
 from_frozen = check("4.3", from_frozen)
@@ -697,11 +685,7 @@ from_frozen = check("4.3", from_frozen)
 
 # %%
 def run_in_segments(layers, x, k):
-    ### BEGIN SOLUTION
-    for start in range(0, len(layers), k):
-        x = checkpoint(layers[start : start + k], x, use_reentrant=False)
-    return x
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises_schedules.py
 
 
 run_in_segments = check("4.4", run_in_segments)

@@ -459,16 +459,7 @@ print(f"{final.peak.total / naive.peak.total:.1%} of the naive run's peak")
 # %%
 def held_out_loss(model, rows):
     """The mean loss, a float. rows: a dict for the model. Leave it in train mode."""
-    ### BEGIN SOLUTION
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for micro in split(rows, 4):
-            loss = model(**micro, use_cache=False).loss
-            total += loss.item() * count_targets(micro["labels"])
-    model.train()
-    return total / count_targets(rows["labels"])
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_evaluation.py
 
 
 held_out_loss = check("5.7", held_out_loss)
@@ -670,15 +661,7 @@ train_epoch = check("5.3", train_epoch)
 # %%
 def train_and_log(model, window):
     """The window's mean loss, a float; neither steps nor zeroes."""
-    ### BEGIN SOLUTION
-    counts = [count_targets(micro["labels"]) for micro in window]
-    logged = 0.0
-    for micro, count in zip(window, counts, strict=True):
-        loss = model(**micro).loss * (count / sum(counts))
-        loss.backward()
-        logged += loss.item()
-    return logged
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_steps.py
 
 
 train_and_log = check("5.4", train_and_log)
@@ -708,17 +691,7 @@ train_and_log = check("5.4", train_and_log)
 def train_mixed(model, batches, lr):
     """Train model in place, a batch an update; return the optimizer.
     Autocast: torch.autocast("cpu", dtype=torch.bfloat16)."""
-    ### BEGIN SOLUTION
-    model.float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises_dtypes.py
 
 
 train_mixed = check("5.5", train_mixed)

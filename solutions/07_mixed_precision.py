@@ -209,17 +209,7 @@ print("a thousand times 1.0 in bf16:", total.item())
 
 # %%
 def float32_sums(parameters):
-    ### BEGIN SOLUTION
-    sums = [torch.zeros(p.shape) for p in parameters]
-
-    def add(p, total):
-        total.add_(p.grad)
-        p.grad = None
-
-    for p, total in zip(parameters, sums, strict=True):
-        p.register_post_accumulate_grad_hook(lambda p, total=total: add(p, total))
-    return sums
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
 
 
 float32_sums = check("7.2", float32_sums)
@@ -247,13 +237,7 @@ float32_sums = check("7.2", float32_sums)
 # %%
 def master_step(weights, masters, lr):
     """Change weights and masters (lists of tensors) in place."""
-    ### BEGIN SOLUTION
-    with torch.no_grad():
-        for weight, master in zip(weights, masters, strict=True):
-            if weight.grad is not None:
-                master -= lr * weight.grad.float()
-                weight.copy_(master)
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_07/exercises.py
 
 
 master_step = check("7.4", master_step)

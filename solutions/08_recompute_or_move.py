@@ -141,17 +141,7 @@ guess_a.reveal(measured=round(100 - 100 * points["elementwise"][0] / points["not
 # %%
 def every_second_product():
     """Return policy(ctx, op, *args, **kwargs)."""
-    ### BEGIN SOLUTION
-    counts = [0, 0]
-
-    def policy(ctx, op, *args, **kwargs):
-        if op not in PRODUCTS:
-            return REPEAT
-        counts[ctx.is_recompute] += 1
-        return KEEP if counts[ctx.is_recompute] % 2 else REPEAT
-
-    return policy
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises.py
 
 
 every_second_product = check("8.1", every_second_product)
@@ -305,19 +295,10 @@ class Disk:
         self.stay = {w.untyped_storage().data_ptr() for w in weights}
 
     def pack(self, tensor):
-        ### BEGIN SOLUTION
-        if tensor.untyped_storage().data_ptr() in self.stay:
-            return tensor
-        self.number += 1
-        path = f"{self.folder}/{self.number}.pt"
-        torch.save(tensor.detach().clone(), path)
-        return path
-        ### END SOLUTION
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_moving.py
 
     def unpack(self, packed):
-        ### BEGIN SOLUTION
-        return packed if isinstance(packed, torch.Tensor) else torch.load(packed)
-        ### END SOLUTION
+        raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_moving.py
 
 
 Disk = check("8.3", Disk)
@@ -365,9 +346,7 @@ guess_b.reveal(measured=round(100 * stay / points["nothing"][0]))
 
 # %%
 def break_even(nbytes, operations, bandwidth, speed):
-    ### BEGIN SOLUTION
-    return (2 * nbytes / bandwidth) / (operations / speed)
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
 
 
 break_even = check("8.4", break_even)
@@ -479,16 +458,7 @@ guess_c.reveal(measured=min(peaks, key=peaks.get))
 
 # %%
 def layers_to_recompute(peak, layers, budget):
-    ### BEGIN SOLUTION
-    low, high = 0, layers
-    while low < high:
-        middle = (low + high) // 2
-        if peak(middle) <= budget:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
 
 
 layers_to_recompute = check("8.5", layers_to_recompute)
@@ -640,10 +610,7 @@ for tile in tiles:
 
 # %%
 def kv_cache(config, rows, tokens, bytes_per_number):
-    ### BEGIN SOLUTION
-    width = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * width * rows * tokens * bytes_per_number
-    ### END SOLUTION
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_08/exercises_numbers.py
 
 
 kv_cache = check("8.7", kv_cache)

@@ -1,16 +1,19 @@
 """Builds the notebooks from their one source: ``solutions/NN_name.py``, in jupytext's percent
 format.
 
-    python tools/build_notebooks.py              build what has changed, and run it where its code
-    has python tools/build_notebooks.py 01           build lesson 01, changed or not python
-    tools/build_notebooks.py --check      change nothing, fail if anything is out of step
+    python tools/build_notebooks.py           build what has changed, and run it where its code has
+    python tools/build_notebooks.py 01        build lesson 01, changed or not
+    python tools/build_notebooks.py --check   change nothing, fail if anything is out of step
 
 ``solutions/NN_name.ipynb`` is the source executed from top to bottom; ``lessons/NN_name.ipynb`` is
 what a learner opens: without outputs, with the answers cut out, and with ``tools/first_cell.py`` as
-a first cell. An answer is marked in the source in one of three ways:
+a first cell. An answer is marked in the source in one of four ways:
 
     ### BEGIN SOLUTION              an indented block, inside a function: becomes a stub that
     ### END SOLUTION                raises NotImplementedError
+    raise NotImplementedError  # SOLUTION in FILE
+                                    the same, where FILE has the whole function: its body there is
+                                    the reference that ``check`` compares with, and stands here
     name = value  # SOLUTION        becomes ``name = ...  # your value here``
     # %% tags=["solution-only"]     the whole cell is left out of the lesson
 
@@ -27,6 +30,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,12 +57,67 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 STALE = "out of step with its source; run `make notebooks`"
 BEGIN = re.compile(r"(\s*)### BEGIN SOLUTION\s*")
 END = re.compile(r"\s*### END SOLUTION\s*")
+IN_FILE = re.compile(r"(\s+)raise NotImplementedError\s*#\s*SOLUTION in (\S+)\s*")
 VALUE = re.compile(r"(\s*[A-Za-z_][\w.]*(\[[^\]=]*\])?(\s*:[^=#]+)?\s*=)(?!=).*#\s*SOLUTION\s*")
 STRAY = re.compile(r".*#\s*((BEGIN|END)\s+)?SOLUTION\b.*")
 
 
 class Problem(Exception):
     """Something wrong in a source, in words that say where and what to do."""
+
+
+def insert_references(source: str, root: Path, where: str) -> str:
+    """``source`` with the body that a function has in FILE, between solution marks, in place of
+    each ``raise NotImplementedError  # SOLUTION in FILE``. FILE is a path below ``root``.
+    """
+    lines = []
+    for number, line in enumerate(source.split("\n"), 1):
+        mark = IN_FILE.fullmatch(line)
+        if not mark:
+            lines.append(line)
+            continue
+        here = f"{where}, line {number}"
+        indent, file = mark.groups()
+        names = [name for name, node in functions_in(source).items() if number in lines_of(node)]
+        if not names:
+            raise Problem(f"{here}: `# SOLUTION in {file}` stands in no function")
+        body = body_of(names[0], root / file, here)
+        lines += [f"{indent}### BEGIN SOLUTION"]
+        lines += textwrap.indent(body, indent).split("\n")
+        lines += [f"{indent}### END SOLUTION"]
+    return "\n".join(lines)
+
+
+def body_of(name: str, path: Path, where: str) -> str:
+    """The lines of the function ``name`` (``"step"`` or ``"Adam.step"``) in the file ``path``,
+    without its first line and its docstring, and without their indent.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        function = functions_in(text)[name]
+    except (OSError, KeyError):
+        raise Problem(f"{where}: there is no function {name} in {path}") from None
+    first = function.body[0].lineno - 1
+    if ast.get_docstring(function) is not None:
+        first = function.body[0].end_lineno  # the line after the docstring
+    return textwrap.dedent("\n".join(text.split("\n")[first : function.end_lineno]))
+
+
+def functions_in(source: str) -> dict[str, ast.FunctionDef]:
+    """The functions of ``source`` by name, and its classes' methods as ``"Adam.step"``."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            found |= {f"{node.name}.{method.name}": method for method in methods}
+    return found
+
+
+def lines_of(node: ast.FunctionDef) -> range:
+    """The numbers of the lines that ``node`` spans."""
+    return range(node.lineno, node.end_lineno + 1)
 
 
 def strip_solution(source: str, where: str) -> str:
@@ -167,12 +226,16 @@ def to_text(notebook: NotebookNode) -> str:
 
 
 def read_source(path: Path) -> NotebookNode:
-    """The notebook that ``path`` describes, not executed; cell ids follow from the lesson's name
-    and the cells' content.
+    """The notebook that ``path`` describes, not executed, with the references that it names; cell
+    ids follow from the lesson's name and the cells' content. Raises ``Problem``.
     """
     notebook = jupytext.read(path, fmt="py:percent")
+    root = path.parent.parent
     seen: Counter[tuple[str, str]] = Counter()
-    for cell in notebook.cells:
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "code" and "# SOLUTION in " in cell.source:
+            where = f"solutions/{path.name}, cell {number}"
+            cell.source = insert_references(cell.source, root, where)
         key = (cell.cell_type, cell.source)
         seen[key] += 1
         cell.id = hashlib.sha256("\0".join((path.stem, *key, str(seen[key]))).encode()).hexdigest()[
@@ -356,7 +419,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     problems = list(orphans(root))
     for path in paths:
-        source, name = read_source(path), f"solutions/{path.name}"
+        name = f"solutions/{path.name}"
+        try:
+            source = read_source(path)
+        except Problem as problem:
+            problems.append(str(problem))
+            continue
         for number, cell in enumerate(source.cells, 1):
             if cell.cell_type == "code" and code_lines(cell.source) > MAX_LINES:
                 print(

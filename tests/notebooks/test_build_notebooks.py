@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -188,9 +190,75 @@ def test_names_choose_lessons(course, capfd):
     assert "no lesson '07': there are 01_first, 02_second" in capfd.readouterr().err
 
 
+LIBRARY = '''\
+class Twice:
+    def forward(self, x):
+        """Twice x,
+
+        as in the lesson."""
+        # why not x + x
+        return 2 * x
+
+
+def forward(x):
+    return x
+'''
+NAMED = """\
+# %%
+class Twice(Base):
+    def forward(self, x):
+        raise NotImplementedError  # SOLUTION in library/twice.py
+
+
+class Same:
+    def __init__(self):
+        pass
+
+
+def forward(x):
+    raise NotImplementedError  # SOLUTION in library/twice.py
+"""
+
+
+def test_an_answer_that_the_library_has_is_inserted_from_there(course, capfd):
+    root = course(NAMED)
+    (root / "library").mkdir()
+    (root / "library" / "twice.py").write_text(LIBRARY)
+    (cell,) = builder.read_source(root / "solutions" / "01_first.py").cells
+    begin, end = "        ### BEGIN SOLUTION\n", "\n        ### END SOLUTION\n"
+    body = "        # why not x + x\n        return 2 * x"
+    assert f"def forward(self, x):\n{begin}{body}{end}" in cell.source
+    assert cell.source.endswith("    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION")
+    assert run(root, capfd, "--lessons-only")[0] == 0
+    lesson = notebook(root, "lessons").cells[1].source
+    assert lesson.count("    # your code here\n") == 2 and "return" not in lesson
+
+
+def test_no_import_of_a_solution_is_unused():
+    # The sources cannot tell, since a body that is inserted may need it.
+    checked = [
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F401",
+        *sorted(map(str, ROOT.glob("solutions/*.ipynb"))),
+    ]
+    done = subprocess.run([sys.executable, "-m", *checked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 # Sources that are broken.
 
 BROKEN = {
+    "no such function": (
+        "def f():\n    raise NotImplementedError  # SOLUTION in library.py\n",
+        "solutions/01_first.py, cell 1, line 2: there is no function f in",
+    ),
+    "in no function": (
+        "if f:\n    raise NotImplementedError  # SOLUTION in library.py\n",
+        "cell 1, line 2: `# SOLUTION in library.py` stands in no function",
+    ),
     "unclosed": (
         "def f():\n    ### BEGIN SOLUTION\n    return 1\n",
         (

@@ -119,13 +119,13 @@ def test_every_exercise_has_a_check_of_its_own_and_a_hint(path):
 
 @every(SOURCES)
 def test_the_exercises_checked_are_those_that_the_library_knows(path):
-    from gradmem_lib.course.learner import check as known
+    from gradmem_lib.course import catalogue
 
     checked = [
         name for cell in builder.read_source(path).cells for name in CHECK.findall(cell.source)
     ]
     number = int(path.stem.split("_")[0])
-    assert sorted(set(checked)) == sorted(each.id for each in known.all_exercises(lesson=number))
+    assert sorted(set(checked)) == sorted(each.id for each in catalogue.all_exercises(number))
 
 
 # A learner's time.

@@ -114,8 +114,19 @@ def _other_difference(got: Any, expected: Any) -> Difference | None:
     return replace(_plain_difference(shown, describe(expected)), worded=both_are_text)
 
 
+def shortened(text: str, most: int) -> str:
+    """``text``, cut at ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def describe(value: Any) -> str:
-    """A few words for any value: the same words on every run, so never its address."""
+    """A few words for any value: the same words on every run, so never its address, and few for a
+    long one.
+    """
+    return shortened(_describe(value), 80)
+
+
+def _describe(value: Any) -> str:
     value = plain(value)
     if value is None or isinstance(value, bool) or _is_dtype_or_device(value):
         return str(value)
@@ -124,6 +135,8 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
     if isinstance(value, frozenset):
+        if len(value) > 20:
+            return f"a set of {len(value)} things"
         return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
     if _is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}"

@@ -38,8 +38,9 @@ class Exercise:
     an exception and such a sentence. ``tolerance`` is relative and holds for floats; whole numbers
     must be equal. ``afterwards`` is called with a right answer, and returns what else is said of
     it. ``changes`` names the arguments that an answer is asked to change, or a switch of one
-    ("model.mode", "model.hook"); all others must be left as they were, a model's mode, hooks and
-    config among them.
+    ("model.mode", "model.hook"; "model.train" is a mode that may be left in training). All others
+    must be left as they were, a model's mode, hooks, checkpointing and config among them, and so
+    must the dtypes of all weights. What the reference leaves, an answer may leave too.
     """
 
     id: str

@@ -69,35 +69,36 @@ def most_alike(
     *,
     all_of_it: bool = False,
 ) -> str:
-    """The sentence of the known mistake that agrees with ``got`` at its first wrong place, and at
-    most other places.
+    """The sentence of the known mistake that ``got`` makes, perhaps beside another one.
 
-    So for an answer with two mistakes, the first one is named. ``known`` are (sentence, what the
-    mistake does). The result is empty if none fits. ``all_of_it``: ``got`` must be wrong wherever
-    the mistake is, and agree with it nearly everywhere.
+    ``got`` must agree with the mistake at every place where the mistake is wrong, and at its own
+    first wrong place. So for an answer with two mistakes, the first one is named. ``known`` are
+    (sentence, what the mistake does). The result is empty if none fits. ``all_of_it``: nearly all
+    that is wrong in ``got`` is this mistake.
     """
     mine, wanted = entries(got), entries(expected)
-    right = _same(mine, wanted, tolerance)
-    wrong = [path for path, same in right.items() if not same]
+    wrong = _wrong_places(mine, wanted, tolerance)
     best, most = "", 0
     for says, value in known:
         theirs = entries(value)
-        theirs_wrong = [path for path, same in _same(theirs, wanted, tolerance).items() if not same]
-        hits = [
-            path
-            for path in wrong
-            if path in theirs
-            and path in mine
+        theirs_wrong = _wrong_places(theirs, wanted, tolerance)
+        agrees = all(
+            path in mine
+            and path in theirs
             and difference(mine[path], theirs[path], tolerance) is None
-        ]
-        share = len(hits) / max(len(wrong), len(theirs_wrong), 1)
-        alike = hits and hits[0] == wrong[0] and share >= 0.5
-        against = sum(right[path] for path in theirs_wrong)
-        if against > len(hits) / 3 or (all_of_it and (share < 0.8 or against)):
+            for path in theirs_wrong
+        )
+        if not agrees or not theirs_wrong or theirs_wrong[0] != wrong[0]:
             continue
-        if alike and len(hits) > most:
-            best, most = says, len(hits)
+        if all_of_it and len(theirs_wrong) < 0.8 * len(wrong):
+            continue
+        if len(theirs_wrong) > most:
+            best, most = says, len(theirs_wrong)
     return best
+
+
+def _wrong_places(mine: dict[Path, Any], wanted: dict[Path, Any], tolerance: float) -> list[Path]:
+    return [path for path, same in _same(mine, wanted, tolerance).items() if not same]
 
 
 def fact(got: Any, expected: Any, tolerance: float) -> str:

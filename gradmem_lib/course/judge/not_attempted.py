@@ -10,6 +10,8 @@ import dis
 import functools
 import inspect
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .compare import Measured
@@ -32,14 +34,24 @@ def is_open(exercise: Exercise, candidate: Any) -> bool:
 
 
 def has_gaps(candidate: Any, reference: Any) -> bool:
-    """Whether one of its statements is still ``...``, or a method does nothing that does something
-    in the reference.
+    """Whether one of its statements is still ``...``, or a method of the reference's is empty.
+
+    An empty helper of its own, and ``...`` in one branch, belong to an attempt.
     """
-    idle = {function.__name__ for function in functions(reference) if _does_nothing(function)}
-    return any(
-        _has_bare_ellipsis(function) or (_does_nothing(function) and function.__name__ not in idle)
-        for function in functions(candidate)
-    )
+    asked = {f.__name__ for f in functions(reference) if not _does_nothing(f)}
+    is_class = isinstance(reference, type)
+    for function in functions(candidate):
+        if any(place.statement and not place.in_branch for place in _ellipses(function)):
+            return True
+        if (not is_class or function.__name__ in asked) and _is_empty(function):
+            return True
+    return False
+
+
+def is_attempt(candidate: Any) -> bool:
+    """Whether its ``...`` are all in branches, so that a ``...`` as its result is a mistake."""
+    places = [place for function in functions(candidate) for place in _ellipses(function)]
+    return bool(places) and all(place.in_branch for place in places)
 
 
 def functions(candidate: Any) -> list[Any]:
@@ -79,14 +91,55 @@ def _does_nothing(function: Any) -> bool:
     )
 
 
-def _has_bare_ellipsis(function: Any) -> bool:
-    # The compiler drops a bare `...`, so only the source shows it.
+def _is_empty(function: Any) -> bool:
+    """Whether its body is ``...``, ``pass`` or a docstring; ``return None`` is an answer."""
+    tree = _tree_of(function)
+    if tree is None:
+        return _does_nothing(function)
+    returns = any(isinstance(node, ast.Return) for node in ast.walk(tree))
+    return _does_nothing(function) and not returns
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a ``...`` stands: as a whole statement, or in a branch that need not run."""
+
+    statement: bool
+    in_branch: bool
+
+
+_BRANCHES = (ast.If, ast.IfExp, ast.Try, ast.Match, ast.BoolOp)
+
+
+def _ellipses(function: Any) -> list[_Place]:
+    """Every ``...`` of a function that is no index, as ``x[..., 0]`` has one.
+
+    The compiler drops a bare ``...``, so only the source shows it. A function inside is a branch.
+    """
+    tree = _tree_of(function)
+    if tree is None or not isinstance(tree.body[0], ast.FunctionDef):
+        return []  # the line of a lambda has more than the lambda
+    return list(_ellipses_in(tree.body[0], in_branch=False))
+
+
+def _ellipses_in(node: ast.AST, *, in_branch: bool, depth: int = 0) -> Iterator[_Place]:
+    inner = isinstance(node, (ast.FunctionDef, ast.Lambda)) and depth > 0
+    in_branch = in_branch or inner or isinstance(node, _BRANCHES)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.Subscript) and child is node.slice:
+            continue
+        if isinstance(child, ast.Constant) and child.value is Ellipsis:
+            yield _Place(isinstance(node, ast.Expr), in_branch)
+        else:
+            yield from _ellipses_in(child, in_branch=in_branch, depth=depth + 1)
+
+
+def _tree_of(function: Any) -> ast.Module | None:
+    """The source of a function, if it has one that can be read on its own."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, ValueError, SyntaxError):  # ValueError: __wrapped__ in a circle
-        return False
-    bare = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
-    return any(isinstance(value, ast.Constant) and value.value is Ellipsis for value in bare)
+        return None
 
 
 def has_ellipsis(value: Any) -> bool:
@@ -116,7 +169,7 @@ def is_stub_error(error: BaseException, candidate: Any) -> bool:
     but not in the candidate's own code.
     """
     if isinstance(error, (TypeError, AttributeError)) and "ellipsis" in str(error):
-        return True
+        return not is_attempt(candidate)
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next

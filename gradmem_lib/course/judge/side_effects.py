@@ -4,71 +4,139 @@ and restores it.
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from ... import compat
 from ..machine import compat as compat_course
 
+# What an answer left behind: a name for it, such as ("model", "another mode"), and a sentence. The
+# sentence is empty where only what the reference does counts.
+Left = tuple[tuple[str, str], str]
+
 
 class Given:
     """A function's arguments, recorded so that changes can be found afterwards.
 
     Numbers are copied to memory that a ``MemoryTracker`` does not count. For models, only switches
-    are recorded, since an answer may change weights and gradients.
+    are recorded, since an answer may change weights and gradients. ``may_change`` names arguments
+    that may change, or a switch of one ("model.mode"). The dtypes of weights must stay even there,
+    and no gradient may be left where none was.
     """
 
     def __init__(self, arguments: dict[str, Any], may_change: tuple[str, ...] = ()):
         self.may_change = may_change
-        self.before = {name: (value, _look(value)) for name, value in arguments.items()}
+        self.arguments = arguments
+        self.before = {name: self._look(name) for name in arguments}
+        self.weights = {name: _weights_in(value) for name, value in arguments.items()}
+        self.kept = {name: _kept_of(weights) for name, weights in self.weights.items()}
 
-    def changes(self) -> Iterator[str]:
-        """A sentence for each argument that has changed."""
-        for name, (value, before) in self.before.items():
-            after = _look(value)
-            if isinstance(value, nn.Module):
-                free = {
-                    kind
-                    for kind in before
-                    if any(f"{name}.{w}" in self.may_change for w in kind.split())
-                }
-                before, after = (
-                    {k: was for k, was in each.items() if k not in free} for each in (before, after)
-                )
-                yield from (
-                    f"your code leaves `{name}` with {what}" for what in _switched(before, after)
-                )
+    def _look(self, name: str) -> Any:
+        return None if name in self.may_change else _look(self.arguments[name])
+
+    def changes(self) -> Iterator[Left]:
+        """What has changed of each argument."""
+        for name, value in self.arguments.items():
+            before, after = self.before[name], self._look(name)
+            if name in self.may_change:
+                pass
+            elif isinstance(value, nn.Module):
+                yield from self._switched(name, before, after)
             elif isinstance(value, torch.optim.Optimizer):
-                if changed := [
-                    key
-                    for was, now in zip(before, after, strict=False)
-                    for key in was
-                    if was[key] != now.get(key) and f"{name}.{key}" not in self.may_change
-                ]:
-                    yield (
-                        f"your code leaves `{name}` with another {changed[0]} than before: "
-                        "restore it"
-                    )
+                yield from self._settings(name, before, after)
             elif before != after:
                 yield (
+                    (name, "value"),
                     f"your code has changed `{name}` in place: do not change an argument, work "
-                    "on a copy"
+                    "on a copy",
                 )
+            yield from self._weights(name)
+
+    def _switched(self, name: str, before: dict, after: dict) -> Iterator[Left]:
+        for kind in before:
+            if any(f"{name}.{word}" in self.may_change for word in kind.split()):
+                continue
+            to_train_mode = kind == "another mode" and f"{name}.train" in self.may_change
+            for what in _switched(kind, before[kind], after[kind], but_on=to_train_mode):
+                yield (name, kind), f"your code leaves `{name}` with {what}"
+
+    def _settings(self, name: str, before: list[dict], after: list[dict]) -> Iterator[Left]:
+        for was, now in zip(before, after, strict=False):
+            for key in was:
+                if was[key] != now.get(key) and f"{name}.{key}" not in self.may_change:
+                    yield (
+                        (name, key),
+                        f"your code leaves `{name}` with another {key} than before: restore it",
+                    )
+
+    def _weights(self, name: str) -> Iterator[Left]:
+        """What has changed of the weights in an argument: a model, an optimizer, a list of them."""
+        before, after = self.kept[name], _kept_of(self.weights[name])
+        if any(was[0] != now[0] for was, now in zip(before, after, strict=True)):
+            yield (
+                (name, "another dtype"),
+                f"your code leaves `{name}` with weights of another dtype than before: convert a "
+                "copy, and leave the weights as they are",
+            )
+        says = ""
+        if any(now[1] and not was[1] for was, now in zip(before, after, strict=True)):
+            says = (
+                f"your code leaves `{name}` with gradients in .grad, where there were none: set "
+                "them to None, or use torch.autograd.grad"
+            )
+        if says or before != after:
+            # Where the reference moves the weights, an answer trains, and may leave its gradients.
+            yield (name, "gradients"), says
 
 
-def arguments_of(
-    reference: Callable, args: tuple, kwargs: dict, changes: tuple[str, ...]
-) -> dict[str, Any]:
-    """Arguments by the reference's names, without those that an answer should change."""
+def arguments_of(reference: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by the reference's names."""
     try:
-        bound = inspect.signature(reference).bind(*args, **kwargs).arguments
+        return inspect.signature(reference).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return {}
-    return {name: value for name, value in bound.items() if name not in changes}
+
+
+def _weights_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that require a gradient, in a model, an optimizer or a collection of those."""
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    if isinstance(value, torch.optim.Optimizer):
+        return [p for group in value.param_groups for p in group["params"]]
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_leaf and value.requires_grad else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [weight for entry in value for weight in _weights_in(entry)]
+    return []
+
+
+def _kept_of(weights: list[torch.Tensor]) -> list[tuple[torch.dtype, bool, int]]:
+    """The dtype of each weight, whether it has a gradient other than zeros, and how often it has
+    changed in place.
+    """
+    return [(weight.dtype, _has_numbers(weight.grad), compat.version(weight)) for weight in weights]
+
+
+def _has_numbers(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    if type(gradient) is not torch.Tensor or gradient.device.type != "cpu":
+        return True
+    if gradient.layout != torch.strided:
+        return True
+    numbers = _numbers(gradient)
+    return numbers.count(0) < len(numbers)
 
 
 def _look(value: Any) -> Any:
@@ -110,45 +178,45 @@ def _switches_of(model: nn.Module) -> dict[str, Any]:
             (thing, compat.hook_counts(thing)) for thing in (*modules, *model.parameters())
         ],
         "another dropout": [(m, m.p) for m in modules if isinstance(m, nn.Dropout)],
+        "other checkpointing": [
+            (m, m.gradient_checkpointing) for m in modules if hasattr(m, "gradient_checkpointing")
+        ],
         "another config": config.to_dict() if hasattr(config, "to_dict") else None,
     }
 
 
-def _switched(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    for what, was in before.items():
-        now = after[what]
-        if what == "another config":
-            fields = [
-                name
-                for name in now or ()
-                if was is not None and now[name] != was.get(name, now[name])
-            ]
-            if fields:
-                yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
-            continue
-        # Modules that are gone or new are not compared, only those in both.
-        held = {id(thing): (thing, value) for thing, value in was}
-        flipped = [
-            value for thing, value in now if id(thing) in held and held[id(thing)][1] != value
-        ]
-        if flipped and what == "another mode":
-            mode = "train" if flipped[0] else "eval"
-            yield (
-                f"{mode} mode on, but it was off before: restore it with "
-                f"model.{'eval' if flipped[0] else 'train'}()"
-            )
-        elif flipped:
-            yield f"{what} than before: put it back"
+def _switched(what: str, was: Any, now: Any, *, but_on: bool) -> Iterator[str]:
+    """What to say of one switch of a model. ``but_on``: it may have been switched on."""
+    if what == "another config":
+        fields = [name for name in now or () if was and now[name] != was.get(name, now[name])]
+        if fields:
+            yield f"config.{fields[0]} = {now[fields[0]]!r}: put back what was there"
+        return
+    # Modules that are gone or new are not compared, only those in both.
+    held = {id(thing): value for thing, value in was}
+    flipped = [value for thing, value in now if held.get(id(thing), value) != value]
+    if but_on:
+        flipped = [value for value in flipped if not value]
+    if not flipped:
+        return
+    if what == "another mode":
+        left, other = ("train", "eval") if flipped[0] else ("eval", "train")
+        yield f"{left} mode on, but it was off before: restore it with model.{other}()"
+    elif what == "other checkpointing":
+        yield f"checkpointing {'on' if flipped[0] else 'off'}, as it was not before: put it back"
+    else:
+        yield f"{what} than before: put it back"
 
 
 def switches() -> dict[str, Any]:
-    """Every switch of torch that stays on after the code that set it."""
+    """Every switch of torch that stays on after the code that set it, for the thread or for all."""
     return {
         "gradients": torch.is_grad_enabled(),
         "autocast": tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
         ),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
         "deterministic algorithms": (
@@ -157,25 +225,83 @@ def switches() -> dict[str, Any]:
         ),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
         "hooks on every module": compat_course.global_hooks(),
         "saved-tensor hooks": compat_course.saved_tensor_hooks(),
     }
 
 
-def left_switched(before: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each switch that has changed."""
+def process_state() -> dict[str, Any]:
+    """What holds for the whole process and stays as code has set it."""
+    return {
+        "the working directory": _working_directory(),
+        "the environment": dict(os.environ),
+        "the recursion limit": sys.getrecursionlimit(),
+        "garbage collection": gc.isenabled(),
+        "the way in which tensors are printed": compat_course.print_options(),
+        "the way in which numpy prints": numpy.get_printoptions(),
+        "threads": {thread for thread in threading.enumerate() if type(thread) is threading.Thread},
+    }
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return ""
+
+
+def left_switched(before: dict[str, Any]) -> Iterator[Left]:
+    """What is left of each switch that has changed."""
     now = switches()
     for name, value in before.items():
         if now[name] == value:
             continue
-        how = {"gradients": "off" if value else "on"}.get(name, "changed")
-        how = _autocast(value, now[name]) if name == "autocast" else how
-        how = f"at {now[name]}" if name.startswith("the ") else how
-        stays = " (torch.set_grad_enabled stays until it is called again)" if how == "off" else ""
+        how = f"{name} {_how(name, value, now[name])}"
+        stays = " (torch.set_grad_enabled stays until it is called again)" if value is True else ""
+        stays = stays if name == "gradients" else ""
         yield (
-            f"your code leaves {name} {how}, for all code after it: restore it, best by a `with` "
-            f"block{stays}"
+            (name, "changed"),
+            f"your code leaves {how}, for all code after it: restore it, best by a `with` "
+            f"block{stays}",
         )
+
+
+def _how(name: str, before: Any, now: Any) -> str:
+    if name == "autocast":
+        return _autocast(before, now)
+    if name in ("gradients", "autocast's cache"):
+        return "on" if now else "off"
+    if name.startswith("the "):
+        return f"at {now}"
+    return "changed"
+
+
+def left_in_process(before: dict[str, Any]) -> Iterator[Left]:
+    """What is left of each state of the process that has changed; a thread may still run."""
+    now = process_state()
+    for name, value in before.items():
+        if now[name] == value:
+            continue
+        if name == "the environment":
+            for variable in _changed_variables(value, now[name]):
+                yield (
+                    (name, variable),
+                    f"your code leaves {variable} in the environment with another value than "
+                    "before: put it back",
+                )
+        elif name == "threads":
+            if any(thread.is_alive() for thread in now[name] - value):
+                yield (name, ""), "your code leaves a thread that still runs: join it"
+        else:
+            yield (
+                (name, "changed"),
+                f"your code leaves {name} changed, for all code after it: put it back",
+            )
+
+
+def _changed_variables(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def _autocast(before, now) -> str:
@@ -197,6 +323,7 @@ def put_back(before: dict[str, Any]) -> None:
     for kind, enabled, dtype in before["autocast"]:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(before["autocast's cache"])
     torch.clear_autocast_cache()
     torch.set_default_dtype(before["the default dtype"])
     if now["the default device"] != before["the default device"]:
@@ -207,5 +334,23 @@ def put_back(before: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
+    torch.set_float32_matmul_precision(before["the precision of float32 products"])
     compat_course.put_back_global_hooks(before["hooks on every module"])
     compat_course.put_back_saved_tensor_hooks(before["saved-tensor hooks"])
+
+
+def put_back_process(before: dict[str, Any]) -> None:
+    """Restore what holds for the whole process, except threads."""
+    if before["the working directory"] not in ("", _working_directory()):
+        os.chdir(before["the working directory"])
+    for variable in _changed_variables(before["the environment"], dict(os.environ)):
+        if variable in before["the environment"]:
+            os.environ[variable] = before["the environment"][variable]
+        else:
+            del os.environ[variable]
+    if sys.getrecursionlimit() != before["the recursion limit"]:
+        sys.setrecursionlimit(before["the recursion limit"])
+    if gc.isenabled() != before["garbage collection"]:
+        (gc.enable if before["garbage collection"] else gc.disable)()
+    torch.set_printoptions(**before["the way in which tensors are printed"])
+    numpy.set_printoptions(**before["the way in which numpy prints"])

@@ -13,18 +13,31 @@ import functools
 import inspect
 import itertools
 import os
+import random
 import re
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import hints, time_limit
-from .compare import Difference, Measured, describe, difference, over_budget
+from .compare import Difference, Measured, describe, difference, over_budget, shortened
 from .exercise import Calls, Exercise, Mistake, Unseen
-from .not_attempted import Endless, functions, given, has_ellipsis, has_gaps, is_open, is_stub_error
+from .not_attempted import (
+    Endless,
+    functions,
+    given,
+    has_ellipsis,
+    has_gaps,
+    is_attempt,
+    is_open,
+    is_stub_error,
+)
+
+if TYPE_CHECKING:
+    from . import side_effects
 
 _ENDLESS = (
     "{} contains itself (a list that was appended to itself, for example), or is nested "
@@ -78,16 +91,17 @@ def _compared_with(expected: Run, exercise: Exercise, candidate: Any) -> Verdict
     # A value runs no code of its own that might never end.
     limit = max(time_limit.SECONDS, 10 * expected.seconds) if callable(candidate) else 0
     run = _run(exercise, candidate, returns=not expected.returns_none, limit=limit)
+    left = [says for what, says in run.left if says and what not in expected.left_kinds]
     if run.unfinished:
         return _not_attempted(exercise)
     found = None if run.failure else difference(run.value, expected.value, exercise.tolerance)
     if not run.failure and found is None:
-        if run.left:
-            return wrong(exercise, run.left)
+        if left:
+            return wrong(exercise, left[0])
         return Verdict(PASSED, f"✓ {exercise.id} passed: {exercise.title}", candidate)
     if callable(candidate) and has_gaps(candidate, exercise.reference):
         return _not_attempted(exercise)
-    return wrong(exercise, _diagnosis(exercise, candidate, run, expected, found))
+    return wrong(exercise, _diagnosis(exercise, candidate, run, expected, found, left))
 
 
 def of_reference(exercise: Exercise) -> Run:
@@ -110,16 +124,19 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """``left``: the first thing that a candidate left behind, as a sentence; ``returns_none``: what
-    its last call did.
-    """
+    """``left``: what a candidate left behind; ``returns_none``: what its last call did."""
 
     value: Any = None
     unfinished: bool = False
-    left: str = ""
+    left: tuple[side_effects.Left, ...] = ()
     returns_none: bool = False
     seconds: float = 0.0
     failure: _Failure | None = None
+
+    @property
+    def left_kinds(self) -> set[tuple[str, str]]:
+        """What was left, without the sentences. What the reference leaves, an answer may leave."""
+        return {what for what, _ in self.left}
 
 
 class _Unfinished(BaseException):
@@ -141,10 +158,11 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
     began = time.monotonic()
     try:
         with _undisturbed(), time_limit.stopped_after(limit) if limit else contextlib.nullcontext():
-            before = side_effects.switches()
+            before, process = side_effects.switches(), side_effects.process_state()
             value = exercise.observe(subject)
-            unfinished = has_ellipsis(value)
+            unfinished = has_ellipsis(value) and not is_attempt(candidate)
             watch.left += side_effects.left_switched(before)
+            watch.left += side_effects.left_in_process(process)
     except KeyboardInterrupt:
         raise
     except _Unfinished:
@@ -156,9 +174,9 @@ def _run(exercise: Exercise, candidate: Any, *, returns: bool = True, limit: flo
         failure = _failure(
             error, candidate, exercise, forgot_return=forgot, call=watch.calls, limit=limit
         )
-        return Run(failure=failure, left=watch.first)
+        return Run(failure=failure, left=tuple(watch.left))
     seconds = time.monotonic() - began
-    return Run(value, unfinished, watch.first, watch.returns_none, seconds)
+    return Run(value, unfinished, tuple(watch.left), watch.returns_none, seconds)
 
 
 class _Watch:
@@ -169,30 +187,22 @@ class _Watch:
 
     def __init__(self, exercise: Exercise):
         self.exercise = exercise
-        self.left: list[str] = []
+        self.left: list[side_effects.Left] = []
         self.returns_none = False
         self.calls = 0
-
-    @property
-    def first(self) -> str:
-        return self.left[0] if self.left else ""
 
     def around(self, function: Callable) -> Callable:
         from . import side_effects
 
         @functools.wraps(function)
         def watched(*args, **kwargs):
-            arguments = side_effects.arguments_of(
-                self.exercise.reference, args, kwargs, self.exercise.changes
-            )
-            given, switches = (
-                side_effects.Given(arguments, self.exercise.changes),
-                side_effects.switches(),
-            )
+            arguments = side_effects.arguments_of(self.exercise.reference, args, kwargs)
+            given = side_effects.Given(arguments, self.exercise.changes)
+            switches = side_effects.switches()
             del arguments
             self.calls += 1
             result = function(*args, **kwargs)
-            if has_ellipsis(result):
+            if has_ellipsis(result) and not is_attempt(function):
                 raise _Unfinished
             self.left += [*given.changes(), *side_effects.left_switched(switches)]
             self.returns_none = result is None
@@ -207,6 +217,7 @@ def _undisturbed() -> Iterator[None]:
 
     Restores everything afterwards.
     """
+    import numpy
     import torch
     from IPython.utils.capture import capture_output
 
@@ -217,7 +228,7 @@ def _undisturbed() -> Iterator[None]:
         if torch.cuda.is_available() and torch.cuda.is_initialized()
         else []
     )
-    switches = side_effects.switches()
+    switches, process = side_effects.switches(), side_effects.process_state()
     with (
         capture_output(),
         warnings.catch_warnings(),
@@ -226,10 +237,15 @@ def _undisturbed() -> Iterator[None]:
         contextlib.ExitStack() as afterwards,
     ):
         afterwards.callback(side_effects.put_back, switches)
+        afterwards.callback(side_effects.put_back_process, process)
+        afterwards.callback(random.setstate, random.getstate())
+        afterwards.callback(numpy.random.set_state, numpy.random.get_state())
         warnings.simplefilter("ignore")
         # Not torch.manual_seed: it would also seed a CUDA device that has not started yet, and
         # nothing would undo that.
         torch.default_generator.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
         if cuda:
             torch.cuda.manual_seed(0)
         yield
@@ -320,7 +336,7 @@ def _one_line(text: str) -> str:
     """
     first = text.strip().partition("\n")[0].rstrip()
     first = re.sub(r"0x[0-9a-fA-F]{6,}", "0x…", first)
-    return first if len(first) <= 200 else first[:199] + "…"
+    return shortened(first, 200)
 
 
 def _not_attempted(exercise: Exercise) -> Verdict:
@@ -331,7 +347,11 @@ def _not_attempted(exercise: Exercise) -> Verdict:
     return Verdict(OPEN, line, given(exercise))
 
 
+MOST = 800  # characters of what a line says; an answer's own text may be in it, of any length
+
+
 def wrong(exercise: Exercise, says: str) -> Verdict:
+    says = shortened(says, MOST)
     stop = "" if says[-1:] in (".", "?", "!", "…") else "."
     return Verdict(WRONG, f"✗ {exercise.id} not yet: {says}{stop}", given(exercise))
 
@@ -403,7 +423,12 @@ def _accepts_the_same(candidate: Any, reference: Any) -> bool:
 
 
 def _diagnosis(
-    exercise: Exercise, candidate: Any, run: Run, expected: Run, found: Difference | None
+    exercise: Exercise,
+    candidate: Any,
+    run: Run,
+    expected: Run,
+    found: Difference | None,
+    left: list[str],
 ) -> str:
     """The sentence for a wrong answer: a known mistake's, or what the answer does (if its numbers
     show it), or where it differs.
@@ -413,8 +438,8 @@ def _diagnosis(
     for says, theirs in known:
         if _same_outcome(run, theirs, exercise.tolerance):
             return f"{says} {over}".strip()
-    if run.left:
-        return run.left
+    if left:
+        return left[0]
     if run.failure:
         says = run.failure.says
         return f"{run.failure.hint} {says[0].upper()}{says[1:]}" if run.failure.hint else says
@@ -512,5 +537,5 @@ def _place(exercise: Exercise, found: Difference) -> str:
     words = [str(case)] if case != "" else []
     for step in rest:
         placed = isinstance(step, str) and step.startswith(("item ", "at index "))
-        words.append(step if placed else f"entry {step!r}")
+        words.append(step if placed else f"entry {shortened(repr(step), 80)}")
     return f"for {', '.join(words)}: "

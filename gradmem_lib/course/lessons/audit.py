@@ -27,8 +27,10 @@ def audit(exercise: Exercise) -> list[str]:
         )
     if not exercise.title or not exercise.trains:
         problems.append("the title and what the exercise trains must be said")
-    if not 4 <= len(exercise.mistakes) <= 6:
-        problems.append(f"{len(exercise.mistakes)} known mistakes: four to six are asked for")
+    if len(exercise.mistakes) < 4:
+        problems.append(f"{len(exercise.mistakes)} known mistakes: four or more are asked for")
+    if len({mistake.name for mistake in exercise.mistakes}) < len(exercise.mistakes):
+        problems.append("two known mistakes have the same name")
     expected = of_reference(exercise)
     verdict = judge(exercise, exercise.reference, expected)
     if verdict.outcome != PASSED:

@@ -74,10 +74,8 @@ def test_the_audit_finds_what_is_wrong_with_an_exercise(once, monkeypatch):
     if once:
         observe_mistakes_once(monkeypatch)
     assert audit(AREA) == []
-    assert "1 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
-    assert (
-        "8 known mistakes: four to six" in audit(replace(AREA, mistakes=AREA.mistakes[:4] * 2))[0]
-    )
+    assert "1 known mistakes: four or more" in audit(replace(AREA, mistakes=AREA.mistakes[:1]))[0]
+    assert "the same name" in audit(replace(AREA, mistakes=AREA.mistakes * 2))[0]
     same = Mistake("sum again", lambda w, h: h + w, "this is the same mistake.")
     assert (
         "'sum again' is not named as itself"
@@ -111,7 +109,7 @@ def test_a_stub_is_one_even_where_it_happens_to_be_right():
             return None
 
     assert audit(replace(AREA, observe=observe, mistakes=())) == [
-        "0 known mistakes: four to six are asked for"
+        "0 known mistakes: four or more are asked for"
     ]
 
 
@@ -162,7 +160,7 @@ def test_wrong_and_passed_are_the_words_the_progress_file_keeps():
 
 
 def test_cards_and_peaks_that_lesson_05_states_are_those_of_its_checks():
-    from gradmem_lib.course.lessons.shared import settings
+    from gradmem_lib.course.lessons.lesson_05 import settings
     from gradmem_lib.measure.tracker import MemoryTracker
 
     text = (ROOT / "solutions" / "05_fine_tuning.py").read_text(encoding="utf-8")

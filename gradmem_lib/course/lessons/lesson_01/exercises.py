@@ -57,11 +57,13 @@ def _models() -> dict[str, nn.Module]:
     frozen[0].requires_grad_(False)
     two = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(torch.bfloat16)
     two[1].float()
+    normed = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     return {
         "a float32 MLP": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
         "a bf16 MLP": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(torch.bfloat16),
         "a model with a tied table": _Tied(),
         "an MLP whose first layer is frozen": frozen,
+        "an MLP whose batch norm has buffers": normed,
         "a bf16 MLP whose norm has another dtype, float32": two,
     }
 
@@ -150,17 +152,22 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return sum(saved.values())
 
 
-def _saves(nbytes=lambda t: t.untyped_storage().nbytes(), *, each=False, parameters=False):
-    """A wrong ``saved_bytes``: what a saved tensor counts, every time or once a storage, with or
-    without parameters.
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _saves(
+    nbytes=lambda t: t.untyped_storage().nbytes(), *, each=False, parameters=False, key=_address
+):
+    """A wrong ``saved_bytes``: what a saved tensor counts, every time or once for a ``key``, with
+    or without parameters.
     """
 
     def wrong(model, x):
         kept, own = [], {p.untyped_storage().data_ptr() for p in model.parameters()}
         with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             model(x)
-        counted = [(t.untyped_storage().data_ptr(), nbytes(t)) for t in kept]
-        counted = [(key, n) for key, n in counted if parameters or key not in own]
+        counted = [(key(t), nbytes(t)) for t in kept if parameters or _address(t) not in own]
         return sum(n for _, n in counted) if each else sum(dict(counted).values())
 
     return wrong
@@ -183,14 +190,29 @@ class _FirstColumnSquared(nn.Module):
         return x[:, :1] * x[:, :1]
 
 
+class _TwoColumns(nn.Module):
+    """Saves two views of one storage, which begin at different addresses."""
+
+    def forward(self, x):
+        return x[:, 1:2] * x[:, 2:3]
+
+
+_DEEP = "24 modules of one size"
+
+
 def _saving() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     five = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     sliced = nn.Sequential(nn.Linear(4, 8), _FirstColumnSquared())
     wide = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(torch.bfloat16)
+    twice = nn.Sequential(nn.Linear(4, 8), _TwoColumns())
+    # A storage that nothing keeps is free at once, and one of the same size gets its address.
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)))
     return {
         "five modules": (five, torch.randn(1, 2)),
         "a slice of a large tensor": (sliced, torch.randn(6, 4)),
         "a bf16 MLP": (wide, torch.randn(32, 16, dtype=torch.bfloat16)),
+        "two slices of one tensor": (twice, torch.randn(6, 4)),
+        _DEEP: (deep, torch.randn(16, 64)),
     }
 
 
@@ -230,6 +252,12 @@ def _explain_saved(got, expected):
         return None
     if says := _several(numbers):
         return says
+    wrong = [case for case, right in expected.items() if numbers[case] != right]
+    if wrong == [_DEEP] and numbers[_DEEP] < expected[_DEEP]:
+        return (
+            "pack keeps nothing of a tensor, so its storage is freed while forward runs, and the "
+            "next one gets its address: let pack return the tensor itself."
+        )
     given, off = _saving(), {case: numbers[case] - right for case, right in expected.items()}
     for what, size, says in (
         (
@@ -399,6 +427,14 @@ EXERCISES = (
             Mistake("every time", _saves(each=True), _EACH),
             Mistake("with parameters", _saves(parameters=True), _PARAMETERS),
             Mistake("size of the view", _saves(lambda t: t.nbytes), _VIEW),
+            Mistake(
+                "by the view's address",
+                _saves(key=torch.Tensor.data_ptr),
+                (
+                    "a storage counts once for each view that begins elsewhere in it: the key is "
+                    "tensor.untyped_storage().data_ptr(), not tensor.data_ptr()."
+                ),
+            ),
             Mistake(
                 "elements", _saves(lambda t: t.untyped_storage().nbytes() // t.itemsize), _ELEMENTS
             ),

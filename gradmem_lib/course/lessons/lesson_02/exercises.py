@@ -239,8 +239,8 @@ def _wrong(rule, wrong: str, says: str) -> Mistake:
     return Mistake(wrong, partial(rule, wrong={wrong}), says)
 
 
-def _known(rule, says: dict[str, str], *names: str) -> tuple[Mistake, ...]:
-    return tuple(_wrong(rule, name, says[name]) for name in names)
+def _known(rule, says: dict[str, str]) -> tuple[Mistake, ...]:
+    return tuple(_wrong(rule, wrong, sentence) for wrong, sentence in says.items())
 
 
 EXERCISES = (
@@ -255,15 +255,7 @@ EXERCISES = (
         changes=("p", "state", "grad"),
         raises=_EMPTY,
         explain=faulty_rules.read_off(_MOMENTUM, faulty_rules.momentum, faulty_rules.MOMENTUM),
-        mistakes=_known(
-            faulty_rules.momentum,
-            faulty_rules.MOMENTUM,
-            "sum",
-            "swapped",
-            "re-created",
-            "by the gradient",
-            "uphill",
-        ),
+        mistakes=_known(faulty_rules.momentum, faulty_rules.MOMENTUM),
     ),
     Exercise(
         id="2.2",
@@ -278,16 +270,7 @@ EXERCISES = (
         explain=faulty_rules.read_off(
             _SECOND_MOMENT, faulty_rules.second_moment, faulty_rules.SECOND_MOMENT
         ),
-        mistakes=_known(
-            faulty_rules.second_moment,
-            faulty_rules.SECOND_MOMENT,
-            "not squared",
-            "no root",
-            "eps inside",
-            "old v",
-            "sum",
-            "re-created",
-        ),
+        mistakes=_known(faulty_rules.second_moment, faulty_rules.SECOND_MOMENT),
     ),
     Exercise(
         id="2.3",
@@ -300,18 +283,7 @@ EXERCISES = (
         changes=("p", "state", "grad"),
         raises=_EMPTY,
         explain=faulty_rules.read_off(_ADAM, faulty_rules.adam, faulty_rules.ADAM),
-        mistakes=(
-            *_known(
-                faulty_rules.adam,
-                faulty_rules.ADAM,
-                "no correction",
-                "v not corrected",
-                "t stays 1",
-                "eps inside",
-                "re-created",
-            ),
-            _wrong(faulty_rules.adam, "t from 0", _T),
-        ),
+        mistakes=_known(faulty_rules.adam, faulty_rules.ADAM | {"t from 0": _T}),
     ),
     Exercise(
         id="2.4",
@@ -326,16 +298,7 @@ EXERCISES = (
         explain=faulty_rules.read_off(
             _ADAMW, faulty_rules.adam, faulty_rules.ADAMW, faulty_rules.factor_of(0.1, 0.5)
         ),
-        mistakes=_known(
-            faulty_rules.adam,
-            faulty_rules.ADAMW,
-            "decay in the gradient",
-            "decay without lr",
-            "decay grows",
-            "decay afterwards",
-            "no decay",
-            "no correction",
-        ),
+        mistakes=_known(faulty_rules.adam, faulty_rules.ADAMW),
     ),
     Exercise(
         id="2.5",
@@ -433,8 +396,9 @@ EXERCISES = (
                     "yours to change, and the next step sees the square."
                 ),
             ),
-            *_known(
-                faulty_rules.adam, faulty_rules.ADAMW, "decay in the gradient", "no correction"
+            *(
+                _wrong(faulty_rules.adam, name, faulty_rules.ADAMW[name])
+                for name in ("decay in the gradient", "no correction")
             ),
         ),
     ),

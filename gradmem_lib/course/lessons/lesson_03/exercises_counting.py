@@ -163,6 +163,14 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                "rounds down, and returns what was asked for",
+                lambda tokens, micro, seq_len, gpus: (tokens // (micro * seq_len * gpus), tokens),
+                (
+                    "this rounds down, and the update gets fewer tokens than asked for: the "
+                    "remaining tokens need a micro-batch too."
+                ),
+            ),
+            Mistake(
                 "one more",
                 _window(lambda n: math.floor(n) + 1),
                 (
@@ -235,6 +243,14 @@ EXERCISES = (
             Mistake(
                 "the last dropped",
                 lambda labels: int((labels[:, :-1] != IGNORED).sum()),
+                (
+                    "this drops the last label and keeps the first: logits lose their last "
+                    "position, labels their first."
+                ),
+            ),
+            Mistake(
+                "the last dropped, and token 0",
+                lambda labels: int((labels[:, :-1] > 0).sum()),
                 (
                     "this drops the last label and keeps the first: logits lose their last "
                     "position, labels their first."

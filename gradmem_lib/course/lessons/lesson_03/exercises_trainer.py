@@ -118,7 +118,7 @@ EXERCISES = (
         observe=_observe_mended,
         explain=_explain_mended,
         tolerance=1e-4,
-        changes=("model.mode",),
+        changes=("model.train",),
         mistakes=(
             Mistake(
                 "unchanged",

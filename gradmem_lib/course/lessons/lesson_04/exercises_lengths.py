@@ -128,32 +128,6 @@ def _explain_length(got, expected):
             return (
                 f"for {name}, k is {what}: return a segment's length, a whole number from 1 to n."
             )
-    peaks = {name: seen["peak with your k"] for name, seen in got.items()}
-    for says, length in (
-        (
-            (
-                "this rounds up, but the nearest whole number is below: round √(n · x / a) to the "
-                "nearest."
-            ),
-            math.ceil,
-        ),
-        (
-            (
-                "this rounds down, but the nearest whole number is above: round √(n · x / a) to "
-                "the nearest."
-            ),
-            math.floor,
-        ),
-    ):
-        ks = {
-            name: min(n, max(1, length(math.sqrt(n * x / a))))
-            for name, (n, a, x) in _CHAINS.items()
-        }
-        if all(
-            peaks[name] == kept_at_peak(uniform_segments(n, ks[name]), a, x)
-            for name, (n, a, x) in _CHAINS.items()
-        ):
-            return says
     if all(
         abs(float(k) - math.sqrt(_CHAINS[name][0])) <= 1 for name, k in got.notes["lengths"].items()
     ):
@@ -161,7 +135,8 @@ def _explain_length(got, expected):
             "this is √n, which is right where a layer keeps no more than its input: with a > x, "
             "segments must be shorter."
         )
-    name = next(name for name in expected if peaks[name] != expected[name]["peak with your k"])
+    peak = "peak with your k"
+    name = next(name for name in expected if got[name][peak] != expected[name][peak])
     n, a, x = _CHAINS[name]
     k = int(got.notes["lengths"][name])
     how = (
@@ -289,6 +264,14 @@ EXERCISES = (
                 "rounds down",
                 lambda n, a, x: max(1, int(math.sqrt(n * x / a))),
                 "this rounds down, but the nearest whole number is above: 1.85 is closer to 2.",
+            ),
+            Mistake(
+                "rounds up",
+                lambda n, a, x: min(n, math.ceil(math.sqrt(n * x / a))),
+                (
+                    "this rounds up, but the nearest whole number is below: round √(n · x / a) to "
+                    "the nearest."
+                ),
             ),
         ),
     ),

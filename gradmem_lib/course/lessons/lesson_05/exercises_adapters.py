@@ -107,10 +107,6 @@ def _explain_lora(got, expected):
             f"{right['ranks']} was asked for."
         ),
         "scales": "the adapters have another scale: make them by LoRALinear(layer, rank).",
-        "weight decays": (
-            f"the optimizer has a weight decay of {other['weight decays']}: use AdamW with its "
-            "default, 0.01."
-        ),
         "learning rates": (
             f"`lr` has no effect: the optimizer has {other['learning rates']}, but "
             f"{right['learning rates']} was asked for."
@@ -202,9 +198,6 @@ def _other_adapters(candidate) -> dict:
         "around": " ".join(sorted(adapters)),
         "ranks": sorted({len(m.A) for m in adapters.values()}),
         "scales": sorted({m.scale for m in adapters.values()}),
-        "weight decays": sorted(
-            {float(group.get("weight_decay", 0.01)) for group in optimizer.param_groups}
-        ),
         "learning rates": sorted({float(group["lr"]) for group in optimizer.param_groups}),
         "parameters that are trained and not handed to the optimizer": sum(
             id(p) not in held for p in _trained(model)

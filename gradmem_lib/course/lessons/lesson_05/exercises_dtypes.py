@@ -168,7 +168,7 @@ EXERCISES = (
         reference=train_mixed,
         observe=_observe_states,
         explain=_explain_states,
-        changes=("model.mode", "model.config"),
+        changes=("model.train", "model.config"),
         mistakes=(
             Mistake(
                 "bf16 over bf16",

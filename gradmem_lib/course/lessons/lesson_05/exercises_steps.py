@@ -302,7 +302,7 @@ EXERCISES = (
         reference=switch_on,
         observe=_observe_checkpointing,
         explain=_explain_checkpointing,
-        changes=("model.mode", "model.hook", "model.config"),
+        changes=("model.train", "model.hook", "model.config", "model.checkpointing"),
         mistakes=(
             Mistake("left in eval", _left_in_eval, _SAVES_TOO_LITTLE["eval mode"]),
             Mistake("train mode alone", _train_mode_alone, _SAVES_TOO_LITTLE["none"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 
 from ....training.recipe import Recipe
+from ...judge.compare import describe, plain
 from ...judge.exercise import Exercise, Mistake
 from ..shared.settings import quietly
 
@@ -131,9 +132,13 @@ def _observe_7b(candidate):
             "return two things, the recipe and the rows of a micro-batch: return Recipe(...), 1"
         )
     recipe, micro_batch = given
+    micro_batch = plain(micro_batch)
+    if isinstance(micro_batch, float) and micro_batch.is_integer():
+        micro_batch = int(micro_batch)
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
         raise TypeError(
-            f"the rows of a micro-batch must be a whole number, at least 1, not {micro_batch!r}"
+            "the rows of a micro-batch must be a whole number, at least 1, not "
+            f"{describe(micro_batch)}"
         )
     fits = (
         recipe,

@@ -356,7 +356,7 @@ EXERCISES = (
         observe=partial(_observe, setting=classifier_setting, card=CLASSIFIER_CARD),
         explain=_explain,
         tolerance=5e-4,
-        changes=("model.mode", "model.hook", "model.config"),
+        changes=("model.train", "model.config", "model.hook"),
         mistakes=(
             Mistake(
                 "as it was",
@@ -415,7 +415,7 @@ EXERCISES = (
         observe=quietly(partial(_observe, setting=t5_setting, card=T5_CARD)),
         explain=_explain,
         tolerance=5e-4,
-        changes=("model.mode", "model.hook", "model.config"),
+        changes=("model.train", "model.config", "model.hook"),
         mistakes=(
             Mistake(
                 "as it was",

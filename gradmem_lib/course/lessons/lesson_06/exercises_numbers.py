@@ -9,7 +9,7 @@ from ast import literal_eval
 from functools import partial
 
 from ....units import MiB
-from ...judge.compare import difference
+from ...judge.compare import describe
 from ...judge.exercise import Exercise, Mistake, Unseen, calls
 
 
@@ -113,26 +113,6 @@ def _observe_rows(candidate):
     }
 
 
-def _explain_rows(got, expected):
-    for wrong, says in (
-        (
-            lambda moments, rows, new: with_rows(moments, new, rows),
-            "the factor is upside down: it is new / rows.",
-        ),
-        (
-            lambda moments, rows, new: with_rows(moments, 1, 1),
-            "`rows` and `new` have no effect on your answer.",
-        ),
-        (
-            partial(_scales, grow=("activations", "temporaries")),
-            "`other` is not scaled: it holds the token ids, and they belong to the batch too.",
-        ),
-    ):
-        if difference(got, _observe_rows(wrong)) is None:
-            return says
-    return None
-
-
 NAMES = ("micro-batches", "checkpointing", "8-bit states", "LoRA", "QLoRA")
 
 
@@ -141,14 +121,35 @@ def next_technique(phase, parts, rows, card) -> str:
     return _chosen(phase, parts, rows, card)
 
 
-def _chosen(phase, parts, rows, card, *, wrong="") -> str:
+def _chosen(phase, parts, rows, card, *, wrong="", order=NAMES) -> str:
+    takes = _takes(phase, parts, rows, wrong)
+    if wrong == "the most":
+        return max(NAMES, key=lambda name: takes[name])
+    total = sum(parts.values())
+    return next((name for name in order if total - takes[name] <= card), "none")
+
+
+def _stacked(phase, parts, rows, card) -> str:
+    left = dict(parts)
+    for name in NAMES:
+        for part in parts:
+            # What this technique takes of this part alone.
+            without = _takes(phase, parts | {part: 0}, rows, "")[name]
+            left[part] -= min(left[part], _takes(phase, parts, rows, "")[name] - without)
+        if sum(left.values()) <= card:
+            return name
+    return "none"
+
+
+def _takes(phase, parts, rows, wrong) -> dict[str, int]:
+    """The bytes that each technique takes away, by itself."""
     step = phase == "optimizer_step"
     passes = not step or wrong == "the phase"
     own = step * parts["temporaries"] * (wrong != "the step's")
     states = parts["optimizer"] + own + (wrong == "8-bit gradients") * parts["gradients"]
     adapters = states + parts["gradients"]
     many = rows > 1 or wrong == "one row"
-    takes = {
+    return {
         "micro-batches": passes * many * (parts["activations"] + parts["temporaries"]),
         "checkpointing": passes
         * (parts["activations"] + (wrong == "logits") * parts["temporaries"]),
@@ -156,10 +157,6 @@ def _chosen(phase, parts, rows, card, *, wrong="") -> str:
         "LoRA": adapters + (wrong == "the base") * parts["parameters"],
         "QLoRA": adapters + parts["parameters"],
     }
-    if wrong == "the most":
-        return max(NAMES, key=lambda name: takes[name])
-    total = sum(parts.values())
-    return next((name for name in NAMES if total - takes[name] <= card), "none")
 
 
 def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
@@ -168,9 +165,10 @@ def _case(phase: str, parts: tuple[int, ...], rows: int, card: int) -> tuple:
 
 
 def _explain_next(got, expected):
-    if len(said := {str(value) for value in got.values()}) == 1:
+    said = {describe(value) for value in got.values()}
+    if len(said) == 1:
         return (
-            f"the answer is {said.pop()!r} for every breakdown: it must depend on phase, parts, "
+            f"the answer is {said.pop()} for every breakdown: it must depend on phase, parts, "
             "rows and card."
         )
     if got == {case: _chosen(*literal_eval(case), wrong="the step's") for case in expected}:
@@ -256,8 +254,25 @@ EXERCISES = (
         trains="telling what a batch is made of from what stays, moment by moment",
         reference=with_rows,
         observe=_observe_rows,
-        explain=_explain_rows,
         mistakes=(
+            Mistake(
+                "upside down",
+                lambda moments, rows, new: with_rows(moments, new, rows),
+                "the factor is upside down: it is new / rows.",
+            ),
+            Mistake(
+                "as it is",
+                lambda moments, rows, new: with_rows(moments, 1, 1),
+                "`rows` and `new` have no effect on your answer.",
+            ),
+            Mistake(
+                "not the others",
+                partial(_scales, grow=("activations", "temporaries")),
+                (
+                    "`other` is not scaled: it holds the token ids, and they belong to the batch "
+                    "too."
+                ),
+            ),
             Mistake(
                 "all of it",
                 partial(_scales, grow=(*GROW, *STAY), step=(*GROW, *STAY)),
@@ -323,6 +338,10 @@ EXERCISES = (
                 _case("optimizer_step", (12, 12, 12, 1, 1), 4, 24),
                 _case("backward", (13, 9, 6, 2, 1), 1, 16),
                 _case("optimizer_step", (10, 10, 8, 0, 12), 8, 22),
+                # Only two techniques together would be enough.
+                _case("backward", (10, 0, 10, 10, 0), 8, 12),
+                _case("backward", (10, 10, 10, 10, 10), 1, 19),
+                _case("optimizer_step", (10, 10, 10, 0, 10), 8, 5),
             ),
         ),
         explain=_explain_next,
@@ -367,6 +386,22 @@ EXERCISES = (
                 (
                     "this takes what saves most: take the first one that can be enough, since "
                     "they are in the order of their price."
+                ),
+            ),
+            Mistake(
+                "the last",
+                partial(_chosen, order=NAMES[::-1]),
+                (
+                    "this takes the last one that can be enough: take the first one, since they "
+                    "are in the order of their price."
+                ),
+            ),
+            Mistake(
+                "stacked",
+                _stacked,
+                (
+                    "each technique takes away from what the ones before it have left: ask each "
+                    "by itself, since only one is chosen."
                 ),
             ),
         ),

@@ -39,7 +39,7 @@ def _scaled(
     divide=True,
     skip=True,
     halve=True,
-    first=False,
+    looks_at=lambda gradients: gradients,
     streak=True,
 ):
     def wrong(optimizer, scale, good, patience):
@@ -51,7 +51,7 @@ def _scaled(
         ]
         for gradient in gradients if divide else ():
             gradient.div_(scale)
-        fine = all(map(finite, gradients[:1] if first else gradients))
+        fine = all(map(finite, looks_at(gradients)))
         if fine or not skip:
             optimizer.step()
         if not fine:
@@ -61,8 +61,22 @@ def _scaled(
     return wrong
 
 
-# By step: what the second weight's gradient holds, beside numbers.
-_STEPS = (1.0, math.inf, 2.0, 0.5, math.nan, 1.0, 3.0, -math.inf, 1.0, 1.0, 1.0, 0.25)
+# By step: which weight's gradient holds what, beside numbers.
+_STEPS = (
+    (1, 1.0),
+    (1, math.inf),
+    (1, 2.0),
+    (3, 0.5),
+    (0, math.nan),
+    (1, 1.0),
+    (1, 3.0),
+    (3, -math.inf),
+    (0, 1.0),
+    (1, 1.0),
+    (1, 1.0),
+    (3, 0.25),
+    (1, -math.inf),
+)
 
 
 def _observe_scaled(candidate):
@@ -71,14 +85,17 @@ def _observe_scaled(candidate):
         weights = [
             nn.Parameter(torch.ones(3)),
             nn.Parameter(torch.ones(2, 2)),
-            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.ones(1)),  # gets no gradient
+            nn.Parameter(torch.ones(2)),
         ]
         groups = [{"params": weights[:1]}, {"params": weights[1:]}]
         optimizer = torch.optim.SGD(groups, lr=0.125, momentum=momentum)
         scale, good = 2.0**10, 0
-        for number, odd in enumerate(_STEPS, 1):
+        for number, (place, odd) in enumerate(_STEPS, 1):
             weights[0].grad = torch.tensor([1.0, -2.0, 0.5]) * scale
-            weights[1].grad = torch.tensor([[0.5, odd], [1.0, 1.0]]) * scale
+            weights[1].grad = torch.tensor([[0.5, 2.0], [1.0, 1.0]]) * scale
+            weights[3].grad = torch.tensor([-1.0, 0.25]) * scale
+            weights[place].grad.view(-1)[1] = odd * scale
             scale, good = candidate(optimizer, scale, good, patience)
             found[f"patience {patience}, after step {number} ({_said(odd)})"] = {
                 "weights": flat(weights),
@@ -172,8 +189,16 @@ EXERCISES = (
             ),
             Mistake(
                 "first alone",
-                _scaled(first=True),
+                _scaled(looks_at=lambda gradients: gradients[:1]),
                 "only one parameter is checked: every gradient of every group must be finite.",
+            ),
+            Mistake(
+                "last alone",
+                _scaled(looks_at=lambda gradients: gradients[-1:]),
+                (
+                    "only the last gradient decides: the loop must remember if any gradient of any "
+                    "group is not finite."
+                ),
             ),
             Mistake(
                 "not in a row",

@@ -226,6 +226,17 @@ def _repeated(formula=None, result=lambda more, less: more - less):
     return wrong
 
 
+def _one_counter(*, checkpointed: bool):
+    """Only one of the two counters gets the formula."""
+    formulas = {cpu_attention: fused_operations}
+
+    def wrong(plain, more):
+        without = _operations(plain, {} if checkpointed else formulas)
+        return _operations(more, formulas if checkpointed else {}) - without
+
+    return wrong
+
+
 def _formula(of):
     return lambda query, key, value, *args, out_val=None, **kwargs: of(*query, key[2])
 
@@ -272,42 +283,6 @@ def _observe_repeated(candidate):
         return found
 
 
-# What a formula forgets, or counts twice: its share of what is right, from rows, heads, queries,
-# size and keys.
-_SHARES = (
-    (
-        lambda b, h, s, d, t: 1 / 4,
-        (
-            "gives a quarter: there are two products, and a multiplication and an addition count "
-            "as two operations."
-        ),
-    ),
-    (lambda b, h, s, d, t: 1 / b, "leaves out the rows."),
-    (
-        lambda b, h, s, d, t: 1 / d,
-        "leaves out the size of a head: each score takes that many multiplications.",
-    ),
-    (lambda b, h, s, d, t: 1 / t, "leaves out the keys: each query has a score with each of them."),
-    (lambda b, h, s, d, t: 1 / s, "leaves out the queries: each of them has its own scores."),
-    (lambda b, h, s, d, t: t / s, "squares the keys: there may be fewer queries than keys."),
-    (
-        lambda b, h, s, d, t: d / t,
-        (
-            "uses the size of a head as the number of keys: a shape is (rows, heads, tokens, "
-            "size), so key[2] has it."
-        ),
-    ),
-    (
-        lambda b, h, s, d, t: -1,
-        "is given only to plain()'s counter: checkpointed()'s counter needs it too.",
-    ),
-    (
-        lambda b, h, s, d, t: 2,
-        "counts twice what it should, or one of the two counters does not have it: both need it.",
-    ),
-)
-
-
 def _explain_repeated(got, expected):
     mlp = next(iter(expected))
     numbers = all(isinstance(count, (int, float)) for count in got.values())
@@ -321,28 +296,9 @@ def _explain_repeated(got, expected):
     if numbers and got[mlp] != expected[mlp] and 0 < got[mlp] < 2:
         return "this is a ratio of the two steps: return their difference, a number of operations."
     if got[mlp] != expected[mlp]:
-        if got == _observe_repeated(_repeated(result=lambda more, less: less)):
-            return (
-                "this is the step without its checkpoint: count both steps, and take the "
-                "difference."
-            )
-        both = _observe_repeated(_repeated(result=lambda more, less: more + less))
-        return (
-            (
-                "the sum of both steps is counted: each step has its own counter; return the "
-                "difference."
-            )
-            if got == both
-            else None
-        )
+        return None
     right = {name: 4 * math.prod(sizes) for name, sizes in _FUSED.items()}
     formulas = {name: right[name] + got[name] - expected[name] for name in _FUSED}
-    for share, says in _SHARES:
-        if all(
-            math.isclose(formulas[name], right[name] * share(*sizes))
-            for name, sizes in _FUSED.items()
-        ):
-            return f"the formula {says}"
     name = next(name for name in _FUSED if formulas[name] != right[name])
     rows, heads, queries, size, keys = _FUSED[name]
     return (
@@ -481,6 +437,82 @@ EXERCISES = (
                 "halves",
                 _repeated(result=lambda more, less: (more - less) // 2),
                 "a multiplication and an addition are counted as one operation: they are two.",
+            ),
+            Mistake(
+                "the plain step",
+                _repeated(result=lambda more, less: less),
+                (
+                    "this is the step without its checkpoint: count both steps, and take the "
+                    "difference."
+                ),
+            ),
+            Mistake(
+                "the sum",
+                _repeated(result=lambda more, less: more + less),
+                (
+                    "the sum of both steps is counted: each step has its own counter; return the "
+                    "difference."
+                ),
+            ),
+            Mistake(
+                "a quarter",
+                _repeated(_formula(lambda b, h, s, d, t: b * h * s * t * d)),
+                (
+                    "the formula gives a quarter: there are two products, and a multiplication "
+                    "and an addition count as two operations."
+                ),
+            ),
+            Mistake(
+                "no rows",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * h * s * t * d)),
+                "the formula leaves out the rows.",
+            ),
+            Mistake(
+                "no size",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * t)),
+                (
+                    "the formula leaves out the size of a head: each score takes that many "
+                    "multiplications."
+                ),
+            ),
+            Mistake(
+                "no keys",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * d)),
+                "the formula leaves out the keys: each query has a score with each of them.",
+            ),
+            Mistake(
+                "no queries",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * t * d)),
+                "the formula leaves out the queries: each of them has its own scores.",
+            ),
+            Mistake(
+                "keys squared",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * t * t * d)),
+                "the formula squares the keys: there may be fewer queries than keys.",
+            ),
+            Mistake(
+                "another place",
+                _repeated(_formula(lambda b, h, s, d, t: 4 * b * h * s * d * d)),
+                (
+                    "the formula uses the size of a head as the number of keys: a shape is (rows, "
+                    "heads, tokens, size), so key[2] has it."
+                ),
+            ),
+            Mistake(
+                "one counter",
+                _one_counter(checkpointed=False),
+                (
+                    "the formula is given only to plain()'s counter: checkpointed()'s counter "
+                    "needs it too."
+                ),
+            ),
+            Mistake(
+                "the other counter",
+                _one_counter(checkpointed=True),
+                (
+                    "the formula counts twice what it should, or one of the two counters does not "
+                    "have it: both need it."
+                ),
             ),
         ),
     ),

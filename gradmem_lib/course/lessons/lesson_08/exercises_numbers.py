@@ -104,6 +104,12 @@ _SAVES = {
 }
 
 
+def _whole(k):
+    """A number of layers of any kind as Python's, where it is whole."""
+    k = plain(k)
+    return int(k) if isinstance(k, float) and k.is_integer() else k
+
+
 @quietly
 def _observe_layers(candidate):
     found: dict = {}
@@ -112,6 +118,7 @@ def _observe_layers(candidate):
         called: list[int] = []
 
         def peak(k, saves=saves, start=start, called=called):
+            k = _whole(k)
             called.append(k)
             if len(called) > 1000:
                 raise RuntimeError(
@@ -125,7 +132,7 @@ def _observe_layers(candidate):
             "layers": answer,
             f"calls of peak beyond {MOST_CALLS}": max(0, len(called) - MOST_CALLS),
         }
-    k = plain(candidate(recomputed_peak, LAYERS, parse_bytes(RECOMPUTE_CARD)))
+    k = plain(candidate(lambda k: recomputed_peak(_whole(k)), LAYERS, parse_bytes(RECOMPUTE_CARD)))
     found["a GPT-2 of 8 layers"] = {"layers": k}
     if isinstance(k, int) and 0 <= k <= LAYERS:
         model, ids = recompute_setting()
@@ -177,13 +184,21 @@ def _cache(
     size=lambda config: config.head_dim,
     layers=True,
     rows=True,
+    positions=lambda tokens: tokens,
+    each=lambda bytes_per_number: bytes_per_number,
 ):
     def wrong(config, rows_, tokens, bytes_per_number):
         width = getattr(config, heads) * size(config)
         count = (config.num_hidden_layers if layers else 1) * (rows_ if rows else 1)
-        return both * count * width * tokens * bytes_per_number
+        return both * count * width * positions(tokens) * each(bytes_per_number)
 
     return wrong
+
+
+def _with_queries(config, rows, tokens, bytes_per_number):
+    heads = config.num_attention_heads
+    queries = config.num_hidden_layers * heads * config.head_dim * rows * tokens * bytes_per_number
+    return kv_cache(config, rows, tokens, bytes_per_number) + queries
 
 
 @cache
@@ -221,36 +236,9 @@ def _observe_cache(candidate):
 
 
 def _explain_cache(got, expected):
-    ratios = [mine / right for mine, right in zip(got.values(), expected.values(), strict=True)]
-    if ratios == [1, 1, 0.5, 2]:
-        return "this assumes two bytes a number: use bytes_per_number."
-    if ratios == [1 / 2, 1 / 2, 1 / 4, 1]:
-        return "these are numbers, not bytes: multiply by bytes_per_number."
-    if ratios == [1.5] * 4:
-        return (
-            "three tensors are counted: the queries of earlier tokens are never needed again, "
-            "so only keys and values are cached."
-        )
-    if ratios == [2048, 2048, 500, 77]:
-        return (
-            "the tokens are squared: the cache has one key and one value for each token, and no "
-            "scores."
-        )
-    if ratios == [1 / 2048, 1 / 2048, 1 / 500, 1 / 77]:
-        return "only one token is counted: every token so far has its own keys and values."
-    if ratios == [1.5, 5, 2, 5]:
-        return "queries are counted as well: those of earlier tokens are never needed again."
-    if ratios == [1 / 128] * 4:
-        return "the width of a head is missing: each key and each value has head_dim numbers."
-    if len(set(ratios)) == 1 and ratios[0] in (2**-10, 2**-20, 2**-30):
+    ratios = {mine / right for mine, right in zip(got.values(), expected.values(), strict=True)}
+    if len(ratios) == 1 and ratios & {2**-10, 2**-20, 2**-30}:
         return "these are KiB, MiB or GiB: return bytes."
-    if len(set(ratios)) == 1 and ratios[0] == 8:
-        return "these are bits: return bytes."
-    if all(
-        0 < (1 - ratio) * tokens < 1.5
-        for ratio, tokens in zip(ratios, (2048, 2048, 500, 77), strict=True)
-    ):
-        return "the last token is missing: its keys and values are kept too."
     return None
 
 
@@ -402,6 +390,57 @@ EXERCISES = (
                 "one row",
                 _cache(rows=False),
                 "only one row is counted: each row has its own keys and values.",
+            ),
+            Mistake(
+                "two bytes",
+                _cache(each=lambda bytes_per_number: 2),
+                "this assumes two bytes a number: use bytes_per_number.",
+            ),
+            Mistake(
+                "numbers",
+                _cache(each=lambda bytes_per_number: 1),
+                "these are numbers, not bytes: multiply by bytes_per_number.",
+            ),
+            Mistake(
+                "bits",
+                _cache(each=lambda bytes_per_number: 8 * bytes_per_number),
+                "these are bits: return bytes.",
+            ),
+            Mistake(
+                "three",
+                _cache(both=3),
+                (
+                    "three tensors are counted: the queries of earlier tokens are never needed "
+                    "again, so only keys and values are cached."
+                ),
+            ),
+            Mistake(
+                "queries too",
+                _with_queries,
+                "queries are counted as well: those of earlier tokens are never needed again.",
+            ),
+            Mistake(
+                "squared",
+                _cache(positions=lambda tokens: tokens**2),
+                (
+                    "the tokens are squared: the cache has one key and one value for each token, "
+                    "and no scores."
+                ),
+            ),
+            Mistake(
+                "one token",
+                _cache(positions=lambda tokens: 1),
+                "only one token is counted: every token so far has its own keys and values.",
+            ),
+            Mistake(
+                "not the last",
+                _cache(positions=lambda tokens: tokens - 1),
+                "the last token is missing: its keys and values are kept too.",
+            ),
+            Mistake(
+                "no width",
+                _cache(size=lambda config: 1),
+                ("the width of a head is missing: each key and each value has head_dim numbers."),
             ),
         ),
     ),

@@ -152,26 +152,47 @@ def adafactor_second_moment(grad, row, column, beta2, eps) -> Tensor:
 def _factored(
     *,
     square=torch.square,
-    total=torch.sum,
-    lerp=True,
-    keep=True,
+    sums=lambda squares: (squares.sum(1), squares.sum(0)),
+    average=lambda old, new, beta2: beta2 * old + (1 - beta2) * new,
+    keep=lambda vector, new: vector.copy_(new),
+    product=lambda row, column, squares: torch.outer(row, column) / row.sum(),
     inside=True,
-    add=True,
-    reduce=torch.sum,
+    outside=False,
 ):
+    """``adafactor_second_moment``, or a wrong one: what is summed, averaged, kept and multiplied,
+    and where eps is added.
+    """
+
     def wrong(grad, row, column, beta2, eps):
-        squares = square(grad) + (eps if inside and add else 0)
-        sums = reduce(squares, 1), reduce(squares, 0)
-        new = [
-            old * beta2 + found * (1 - beta2 if lerp else 1)
-            for old, found in zip((row, column), sums, strict=True)
-        ]
-        if keep:
-            row.copy_(new[0])
-            column.copy_(new[1])
-        return torch.outer(*new) / total(new[0]) + (0 if inside or not add else eps)
+        squares = square(grad)
+        if inside:
+            squares = squares + eps
+        new_row, new_column = (
+            average(old, new, beta2) for old, new in zip((row, column), sums(squares), strict=True)
+        )
+        keep(row, new_row)
+        keep(column, new_column)
+        v = product(new_row, new_column, squares)
+        return v + eps if outside else v
 
     return wrong
+
+
+def _over_mean_of_rows(row, column, squares):
+    return torch.outer(row, column) / row.mean()
+
+
+def _over_mean_of_columns(row, column, squares):
+    return torch.outer(row, column) / column.mean()
+
+
+_BY_A_MEAN = "the product is divided by a mean: divide it by the total, row.sum()."
+
+
+def _from_the_old(grad, row, column, beta2, eps):
+    v = torch.outer(row, column) / row.sum()
+    adafactor_second_moment(grad, row, column, beta2, eps)
+    return v
 
 
 def _observe_factored(candidate):
@@ -205,39 +226,6 @@ def _explain_factored(got, expected):
                 f"{name} has not changed: change it in place, as {name}.copy_(…) or "
                 f"{name}.lerp_(…) do."
             )
-    start = expected[next(iter(expected))]
-    if difference(first["row"], 9 * start["row"]) is None:
-        return "beta2 and 1 - beta2 are swapped: the new sums get the weight 1 - beta2."
-    if difference(start["v"].shape[1] * first["row"], start["row"]) is None:
-        return "row and column hold means: use sums, torch.sum along one dimension."
-    if difference(got, _observe_factored(_factored(add=False))) is None:
-        return "eps has no effect: add it to every square, before the sums."
-    if any(
-        difference(got[case][vector], expected[case][vector])
-        for case in expected
-        for vector in ("row", "column")
-    ):
-        return None
-    mine, right = first["v"], expected[next(iter(expected))]["v"]
-    if difference(mine, right.sqrt()) is None:
-        return "this is the root of v: return v itself."
-    if mine.shape == right.T.shape:
-        return "v has the columns' sums along its rows: torch.outer(row, column)."
-    if mine.isnan().any():
-        return (
-            "v is made from the old row and column, which are 0 at first: average first, then "
-            "multiply."
-        )
-    if difference(10 * mine, right) is None:
-        return (
-            "the product is divided by the sum of this step's squares: divide it by the total "
-            "of the averages, row.sum()."
-        )
-    if (
-        difference(mine, len(right) * right) is None
-        or difference(mine, right.shape[1] * right) is None
-    ):
-        return "the product is divided by a mean: divide it by the total, row.sum()."
     return None
 
 
@@ -321,7 +309,7 @@ EXERCISES = (
         mistakes=(
             Mistake(
                 "no total",
-                _factored(total=lambda row: 1.0),
+                _factored(product=lambda row, column, squares: torch.outer(row, column)),
                 (
                     "the product of a row sum and a column sum includes the matrix's whole sum "
                     "once too often: divide by the total, row.sum()."
@@ -334,7 +322,7 @@ EXERCISES = (
             ),
             Mistake(
                 "not kept",
-                _factored(keep=False),
+                _factored(keep=lambda vector, new: None),
                 (
                     "row and column have not changed: change them in place, as row.copy_(…) or "
                     "row.lerp_(…) do."
@@ -342,19 +330,73 @@ EXERCISES = (
             ),
             Mistake(
                 "sums up",
-                _factored(lerp=False),
+                _factored(average=lambda old, new, beta2: beta2 * old + new),
                 "the new sums are added whole: an average takes 1 - beta2 of them.",
             ),
             Mistake(
+                "swapped",
+                _factored(average=lambda old, new, beta2: (1 - beta2) * old + beta2 * new),
+                "beta2 and 1 - beta2 are swapped: the new sums get the weight 1 - beta2.",
+            ),
+            Mistake(
                 "eps outside",
-                _factored(inside=False),
+                _factored(inside=False, outside=True),
                 "eps is added to v at the end: add it to every square, before the sums.",
             ),
             Mistake(
+                "no eps",
+                _factored(inside=False),
+                "eps has no effect: add it to every square, before the sums.",
+            ),
+            Mistake(
                 "means",
-                _factored(reduce=torch.mean),
+                _factored(sums=lambda squares: (squares.mean(1), squares.mean(0))),
                 "row and column hold means: use sums, torch.sum along one dimension.",
             ),
+            Mistake(
+                "means over their mean",
+                _factored(
+                    sums=lambda squares: (squares.mean(1), squares.mean(0)),
+                    product=_over_mean_of_rows,
+                ),
+                "row and column hold means: use sums, torch.sum along one dimension.",
+            ),
+            Mistake(
+                "the root",
+                _factored(
+                    product=lambda row, column, squares: (
+                        torch.outer(row, column) / row.sum()
+                    ).sqrt()
+                ),
+                "this is the root of v: return v itself.",
+            ),
+            Mistake(
+                "turned",
+                _factored(
+                    product=lambda row, column, squares: torch.outer(column, row) / row.sum()
+                ),
+                "v has the columns' sums along its rows: torch.outer(row, column).",
+            ),
+            Mistake(
+                "from the old sums",
+                _from_the_old,
+                (
+                    "v is made from the old row and column, which are 0 at first: average first, "
+                    "then multiply."
+                ),
+            ),
+            Mistake(
+                "this step's total",
+                _factored(
+                    product=lambda row, column, squares: torch.outer(row, column) / squares.sum()
+                ),
+                (
+                    "the product is divided by the sum of this step's squares: divide it by the "
+                    "total of the averages, row.sum()."
+                ),
+            ),
+            Mistake("a row's mean", _factored(product=_over_mean_of_rows), _BY_A_MEAN),
+            Mistake("a column's mean", _factored(product=_over_mean_of_columns), _BY_A_MEAN),
         ),
     ),
 )

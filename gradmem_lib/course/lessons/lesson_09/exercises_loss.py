@@ -126,7 +126,8 @@ def _explain(got, expected):
         if mine[part] is None:
             return (
                 f"{part} is None: backward returns the gradients of hidden and weight, then "
-                "None for labels and cap."
+                "None for labels and cap. If forward takes them by autograd, it must also cut and "
+                "multiply inside torch.enable_grad(): a piece that is cut outside has no graph."
             )
     ratio = (mine["loss"] / right["loss"]).item()
     labels = _batch(150, 6, 20, torch.float64, 3)[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from ...judge.compare import difference
 from ...judge.exercise import Exercise, Mistake, calls
 
 WAYS = ("ddp", "zero1", "zero2", "fsdp")
@@ -28,80 +27,31 @@ def _held(each=(2, 2, 12), cut=_CUT, result=tuple):
     return wrong
 
 
+_ONE_PART_WRONG = (
+    (
+        "only fsdp cuts the weights: with the other ways each rank has a whole copy, of 2 bytes a "
+        "parameter."
+    ),
+    (
+        "only zero2 and fsdp cut the gradients: with the other ways each rank has all of them, of "
+        "2 bytes a parameter."
+    ),
+    (
+        "every way except ddp cuts the optimizer's states: 12 bytes a parameter, for a float32 "
+        "copy of the weights and two moments."
+    ),
+)
+
+
 def _explain_held(got, expected):
     if not all(isinstance(each, (tuple, list)) and len(each) == 3 for each in got.values()):
         return "return three numbers, (weights, gradients, optimizer states), each in bytes."
-    mine, right = ([tuple(map(float, each)) for each in seen.values()] for seen in (got, expected))
-    for name, each in (
-        (
-            (
-                "the optimizer holds two moments in float32, but its float32 copy of the weights "
-                "is missing: 12 bytes a parameter."
-            ),
-            (2, 2, 8),
-        ),
-        (
-            (
-                "weights, gradients and moments are in float32 here: in mixed precision weights "
-                "and gradients are bf16, and the optimizer has 12 bytes a parameter."
-            ),
-            (4, 4, 8),
-        ),
-        ("the gradients are in float32 here: they must be bf16, like the weights.", (2, 4, 12)),
-        (
-            (
-                "the float32 copy of the weights belongs to the optimizer's states: it is cut when "
-                "they are."
-            ),
-            (6, 2, 8),
-        ),
-        ("these are numbers: return bytes.", (1, 1, 2)),
-        ("these are numbers: return bytes.", (1, 1, 3)),
-        (
-            (
-                "the optimizer has only its two moments here: in mixed precision it also holds a "
-                "float32 copy of the weights."
-            ),
-            (2, 2, 4),
-        ),
-    ):
-        if mine == [
-            tuple(s * w / r for s, w, r in zip(triple, each, (2, 2, 12), strict=True))
-            for triple in right
-        ]:
-            return name
-    if (
-        all(
-            math.isclose(a[0] / b[0], c)
-            for a, b in zip(mine, right, strict=True)
-            for c in [mine[0][0] / right[0][0]]
-        )
-        and mine[0][0] < right[0][0] / 500
-    ):
+    pairs = [(tuple(map(float, got[case])), expected[case]) for case in expected]
+    units = [mine[0] / right[0] for mine, right in pairs]
+    if units[0] < 1 / 500 and all(math.isclose(unit, units[0]) for unit in units):
         return "return bytes, not kB, MB or GB."
-    wrong = [
-        name
-        for name, i in (("weights", 0), ("gradients", 1), ("states", 2))
-        if any(a[i] != b[i] for a, b in zip(mine, right, strict=True))
-    ]
-    return (
-        {
-            "weights": (
-                "only fsdp cuts the weights: with the other ways each rank has a whole "
-                "copy, of 2 bytes a parameter."
-            ),
-            "gradients": (
-                "only zero2 and fsdp cut the gradients: with the other ways each rank has all of "
-                "them, of 2 bytes a parameter."
-            ),
-            "states": (
-                "every way except ddp cuts the optimizer's states: 12 bytes a parameter, for a "
-                "float32 copy of the weights and two moments."
-            ),
-        }[wrong[0]]
-        if len(wrong) == 1
-        else None
-    )
+    wrong = [part for part in range(3) if any(mine[part] != right[part] for mine, right in pairs)]
+    return _ONE_PART_WRONG[wrong[0]] if len(wrong) == 1 else None
 
 
 def communication_seconds(way, nbytes, ranks, micro_batches, bandwidth):
@@ -123,6 +73,16 @@ def _seconds(share=lambda ranks: (ranks - 1) / ranks, **passes):
     return wrong
 
 
+def _sent(power):
+    """The bytes that are sent, times a power of the bandwidth."""
+
+    def wrong(way, nbytes, ranks, micro_batches, bandwidth):
+        seconds = communication_seconds(way, nbytes, ranks, micro_batches, bandwidth)
+        return seconds * bandwidth * bandwidth**power
+
+    return wrong
+
+
 _TALK = calls(
     ("ddp", 14_000_000_000, 8, 4, 25e9),
     ("zero2", 3_000_000_000, 2, 1, 450e9),
@@ -135,40 +95,9 @@ _TALK = calls(
         ("fsdp", 10_000_000, 1, 4, 9e9),
     ),
 )
-_ALIKE = (
-    (
-        _seconds(fsdp=lambda k: 2 * k + 1, zero2=lambda k: k + 1),
-        (
-            "the gradients are reduced once an update here: ranks without a whole copy of them "
-            "must reduce after every micro-batch."
-        ),
-    ),
-    (
-        _seconds(zero2=lambda k: k + 1),
-        "zero2 reduces once an update here: it reduces after every micro-batch, as fsdp does.",
-    ),
-    (
-        _seconds(zero2=lambda k: 3 * k),
-        (
-            "zero2 gathers its weights twice here: the weights stay gathered from forward to "
-            "backward, so gathering once is enough."
-        ),
-    ),
-    (
-        _seconds(ddp=lambda k: 3, zero2=lambda k: 3 * k),
-        "only fsdp has three passes: ddp sends no weights, and zero2 gathers them once.",
-    ),
-    (
-        _seconds(ddp=lambda k: 1, zero2=lambda k: k, fsdp=lambda k: k),
-        "one pass is counted: an all-reduce is two, and sharded weights are gathered too.",
-    ),
-)
 
 
 def _explain_seconds(got, expected):
-    for formula, says in _ALIKE:
-        if difference(got, _TALK(formula)) is None:
-            return says
     ratios = {
         round(float(mine) / right, 12)
         for mine, right in zip(got.values(), expected.values(), strict=True)
@@ -184,14 +113,6 @@ def _explain_seconds(got, expected):
             "half of the time is missing: bandwidth is what a rank sends a second, and it sends "
             "as much as it receives."
         )
-    if all(
-        math.isclose(float(mine), right * arguments[4] ** 2)
-        or math.isclose(float(mine), right * arguments[4])
-        for mine, right, arguments in zip(
-            got.values(), expected.values(), (*_TALK.cases, *_TALK.unseen), strict=True
-        )
-    ):
-        return "these are bytes: return seconds, so divide by bandwidth."
     if 0 < ratio < 1e-2:
         return "every case is far too small: return seconds, from bytes and bytes a second."
     return None
@@ -229,6 +150,29 @@ EXERCISES = (
                 (
                     "weights, gradients and moments are in float32 here: in mixed precision "
                     "weights and gradients are bf16, and the optimizer has 12 bytes a parameter."
+                ),
+            ),
+            Mistake(
+                "float32 gradients",
+                _held((2, 4, 12)),
+                "the gradients are in float32 here: they must be bf16, like the weights.",
+            ),
+            Mistake(
+                "the copy is cut as weights are",
+                _held((6, 2, 8)),
+                (
+                    "the float32 copy of the weights belongs to the optimizer's states: it is cut "
+                    "when they are."
+                ),
+            ),
+            Mistake("numbers", _held((1, 1, 2)), "these are numbers: return bytes."),
+            Mistake("numbers, and the copy", _held((1, 1, 3)), "these are numbers: return bytes."),
+            Mistake(
+                "bf16 moments alone",
+                _held((2, 2, 4)),
+                (
+                    "the optimizer has only its two moments here: in mixed precision it also "
+                    "holds a float32 copy of the weights."
                 ),
             ),
             Mistake(
@@ -340,6 +284,46 @@ EXERCISES = (
                     "every rank sends everything to every other rank here: in a ring each sends 1 "
                     "/ ranks of the bytes, ranks - 1 times."
                 ),
+            ),
+            Mistake(
+                "once an update",
+                _seconds(fsdp=lambda k: 2 * k + 1, zero2=lambda k: k + 1),
+                (
+                    "the gradients are reduced once an update here: ranks without a whole copy of "
+                    "them must reduce after every micro-batch."
+                ),
+            ),
+            Mistake("bytes", _sent(0), "these are bytes: return seconds, so divide by bandwidth."),
+            Mistake(
+                "times bandwidth",
+                _sent(1),
+                "these are bytes: return seconds, so divide by bandwidth.",
+            ),
+            Mistake(
+                "zero2 once an update",
+                _seconds(zero2=lambda k: k + 1),
+                (
+                    "zero2 reduces once an update here: it reduces after every micro-batch, as "
+                    "fsdp does."
+                ),
+            ),
+            Mistake(
+                "zero2 gathers twice",
+                _seconds(zero2=lambda k: 3 * k),
+                (
+                    "zero2 gathers its weights twice here: the weights stay gathered from forward "
+                    "to backward, so gathering once is enough."
+                ),
+            ),
+            Mistake(
+                "three for all",
+                _seconds(ddp=lambda k: 3, zero2=lambda k: 3 * k),
+                "only fsdp has three passes: ddp sends no weights, and zero2 gathers them once.",
+            ),
+            Mistake(
+                "one for all",
+                _seconds(ddp=lambda k: 1, zero2=lambda k: k, fsdp=lambda k: k),
+                "one pass is counted: an all-reduce is two, and sharded weights are gathered too.",
             ),
         ),
     ),

@@ -203,99 +203,24 @@ def _observe_scale(candidate):
 
 
 def _explain_scale(got, expected):
-    cases = list(_batches().items())
-    mine = {name: list(got[name].values()) for name, _ in cases}
-    if not all(isinstance(scale, (int, float)) for each in mine.values() for scale in each):
+    scales = [scale for case in expected for scale in got[case].values()]
+    if not all(isinstance(scale, (int, float)) for scale in scales):
         return "return one number, by which each summed loss is multiplied."
-
-    def everywhere(formula) -> bool:
-        """Whether ``formula(labels that count on this rank, on all, ranks, micro-batches)`` is what
-        every rank returns.
-        """
-        for name, batches in cases[:3]:
-            counts = [_count(own) for own in batches]
-            for scale, own, batch in zip(mine[name], counts, batches, strict=True):
-                if abs(scale / formula(own, sum(counts), len(batches), len(batch)) - 1) > 1e-5:
-                    return False
-        return True
-
-    for formula, says in (
-        (
-            lambda own, all, ranks, k: all / ranks,
-            "this is the number to divide by: return the factor, ranks / labels.",
-        ),
-        (
-            lambda own, all, ranks, k: ranks / own,
-            (
-                "each rank divides by its own labels: all_reduce their number first, so that a "
-                "label counts the same everywhere."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: 1 / (own * ranks),
-            (
-                "each rank divides by its own labels: all_reduce their number first, so that a "
-                "label "
-                "counts the same everywhere."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: 1 / (all * k),
-            (
-                "the loss is divided by the number of micro-batches too: the labels of all of "
-                "them are counted already."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: ranks / (all * k),
-            (
-                "the loss is divided by the number of micro-batches too: the labels of all of them "
-                "are "
-                "counted already."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: 1 / ranks,
-            "no label is counted: the summed loss must become a mean over the labels of all ranks.",
-        ),
-        (
-            lambda own, all, ranks, k: 1 / k,
-            (
-                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
-                "different numbers of labels."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: ranks / k,
-            (
-                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
-                "different numbers of labels."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: 1 / (k * ranks),
-            (
-                "micro-batches are counted: the loss is a sum over labels, and micro-batches have "
-                "different numbers of labels."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: own / all,
-            (
-                "this is the rank's share of the labels: a summed loss already grows with the "
-                "number of labels."
-            ),
-        ),
-        (
-            lambda own, all, ranks, k: all,
-            "this is the number of labels: the factor is ranks / labels.",
-        ),
-    ):
-        if everywhere(formula):
-            return says
     return None
 
 
+_OWN_LABELS = (
+    "each rank divides by its own labels: all_reduce their number first, so that a label counts "
+    "the same everywhere."
+)
+_AND_MICRO_BATCHES = (
+    "the loss is divided by the number of micro-batches too: the labels of all of them are counted "
+    "already."
+)
+_MICRO_BATCHES = (
+    "micro-batches are counted: the loss is a sum over labels, and micro-batches have different "
+    "numbers of labels."
+)
 _APART = (
     (
         rf"{APART}|equal size|must match",
@@ -430,6 +355,67 @@ EXERCISES = (
                 "last",
                 _scaled(count=lambda mine: _count(mine[-1:])),
                 "only one micro-batch is counted: the update uses all of them.",
+            ),
+            Mistake(
+                "the divisor",
+                _scaled(scale=lambda own, total, mine: total / dist.get_world_size()),
+                "this is the number to divide by: return the factor, ranks / labels.",
+            ),
+            Mistake(
+                "own labels, times ranks",
+                _scaled(scale=lambda own, total, mine: dist.get_world_size() / max(own, 1)),
+                _OWN_LABELS,
+            ),
+            Mistake(
+                "own labels, over ranks",
+                _scaled(scale=lambda own, total, mine: 1 / max(own, 1) / dist.get_world_size()),
+                _OWN_LABELS,
+            ),
+            Mistake(
+                "over micro-batches",
+                _scaled(scale=lambda own, total, mine: 1 / total / len(mine)),
+                _AND_MICRO_BATCHES,
+            ),
+            Mistake(
+                "right, over micro-batches",
+                _scaled(scale=lambda own, total, mine: dist.get_world_size() / total / len(mine)),
+                _AND_MICRO_BATCHES,
+            ),
+            Mistake(
+                "ranks alone",
+                _scaled(scale=lambda own, total, mine: 1 / dist.get_world_size()),
+                (
+                    "no label is counted: the summed loss must become a mean over the labels of "
+                    "all ranks."
+                ),
+            ),
+            Mistake(
+                "micro-batches alone",
+                _scaled(scale=lambda own, total, mine: 1 / len(mine)),
+                _MICRO_BATCHES,
+            ),
+            Mistake(
+                "ranks over micro-batches",
+                _scaled(scale=lambda own, total, mine: dist.get_world_size() / len(mine)),
+                _MICRO_BATCHES,
+            ),
+            Mistake(
+                "micro-batches of all ranks",
+                _scaled(scale=lambda own, total, mine: 1 / len(mine) / dist.get_world_size()),
+                _MICRO_BATCHES,
+            ),
+            Mistake(
+                "a share",
+                _scaled(scale=lambda own, total, mine: own / total),
+                (
+                    "this is the rank's share of the labels: a summed loss already grows with the "
+                    "number of labels."
+                ),
+            ),
+            Mistake(
+                "labels",
+                _scaled(scale=lambda own, total, mine: total),
+                "this is the number of labels: the factor is ranks / labels.",
             ),
         ),
     ),

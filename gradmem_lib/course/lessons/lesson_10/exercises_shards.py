@@ -279,7 +279,6 @@ def _gradients(candidate) -> dict:
 
     def run(rank: int):
         model = candidate(both[rank], init_device_mesh("cpu", (2,)))
-        model = both[rank] if model is None else model
         model(input_ids=ids[rank], labels=ids[rank]).loss.backward()
         return flat(_whole(p.grad) for p in model.parameters())
 
@@ -290,7 +289,7 @@ def _gradients(candidate) -> dict:
 def step_on_a_rank(candidate) -> tuple[nn.Module, Calls, MemoryTracker]:
     """A forward and a backward of the tiny Llama on rank 0 of 2."""
     model, ids = wrap_setting()
-    model = candidate(model, init_device_mesh("cpu", (2,))) or model
+    model = candidate(model, init_device_mesh("cpu", (2,)))
     with Calls() as calls, MemoryTracker(model, live=False) as tracker:
         model(input_ids=ids[:2], labels=ids[:2]).loss.backward()
     return model, calls, tracker
@@ -418,7 +417,7 @@ EXERCISES = (
         observe=_observe_wrap,
         explain=_explain_wrap,
         tolerance=1e-9,
-        changes=("model.mode", "model.hook", "model.config"),
+        changes=("model.train", "model.hook", "model.config", "model.checkpointing"),
         raises=(
             (
                 r"Invariant encountered|already",

@@ -270,11 +270,14 @@ def _t5_library(model, optimizer, batch):
     return found.loss
 
 
-def _t5_switch(model, optimizer, batch):
+def _t5_switch(model, optimizer, batch, left_on=False):
     model.activation_checkpointing_enable() if hasattr(
         model, "activation_checkpointing_enable"
     ) else (model.gradient_checkpointing_enable())
-    return _t5(model, optimizer, batch, size=3, every=None)
+    loss = _t5(model, optimizer, batch, size=3, every=None)
+    if not left_on:
+        model.gradient_checkpointing_disable()
+    return loss
 
 
 RIGHT["6.4"] = {
@@ -284,6 +287,7 @@ RIGHT["6.4"] = {
     "the switch": _t5_switch,
 }
 WRONG["6.4"] = {
+    "the switch left on": (partial(_t5_switch, left_on=True), "checkpointing on, as it was not"),
     "checkpoints left on": (_left_on, "second call fails.*checkpointed already"),
     "as it was": (partial(_t5, size=16, every=None), "all 16 rows"),
     "checkpoints alone": (partial(_t5, size=16), "checkpoint"),

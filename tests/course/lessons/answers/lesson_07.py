@@ -16,15 +16,17 @@ def _lost(g, dtype, scale, *, among=None, gone=lambda x: (x == 0) | ~x.isfinite(
     return (gone(x) & some).sum().item() / some.sum().item()
 
 
-def _lost_loop(g, dtype, scale):
+def _lost_loop(g, dtype, scale, gone=math.isinf):
     numbers = [n for n in g.flatten().tolist() if n]
     kept = torch.tensor(numbers).mul(scale).to(dtype).tolist()
-    return sum(n == 0 or math.isinf(n) for n in kept) / len(numbers)
+    return sum(n == 0 or gone(n) for n in kept) / len(numbers)
 
 
 RIGHT["7.1"] = {
     "plain": _lost,
-    "loop": _lost_loop,
+    "loop": lambda g, dtype, scale: _lost_loop(
+        g, dtype, scale, gone=lambda n: not math.isfinite(n)
+    ),
     "selected": lambda g, dtype, scale: (
         1
         - (lambda x: ((x != 0) & (x.abs() < math.inf)).float().mean())(
@@ -34,6 +36,7 @@ RIGHT["7.1"] = {
     "double": lambda g, dtype, scale: _lost(g.double(), dtype, scale),
 }
 WRONG["7.1"] = {
+    "loop, without nan": (_lost_loop, "nan is not finite either"),
     "of all": (partial(_lost, among=lambda g: torch.ones_like(g, dtype=torch.bool)), "zero"),
     "no overflow": (partial(_lost, gone=lambda x: x == 0), "overflow|inf"),
     "only overflow": (partial(_lost, gone=lambda x: ~x.isfinite()), "become 0|underflow"),

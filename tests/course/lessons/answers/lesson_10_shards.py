@@ -275,7 +275,6 @@ RIGHT["10.4"] = {
     "embedding and head too": _ends_too,
     "by hand": _by_hand,
     "the library's": _by_library,
-    "in place": lambda model, mesh: (_wrapped(model, mesh), None)[1],
 }
 WRONG["10.4"] = {
     "no checkpoints": (_but_wrapped(checkpoints=False), "switch on checkpointing"),
@@ -289,8 +288,12 @@ WRONG["10.4"] = {
     "root first": (_root_first, "layers come first"),
     "every linear layer": (_every_linear, "small|one unit"),
     "all layers in one": (_all_in_one, "bytes|one unit"),
+    "returns nothing": (
+        lambda model, mesh: (_wrapped(model, mesh), None)[1],
+        "is a `return` missing",
+    ),
     "checkpoints alone": (
-        lambda model, mesh: model.gradient_checkpointing_enable(),
+        lambda model, mesh: (model.gradient_checkpointing_enable(), model)[1],
         "nothing is sharded|whole",
     ),
     "ddp": (lambda model, mesh: shard(model, "ddp", mesh=mesh), "whole|sharded"),
