@@ -17,7 +17,7 @@ import pytest
 from minutes import minutes
 from support.paths import ROOT
 
-OFFLINE = Path(__file__).parent / "offline"
+OFFLINE = ROOT / "tests" / "offline"
 SOURCES = sorted(ROOT.glob("solutions/*.py"))
 SOLUTIONS = sorted(ROOT.glob("solutions/*.ipynb"))
 LESSONS = sorted(ROOT.glob("lessons/*.ipynb"))

@@ -221,6 +221,13 @@ def test_the_workspace_of_an_lstm_is_what_its_kernel_returns(sizes):
 def test_what_recurrent_layers_keep_on_a_card_is_refused():
     with pytest.raises(CannotTrace, match="cuDNN"):
         predict(Recurrent(nn.LSTM), batch=torch.randn(7, 2, 8), target="cuda")
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN computes no bf16 on this processor, and PyTorch's own LSTM keeps no workspace",
+)
+def test_what_onednns_lstm_keeps_in_bf16_is_refused():
     with pytest.raises(CannotTrace, match="workspace"):
         batch = torch.randn(7, 2, 8, dtype=torch.bfloat16)
         predict(Recurrent(nn.LSTM), batch=batch, recipe=Recipe(precision="bf16"), target="cpu")

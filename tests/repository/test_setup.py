@@ -167,9 +167,10 @@ def make(course: Path, *arguments: str, failing: str = "nothing", **environment:
     of Python.
     """
     (course / "calls").write_text("")
-    python = course / ".venv" / "bin" / "python"
-    python.write_text(STAND_IN.format(log=course / "calls", failing=failing))
-    python.chmod(0o755)
+    for name in ("python", "lint-imports"):
+        program = course / ".venv" / "bin" / name
+        program.write_text(STAND_IN.format(log=course / "calls", failing=failing))
+        program.chmod(0o755)
     told = "MAKE|MFLAGS|CI$|DISPLAY|WAYLAND|SSH|(INSTALL|PYTHON|TORCH_FLAGS|WORKERS|MODULE|TESTS)$"
     clean = {k: v for k, v in os.environ.items() if not re.match(told, k)}
     done = subprocess.run(
@@ -235,6 +236,7 @@ STEPS = {
     "check": [
         "ruff check",
         "ruff format --check",
+        "--no-logo",
         "build_notebooks.py --check",
         "-m mypy",
         "--quick tests",
@@ -242,6 +244,7 @@ STEPS = {
     "test": [
         "ruff check",
         "ruff format --check",
+        "--no-logo",
         "build_notebooks.py --check",
         "-m mypy",
         "--nbval ",

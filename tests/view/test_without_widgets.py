@@ -23,8 +23,8 @@ with MemoryTracker(model, title="a layer") as tracker:
     "ranks": """
 from gradmem_lib.view.ranks import RankPictures
 with RankPictures(2) as pictures:
-    pictures.told(0, 0, "start", "two", None)
-    pictures.told(0, 0, "finish", tracker.timeline)
+    pictures.on_report(0, 0, "start", "two", None)
+    pictures.on_report(0, 0, "finish", tracker.timeline)
 """,
     "show": "tracker.show()",
     "explorer": "explore_schedule(depth=4, segment=2)",

@@ -135,9 +135,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
     if isinstance(value, frozenset):
-        if len(value) > 20:
-            return f"a set of {len(value)} things"
-        return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
+        return _describe_set(value)
     if _is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
@@ -145,6 +143,12 @@ def _describe(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return "a dict" if isinstance(value, dict) else f"a value of type {type(value).__name__}"
+
+
+def _describe_set(value: frozenset) -> str:
+    if len(value) > 20:
+        return f"a set of {len(value)} things"
+    return "the set {" + ", ".join(sorted(map(describe, value))) + "}"
 
 
 def _describe_number(value: Real) -> str:

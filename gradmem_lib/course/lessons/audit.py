@@ -16,21 +16,7 @@ def audit(exercise: Exercise) -> list[str]:
 
     Runs the reference, every known mistake and the stubs of a learner who has not begun.
     """
-    problems = []
-    if (
-        not re.fullmatch(r"\d+\.\d+", exercise.id)
-        or exercise.difficulty not in (1, 2, 3)
-        or exercise.minutes < 1
-    ):
-        problems.append(
-            "the id must look like 1.3, the difficulty be 1 to 3 and the minutes at least 1"
-        )
-    if not exercise.title or not exercise.trains:
-        problems.append("the title and what the exercise trains must be said")
-    if len(exercise.mistakes) < 4:
-        problems.append(f"{len(exercise.mistakes)} known mistakes: four or more are asked for")
-    if len({mistake.name for mistake in exercise.mistakes}) < len(exercise.mistakes):
-        problems.append("two known mistakes have the same name")
+    problems = _faults_of_fields(exercise)
     expected = of_reference(exercise)
     verdict = judge(exercise, exercise.reference, expected)
     if verdict.outcome != PASSED:
@@ -47,6 +33,25 @@ def audit(exercise: Exercise) -> list[str]:
         verdict = judge(exercise, stub, expected)
         if verdict.outcome != OPEN:
             problems.append(f"a stub ({describe(stub)}) is not called {OPEN}: {verdict.line}")
+    return problems
+
+
+def _faults_of_fields(exercise: Exercise) -> list[str]:
+    problems = []
+    if (
+        not re.fullmatch(r"\d+\.\d+", exercise.id)
+        or exercise.difficulty not in (1, 2, 3)
+        or exercise.minutes < 1
+    ):
+        problems.append(
+            "the id must look like 1.3, the difficulty be 1 to 3 and the minutes at least 1"
+        )
+    if not exercise.title or not exercise.trains:
+        problems.append("the title and what the exercise trains must be said")
+    if len(exercise.mistakes) < 4:
+        problems.append(f"{len(exercise.mistakes)} known mistakes: four or more are asked for")
+    if len({mistake.name for mistake in exercise.mistakes}) < len(exercise.mistakes):
+        problems.append("two known mistakes have the same name")
     return problems
 
 
