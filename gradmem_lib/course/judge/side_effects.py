@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ... import compat
-from ..machine import compat as compat_course
+from ..machine import compat as course_compat
 
 
 class Given:
@@ -157,12 +157,12 @@ def switches() -> dict[str, Any]:
         ),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
-        "hooks on every module": compat_course.global_hooks(),
-        "saved-tensor hooks": compat_course.saved_tensor_hooks(),
+        "hooks on every module": course_compat.global_hooks(),
+        "saved-tensor hooks": course_compat.saved_tensor_hooks(),
     }
 
 
-def left_switched(before: dict[str, Any]) -> Iterator[str]:
+def changed_switches(before: dict[str, Any]) -> Iterator[str]:
     """A sentence for each switch that has changed."""
     now = switches()
     for name, value in before.items():
@@ -188,7 +188,7 @@ def _autocast(before, now) -> str:
     return "changed"
 
 
-def put_back(before: dict[str, Any]) -> None:
+def restore(before: dict[str, Any]) -> None:
     """Restore every switch."""
     now = switches()
     if now == before:
@@ -207,5 +207,5 @@ def put_back(before: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=warns)
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
     torch.set_num_threads(before["the number of threads"])
-    compat_course.put_back_global_hooks(before["hooks on every module"])
-    compat_course.put_back_saved_tensor_hooks(before["saved-tensor hooks"])
+    course_compat.restore_global_hooks(before["hooks on every module"])
+    course_compat.restore_saved_tensor_hooks(before["saved-tensor hooks"])
